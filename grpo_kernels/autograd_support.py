@@ -1,0 +1,51 @@
+"""What the library's autograd Functions share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def refuse_double_backward(call: str) -> None:
+    """To be called first in a backward, where grad mode is on exactly under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{call}: double backward is not supported (create_graph=True reached its backward); "
+            "grpo_kernels.reference offers the same values, differentiable any number of times"
+        )
+
+
+def scaled_gradient(stored: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
+
+    `stored` has served its purpose unless the caller retains the graph, so it is scaled in place:
+    a second head-sized tensor is what a full card has no room for.
+    """
+    if stored is None:
+        return None
+    retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    scaled = stored * scale if retains_graph else stored.mul_(scale)
+    return scaled.to(dtype)
+
+
+def eager_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, which would import the compiler just to be applied.
+
+    Under torch.compile the call is a graph break: chunk sizes follow from the data, and the work
+    is kernels and GEMMs that a compiler has nothing to add to.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

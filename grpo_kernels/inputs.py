@@ -1,0 +1,281 @@
+"""What the caller gave, checked and flattened: padded `[B, T]` or packed `[N]` becomes `[N]`.
+
+Shapes, dtypes and devices are checked at once. Values (target ids, masks that are not 0 or 1,
+`cu_seqlens`) live on the device, where looking at them costs a synchronisation; `ValueChecks`
+gathers those questions so that a call that reads its row counts anyway asks them in the same
+transfer, and a call that reads nothing asserts them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .objective import GRPOLossConfig, TokenInputs, aggregation_weights, check_number
+
+HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(
+    name: str,
+    x: object,
+    *,
+    shape: Sequence[int] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """`x`, if it is a tensor of this shape, one of these dtypes, and on this device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}")
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
+    if dtypes is not None and x.dtype not in dtypes:
+        expected = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        hint = (
+            "; float64 is for grpo_kernels.reference"
+            if x.dtype == torch.float64 and torch.float64 not in dtypes
+            else ""
+        )
+        raise TypeError(
+            f"{name}: expected dtype {expected}; got {str(x.dtype).removeprefix('torch.')}{hint}"
+        )
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
+    return x
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass
+class ValueChecks:
+    """Questions about values on the device: each a count of offenders and what to say of them."""
+
+    counts: list[Tensor] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, offenders: Tensor, message: str) -> None:
+        self.counts.append(offenders.sum())
+        self.messages.append(message)
+
+    def raise_for(self, counts: Sequence[int]) -> None:
+        for count, message in zip(counts, self.messages, strict=True):
+            if count:
+                raise ValueError(f"{message} ({count} of them)")
+
+    def check_without_sync(self) -> None:
+        """On a CPU raises; on a GPU leaves a device-side assertion, as torch's own gather does."""
+        for count, message in zip(self.counts, self.messages, strict=True):
+            if count.device.type == "cpu":
+                self.raise_for([int(c) for c in self.counts])
+            else:
+                torch._assert_async(count == 0, message)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens lie: padded `[B, T]`, or packed `[N]` with or without known sequences."""
+
+    shape: torch.Size
+    device: torch.device
+    num_sequences: int | None
+    sequence_ids: Tensor | None  # int64 [N]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape.numel()
+
+    @staticmethod
+    def of(name: str, x: Tensor, cu_seqlens: Tensor | None, checks: ValueChecks) -> Layout:
+        """The layout of the token tensor `x`."""
+        if x.ndim not in (1, 2):
+            raise ValueError(
+                f"{name}: expected shape [B, T] (padded) or [N] (packed); got {list(x.shape)}"
+            )
+        if cu_seqlens is None:
+            if x.ndim == 1:
+                return Layout(x.shape, x.device, None, None)
+            B, T = x.shape
+            ids = torch.arange(B, device=x.device).repeat_interleave(T, output_size=B * T)
+            return Layout(x.shape, x.device, B, ids)
+        if x.ndim == 2:
+            raise ValueError(
+                "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
+                f"[N]; got a tensor with {name} of shape {list(x.shape)}"
+            )
+        check_tensor("cu_seqlens", cu_seqlens, dtypes=_INTEGERS[:2], device=x.device)
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(f"cu_seqlens: expected shape [B + 1]; got {list(cu_seqlens.shape)}")
+        N = x.shape[0]
+        bounds = torch.stack([cu_seqlens[0], N - cu_seqlens[-1]]) != 0
+        checks.add(
+            torch.cat([bounds, cu_seqlens.diff() < 0]),
+            f"cu_seqlens: expected to start at 0, never to decrease, and to end at N = {N}; "
+            "got offsets that do not",
+        )
+        positions = torch.arange(N, device=x.device, dtype=cu_seqlens.dtype)
+        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+        num_sequences = cu_seqlens.numel() - 1
+        return Layout(x.shape, x.device, num_sequences, ids.clamp(max=max(num_sequences - 1, 0)))
+
+    def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A constant of one value a token, `[N]`."""
+        x = check_tensor(name, x, shape=self.shape, dtypes=_FLOATS, device=self.device)
+        return x.detach().reshape(-1).to(dtype)
+
+    def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
+        """Bool `[N]`, or None when every token counts."""
+        if mask is None:
+            return None
+        dtypes = (torch.bool, *_INTEGERS, *_FLOATS)
+        mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
+        flat = mask.detach().reshape(-1)
+        if flat.dtype == torch.bool:
+            return flat
+        checks.add((flat != 0) & (flat != 1), "mask: expected 0 or 1; got other values")
+        return flat != 0
+
+    def flat_advantages(self, advantages: object, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[N]` from `[B]`, `[B, T]` or `[N]`."""
+        x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
+        x = x.detach().to(dtype)
+        if x.shape == self.shape:
+            return x.reshape(-1)
+        if x.ndim == 1 and self.sequence_ids is not None and x.shape[0] == self.num_sequences:
+            # Nothing to index where no token is, and perhaps no sequence either.
+            return x[self.sequence_ids] if self.num_tokens else x.new_zeros(0)
+        if len(self.shape) == 2:
+            expected = f"[{self.shape[0]}] or {list(self.shape)}"
+        elif self.num_sequences is not None:
+            expected = f"[{self.num_sequences}] (one a sequence) or {list(self.shape)}"
+        else:
+            expected = f"{list(self.shape)}, or one a sequence together with cu_seqlens"
+        raise ValueError(f"advantages: expected shape {expected}; got {list(x.shape)}")
+
+    def flat_temperature(self, temperature: float | Tensor) -> float | Tensor:
+        """A number, or float32 `[N]`."""
+        if isinstance(temperature, Tensor):
+            if temperature.requires_grad:
+                raise ValueError("temperature: expected a constant; got a tensor requiring grad")
+            if temperature.ndim == 0:
+                return self.flat("temperature", temperature.expand(self.shape))
+            return self.flat("temperature", temperature)
+        check_number("temperature", temperature)
+        if temperature <= 0:
+            raise ValueError(f"temperature: expected a number > 0; got {temperature}")
+        return float(temperature)
+
+
+def flat_tokens(
+    config: GRPOLossConfig,
+    layout: Layout,
+    checks: ValueChecks,
+    advantages: object,
+    mask: Tensor | None,
+    old_logps: object,
+    ref_logps: object,
+    num_items: float | Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> TokenInputs:
+    """The constants of a policy loss, checked, flat, with the weight of every token."""
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
+    if config.beta and ref_logps is None:
+        raise ValueError(
+            f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
+            "; got None"
+        )
+    if config.needs_sequences and layout.num_sequences is None:
+        raise ValueError(
+            f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} counts "
+            "sequences and the input is packed; got None"
+        )
+    _check_num_items(config, num_items)
+    flat_mask = layout.flat_mask(mask, checks)
+    if flat_mask is None:
+        mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
+    else:
+        mask_float = flat_mask.to(dtype)
+    weights = aggregation_weights(
+        config, mask_float, layout.sequence_ids, layout.num_sequences, num_items
+    )
+    return TokenInputs(
+        advantages=layout.flat_advantages(advantages, dtype),
+        weights=weights,
+        count=mask_float.sum(),
+        mask=flat_mask,
+        old_logps=None if old_logps is None else layout.flat("old_logps", old_logps, dtype),
+        ref_logps=None if ref_logps is None else layout.flat("ref_logps", ref_logps, dtype),
+    )
+
+
+def _check_num_items(config: GRPOLossConfig, num_items: object) -> None:
+    if num_items is None:
+        return
+    if config.loss_type != "dapo":
+        raise ValueError(
+            "num_items: expected None, as only loss_type='dapo' divides by it; got "
+            f"{num_items!r} with loss_type={config.loss_type!r}"
+        )
+    if isinstance(num_items, Tensor):
+        if num_items.ndim != 0:
+            raise ValueError(f"num_items: expected a 0-d tensor; got shape {list(num_items.shape)}")
+        return
+    check_number("num_items", num_items)
+    if num_items <= 0:  # type: ignore[operator]
+        raise ValueError(f"num_items: expected a number > 0; got {num_items}")
+
+
+def check_head(
+    hidden: object, weight: object, bias: object, softcap: object, logit_scale: object
+) -> None:
+    """A linear head: `hidden [..., H]`, `weight [V, H]`, `bias [V]`, on one device."""
+    hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
+    weight = check_tensor("weight", weight, dtypes=HEAD_DTYPES, device=hidden.device)
+    if hasattr(weight, "full_tensor"):
+        raise TypeError(
+            "weight: expected the whole head as a plain tensor; got a DTensor: call this inside "
+            "the wrapped module's forward, or pass weight.full_tensor()"
+        )
+    if hidden.ndim not in (2, 3):
+        raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
+    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:
+        hint = (
+            "; an empty weight is what ZeRO-3 shows outside the wrapped module's forward"
+            if weight.numel() == 0
+            else ""
+        )
+        raise ValueError(
+            f"weight: expected shape [V, {hidden.shape[-1]}]; got {list(weight.shape)}{hint}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, shape=weight.shape[:1], dtypes=HEAD_DTYPES, device=hidden.device)
+    check_number("logit_scale", logit_scale)
+    if softcap is not None:
+        check_number("softcap", softcap)
+        if softcap <= 0:  # type: ignore[operator]
+            raise ValueError(f"softcap: expected a number > 0, or None; got {softcap}")
+
+
+def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
+    """int64 `[N]`."""
+    targets = check_tensor("targets", targets, shape=shape, dtypes=_INTEGERS, device=device)
+    return targets.detach().reshape(-1).long()
+
+
+def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: ValueChecks) -> None:
+    outside = (targets < 0) | (targets >= V)
+    where = "" if mask is None else " at unmasked positions"
+    checks.add(
+        outside if mask is None else outside & mask,
+        f"targets: expected ids in [0, {V}){where}; got ids outside",
+    )
+
+
+def check_backward(backward: object) -> None:
+    if backward != "exact":
+        raise ValueError(f"backward: expected 'exact'; got {backward!r}")

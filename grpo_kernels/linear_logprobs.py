@@ -1,0 +1,218 @@
+"""Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
+
+Two passes, four GEMMs. The forward makes each chunk of logits once and keeps three numbers a row;
+the backward, which only then knows the gradient of every log-prob, makes the logits again for the
+rows that have one:
+
+    forward    Z = h W^T;  lse, l, E = token_stats(Z)
+    backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autograd_support import eager_only, refuse_double_backward
+from .inputs import (
+    Layout,
+    ValueChecks,
+    check_backward,
+    check_head,
+    check_target_ids,
+    check_targets,
+)
+from .row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
+from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
+
+
+class LogprobOutput(NamedTuple):
+    """Float32, in the shape of the targets, differentiable; 0 where masked.
+
+    `entropy` (in nats) is None unless it was asked for.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor
+
+
+@eager_only
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    backward: str = "exact",
+    backend: str = "auto",
+    chunk_bytes: int | None = None,
+) -> LogprobOutput:
+    """Log-probs of the targets under a linear head, without ever holding the logits.
+
+    Equivalent PyTorch:
+
+        logits = (hidden @ weight.T + bias).float() / temperature
+        logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+    Args:
+        hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
+            is the state that predicts `targets[..., t]`: the caller shifts.
+        weight: `[V, H]`, the LM head; a frozen one costs no gradient work.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1.
+        bias: `[V]` or None.
+        mask: of the shape of `targets`, bool or 0/1; None computes every token. Masked positions
+            may hold anything, cost nothing, and come back as 0.
+        temperature: a number, or one value a token in the shape of `targets`; a constant.
+        logit_scale: factor on `hidden @ weight.T + bias`.
+        softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
+        entropy: whether to compute the entropy, too.
+        backward: `"exact"`.
+        backend: `"auto"`, `"triton"` or `"torch"`.
+        chunk_bytes: budget for the buffer of logits; None: 96 MiB on a CPU, on a GPU 1.5 GiB or a
+            sixteenth of its memory if that is less.
+
+    Returns:
+        `logps`, `entropy` and `logsumexp` (of the logits after temperature), each with gradients
+        for `hidden`, `weight` and `bias`. Rows whose gradient turns out to be 0 are skipped in
+        the backward.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. Values on the
+            device (target ids, a mask other than 0/1) are read together with the row count, in
+            the forward's one device-to-host transfer.
+        RuntimeError: on double backward.
+
+    Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
+    """
+    check_backward(backward)
+    check_head(hidden, weight, bias, softcap, logit_scale)
+    tiles = select_tiles(backend, hidden.device)
+    V, H = weight.shape
+    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, None, checks)
+    flat_mask = layout.flat_mask(mask, checks)
+    check_target_ids(flat_targets, flat_mask, V, checks)
+    transform = LogitTransform(
+        None if bias is None else bias.detach(),
+        float(logit_scale),
+        softcap,
+        layout.flat_temperature(temperature),
+    )
+    plan = plan_rows(
+        flat_mask,
+        None,
+        checks,
+        num_tokens=layout.num_tokens,
+        vocab_size=V,
+        device=hidden.device,
+        chunk_bytes=chunk_bytes,
+    )
+    job = _Job(
+        flat_targets, transform, plan, tiles, gemm_dtype(hidden, weight), entropy, chunk_bytes
+    )
+    logps, entropies, logsumexp = _LinearLogprobs.apply(hidden.reshape(-1, H), weight, bias, job)
+    return LogprobOutput(
+        logps.reshape(layout.shape),
+        entropies.reshape(layout.shape) if entropy else None,
+        logsumexp.reshape(layout.shape),
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything the Function needs that has no gradient."""
+
+    targets: Tensor
+    transform: LogitTransform
+    plan: RowPlan
+    tiles: Tiles
+    dtype: torch.dtype
+    entropy: bool
+    chunk_bytes: int | None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        logps, logsumexp, entropy = torch.zeros((3, hidden.shape[0]), device=hidden.device)
+        head = HeadChunks(hidden, weight, job.dtype, job.plan.largest_chunk)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in job.plan.chunks():
+                rows = chunk.rows
+                logits = head.logits(head.rows(chunk))  # [C, V], not yet transformed
+                stats = job.tiles.token_stats(
+                    logits, job.targets[rows], job.transform.at(rows), entropy=job.entropy
+                )
+                logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
+                if stats.entropy is not None:
+                    entropy[rows] = stats.entropy
+        # Kept apart from the outputs, which the caller may change in place.
+        ctx.save_for_backward(hidden, weight, bias, logsumexp.clone(), entropy.clone())
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return logps, entropy if job.entropy else None, logsumexp
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_logprobs")
+        hidden, weight, bias, logsumexp, entropy = ctx.saved_tensors
+        job: _Job = ctx.job
+        d_target = torch.zeros_like(logsumexp) if d_logps is None else d_logps.float()
+        d_prob = d_target if d_logsumexp is None else d_target - d_logsumexp.float()
+        needed = (d_target != 0) | (d_prob != 0)
+        if d_entropy is not None:
+            d_entropy = d_entropy.float().contiguous()
+            needed |= d_entropy != 0
+        if job.plan.num_rows < hidden.shape[0]:
+            # Masked rows came back as the constant 0, whatever gradient their value is given.
+            computed = torch.zeros_like(needed)
+            for chunk in job.plan.chunks():
+                computed[chunk.rows] = True
+            needed &= computed
+        plan = plan_rows(
+            needed,
+            None,
+            ValueChecks(),
+            num_tokens=hidden.shape[0],
+            vocab_size=weight.shape[0],
+            device=hidden.device,
+            chunk_bytes=job.chunk_bytes,
+        )
+        head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
+        head.want_gradients(ctx.needs_input_grad[:3], partial=plan.num_rows < hidden.shape[0])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in plan.chunks():
+                rows, targets = chunk.rows, job.targets[chunk.rows]
+                hidden_rows = head.rows(chunk)
+                logits = head.logits(hidden_rows)
+                d_logits = head.d_logits_like(logits)
+                grads = LogitGradInputs(
+                    logsumexp[rows],
+                    d_target[rows].contiguous(),
+                    d_prob[rows].contiguous(),
+                    None if d_entropy is None else entropy[rows],
+                    None if d_entropy is None else d_entropy[rows],
+                )
+                job.tiles.logit_grads_(logits, targets, job.transform.at(rows), grads, d_logits)
+                head.add_gradients(chunk, hidden_rows, d_logits)
+        d_hidden, d_weight, d_bias = head.gradients()
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+        )

@@ -1,0 +1,162 @@
+"""The slow truth: every public call in straight-line PyTorch, in any dtype up to float64.
+
+Logits are materialised, gradients are autograd's, nothing is skipped. The dtype of the first
+argument decides that of all arithmetic and of every result. Arguments mean what they mean in the
+fast calls and are not validated again, but for shapes that do not fit together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .grpo_loss import GRPOLossOutput
+from .inputs import Layout, ValueChecks, flat_tokens
+from .linear_logprobs import LogprobOutput
+from .objective import GRPOLossConfig, metrics_from_sums, policy_loss
+
+
+def linear_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """`softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`, `[..., V]`."""
+    logits = hidden @ weight.to(hidden.dtype).T
+    if bias is not None:
+        logits = logits + bias.to(hidden.dtype)
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / _last_dim(temperature, logits)
+
+
+def selective_log_softmax(
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
+) -> Tensor:
+    """`log_softmax(logits / temperature)` at the targets."""
+    log_p = (logits / _last_dim(temperature, logits)).log_softmax(-1)
+    return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> LogprobOutput:
+    """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
+    if mask is None:
+        mask = torch.ones_like(targets)
+    active = mask.bool()
+    # What a masked position holds must not reach a sum, even as NaN times 0.
+    hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.masked_fill(~active, 1.0)
+    logits = linear_logits(
+        hidden,
+        weight,
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    log_p = logits.log_softmax(-1)
+    logps = log_p.gather(-1, targets.long().masked_fill(~active, 0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    logsumexp = logits.logsumexp(-1)
+    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in (logps, entropy, logsumexp)))
+
+
+def grpo_loss(
+    logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    entropy: Tensor | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+    num_items: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> GRPOLossOutput:
+    """`grpo_kernels.objective` over all tokens at once, differentiated by autograd."""
+    layout = Layout.of("logps", logps, cu_seqlens, ValueChecks())
+    tokens = flat_tokens(
+        config,
+        layout,
+        ValueChecks(),
+        advantages,
+        mask,
+        old_logps,
+        ref_logps,
+        num_items,
+        dtype=logps.dtype,
+    )
+    totals = policy_loss(
+        config, tokens, logps.reshape(-1), None if entropy is None else entropy.reshape(-1)
+    )
+    metrics = metrics_from_sums(
+        totals._replace(sums=totals.sums.detach()),
+        tokens.count,
+        tokens.count,
+        has_entropy=entropy is not None,
+        has_kl=ref_logps is not None,
+    )
+    return GRPOLossOutput(totals.sums[0], metrics, logps.detach())
+
+
+def fused_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    bias: Tensor | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+    num_items: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    temperature: float | Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> GRPOLossOutput:
+    """`linear_logprobs`, then `grpo_loss`."""
+    out = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        mask=mask,
+        temperature=config.temperature if temperature is None else temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
+    return grpo_loss(
+        out.logps,
+        advantages,
+        mask,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        entropy=out.entropy,
+        config=config,
+        num_items=num_items,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _last_dim(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
+    if isinstance(temperature, Tensor):
+        return temperature.to(logits.dtype).unsqueeze(-1)
+    return temperature

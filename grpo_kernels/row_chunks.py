@@ -1,0 +1,222 @@
+"""Planning and the heavy products: which rows, how many at a time, and three GEMMs in fp32.
+
+Rows are put in order once: those that have a gradient, then those that only need a log-prob;
+masked rows take no part. They are then worked through in chunks whose logits fit a byte budget,
+so that the workspace depends on the vocabulary and the budget, never on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .inputs import ValueChecks
+
+_CPU_CHUNK_BYTES = 96 << 20
+_GPU_CHUNK_BYTES = 1536 << 20
+_ROW_MULTIPLE = 128
+# Rows of W upcast at a time where the GEMM cannot take the weight's own dtype.
+_UPCAST_BYTES = 16 << 20
+
+
+class Chunk(NamedTuple):
+    """Some rows of the caller's tensors: a slice when they lie together, else their ids."""
+
+    rows: slice | Tensor
+    size: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of one call, those with a gradient first. `order` None: all rows as they lie."""
+
+    order: Tensor | None
+    num_grad_rows: int
+    num_rows: int
+    max_chunk_rows: int
+
+    def chunks(self) -> Iterator[Chunk]:
+        yield from self._split(0, self.num_grad_rows, True)
+        yield from self._split(self.num_grad_rows, self.num_rows, False)
+
+    def _split(self, begin: int, end: int, needs_grad: bool) -> Iterator[Chunk]:
+        count = end - begin
+        if count <= 0:
+            return
+        # As many rows in each chunk: a short last one would waste its pass over the weight.
+        num_chunks = -(-count // self.max_chunk_rows)
+        step = -(-count // num_chunks)
+        if self.max_chunk_rows % _ROW_MULTIPLE == 0:
+            step = -(-step // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        for start in range(begin, end, step):
+            rows = slice(start, min(start + step, end))
+            size = rows.stop - rows.start
+            yield Chunk(rows if self.order is None else self.order[rows], size, needs_grad)
+
+    @property
+    def largest_chunk(self) -> int:
+        return max((chunk.size for chunk in self.chunks()), default=0)
+
+
+def plan_rows(
+    wanted: Tensor | None,
+    with_grad: Tensor | None,
+    checks: ValueChecks,
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    device: torch.device,
+    chunk_bytes: int | None,
+) -> RowPlan:
+    """Plans for the rows `wanted` (bool `[N]`; None: all), of them first those `with_grad`.
+
+    Reads the row counts and the value checks in one transfer: the one time that a call waits for
+    the device. Raises ValueError for the checks.
+    """
+    max_rows = _max_chunk_rows(vocab_size, chunk_bytes, device)
+    if wanted is not None and with_grad is not None:
+        with_grad = with_grad & wanted
+    sums = [group.sum() for group in (wanted, with_grad) if group is not None]
+    questions = checks.counts + sums
+    answers = torch.stack(questions).tolist() if questions else []
+    checks.raise_for(answers[: len(checks.counts)])
+    sizes = iter(answers[len(checks.counts) :])
+    num_rows = num_tokens if wanted is None else next(sizes)
+    num_grad_rows = num_rows if with_grad is None else next(sizes)
+    if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
+        return RowPlan(None, num_grad_rows, num_rows, max_rows)
+    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
+    for group in (wanted, with_grad):
+        if group is not None:
+            rank += ~group
+    return RowPlan(rank.argsort(stable=True)[:num_rows], num_grad_rows, num_rows, max_rows)
+
+
+def _max_chunk_rows(vocab_size: int, chunk_bytes: int | None, device: torch.device) -> int:
+    if chunk_bytes is None:
+        chunk_bytes = _CPU_CHUNK_BYTES
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+            chunk_bytes = min(_GPU_CHUNK_BYTES, memory // 16)
+        elif device.type != "cpu":
+            chunk_bytes = _GPU_CHUNK_BYTES // 4
+    elif isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
+    rows = max(1, chunk_bytes // (4 * vocab_size))
+    return rows // _ROW_MULTIPLE * _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
+
+
+def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the GEMMs' operands; they accumulate in, and return, float32 in any case.
+
+    CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
+    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
+    """
+    if hidden.device.type != "cuda" or torch.version.hip is not None:
+        return torch.float32
+    if torch.is_autocast_enabled("cuda"):
+        autocast = torch.get_autocast_dtype("cuda")
+        if autocast in (torch.bfloat16, torch.float16):
+            return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
+
+
+class HeadChunks:
+    """The linear head in chunks of rows: logits, and the gradients of what made them.
+
+    Args:
+        hidden: `[N, H]`; weight: `[V, H]`; both of any head dtype.
+        dtype: of the GEMMs' operands, from `gemm_dtype`.
+        max_rows: the most rows a chunk will have; sizes the one buffer of logits.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, max_rows: int) -> None:
+        self.hidden, self.dtype = hidden, dtype
+        self.V, self.H = weight.shape
+        # Autocast narrows the weight once; the other way, float32 from bf16, goes by slices.
+        narrows = dtype.itemsize < weight.dtype.itemsize
+        self.weight = weight.to(dtype) if narrows else weight
+        row_length = -(-self.V // 64) * 64
+        self._buffer = hidden.new_empty((max_rows, row_length), dtype=torch.float32)
+        self.d_hidden: Tensor | None = None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+        self._chunks_added = 0
+
+    def want_gradients(self, wants: Sequence[bool], *, partial: bool) -> None:
+        """Makes room for the gradients of hidden, weight, bias, as asked for.
+
+        `partial`: not every row will be added.
+        """
+        hidden, weight, bias = wants
+        empty, zeros = self.hidden.new_empty, self.hidden.new_zeros
+        if hidden:
+            self.d_hidden = (zeros if partial else empty)(self.hidden.shape)
+        if weight:
+            self.d_weight = empty((self.V, self.H), dtype=torch.float32)
+        if bias:
+            self.d_bias = zeros(self.V, dtype=torch.float32)
+
+    def rows(self, chunk: Chunk) -> Tensor:
+        return self.hidden[chunk.rows].to(self.dtype)
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """`hidden_rows @ weight.T` in float32 `[C, V]`; overwrites the logits of the last call."""
+        out = self._buffer[: hidden_rows.shape[0], : self.V]
+        for columns, weight in self._weight_slices():
+            _mm(hidden_rows, weight.t(), out=out[:, columns])
+        return out
+
+    def d_logits_like(self, logits: Tensor) -> Tensor:
+        """Room for the gradient of `logits`, on the same memory, in the operands' dtype."""
+        rows = logits.shape[0]
+        return self._buffer[:rows].view(self.dtype)[:, : self.V]
+
+    def add_gradients(self, chunk: Chunk, hidden_rows: Tensor, d_logits: Tensor) -> None:
+        """Adds the chunk's share of every gradient asked for."""
+        if self.d_hidden is not None:
+            d_rows = self.hidden.new_empty(hidden_rows.shape, dtype=torch.float32)
+            for index, (columns, weight) in enumerate(self._weight_slices()):
+                _addmm(d_rows, d_logits[:, columns], weight, beta=float(index > 0))
+            self.d_hidden[chunk.rows] = d_rows.to(self.d_hidden.dtype)
+        if self.d_weight is not None:
+            _addmm(self.d_weight, d_logits.t(), hidden_rows, beta=float(self._chunks_added > 0))
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+        self._chunks_added += 1
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden (in its dtype), weight and bias (float32); None where not asked for."""
+        if self.d_weight is not None and not self._chunks_added:
+            self.d_weight.zero_()
+        return self.d_hidden, self.d_weight, self.d_bias
+
+    def _weight_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        if self.weight.dtype == self.dtype:
+            yield slice(0, self.V), self.weight
+            return
+        step = max(1, _UPCAST_BYTES // (self.dtype.itemsize * self.H))
+        for start in range(0, self.V, step):
+            columns = slice(start, min(start + step, self.V))
+            yield columns, self.weight[columns].to(self.dtype)
+
+
+def _mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _addmm(acc: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> None:
+    """Acc <- beta * acc + a @ b, in the dtype of `acc`, which beta = 0 does not read."""
+    if a.dtype == acc.dtype:
+        torch.addmm(acc, a, b, beta=beta, out=acc)
+    else:
+        torch.addmm(acc, a, b, out_dtype=acc.dtype, beta=beta, out=acc)

@@ -1,0 +1,96 @@
+"""Log-probs of the targets from logits the caller already holds.
+
+    forward    l = z_y - logsumexp(z),  z = logits / T
+    backward   dlogits_j = dl * (1[j = y] - p_j) / T
+
+The same tile functions as in the fused calls, on the caller's logits as one tile: log_softmax
+itself, a second tensor of the size of the logits, is never made. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd_support import eager_only, refuse_double_backward
+from .inputs import (
+    HEAD_DTYPES,
+    Layout,
+    ValueChecks,
+    check_target_ids,
+    check_targets,
+    check_tensor,
+)
+from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
+
+
+@eager_only
+def selective_log_softmax(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Log-probs of the targets, float32, with a gradient for the logits.
+
+    Equivalent PyTorch:
+
+        (logits.float() / temperature).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+    Args:
+        logits: `[B, T, V]` or `[N, V]`, float32, bfloat16 or float16. May hold -inf.
+        targets: `[B, T]` or `[N]`, integer ids in [0, V).
+        temperature: a number, or one value a token in the shape of `targets`; a constant.
+        backend: `"auto"`, `"triton"` or `"torch"`.
+
+    Returns:
+        Float32 log-probs in the shape of `targets`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. No value is
+            read from a GPU: there, an id outside [0, V) ends in a device-side assertion.
+        RuntimeError: on double backward.
+
+    Reference: `grpo_kernels.reference.selective_log_softmax`, in any dtype up to float64.
+    """
+    check_tensor("logits", logits, dtypes=HEAD_DTYPES)
+    if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
+        raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
+    tiles = select_tiles(backend, logits.device)
+    V = logits.shape[-1]
+    flat_targets = check_targets(targets, logits.shape[:-1], logits.device)
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, None, checks)
+    check_target_ids(flat_targets, None, V, checks)
+    checks.check_without_sync()
+    transform = LogitTransform(temperature=layout.flat_temperature(temperature))
+    logps = _SelectiveLogSoftmax.apply(logits.reshape(-1, V), flat_targets, transform, tiles)
+    return logps.reshape(layout.shape)
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, transform: LogitTransform, tiles: Tiles
+    ) -> Tensor:
+        if logits.stride(-1) != 1:
+            logits = logits.contiguous()
+        with torch.autocast(logits.device.type, enabled=False):
+            stats = tiles.token_stats(logits, targets, transform, entropy=False)
+        ctx.save_for_backward(logits, targets, stats.logsumexp)
+        ctx.transform, ctx.tiles = transform, tiles
+        return stats.logps
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("selective_log_softmax")
+        logits, targets, logsumexp = ctx.saved_tensors
+        d_logps = d_logps.float().contiguous()
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        with torch.autocast(logits.device.type, enabled=False):
+            grads = LogitGradInputs(logsumexp, d_logps, d_logps)
+            ctx.tiles.logit_grads_(logits, targets, ctx.transform, grads, out)
+        return out, None, None, None

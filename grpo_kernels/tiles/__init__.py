@@ -1,0 +1,127 @@
+"""What happens to one tile of logits, once as Triton kernels and once as torch ops.
+
+This is the only seam between devices. Both modules offer the functions of `Tiles`, with the same
+signatures and the same results up to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ..objective import GRPOLossConfig, PolicySums, TokenInputs
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """From `raw = hidden @ weight.T` to logits: `softcap(logit_scale * (raw + bias)) / T`.
+
+    `softcap(x)` is `softcap * tanh(x / softcap)`; `bias` is `[V]`; `temperature` is a number, or
+    float32 `[C]` with one value a row.
+    """
+
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+
+    def at(self, rows: Tensor | slice) -> LogitTransform:
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[rows]
+        return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
+
+
+class TokenStats(NamedTuple):
+    """Per row of a tile, float32 `[C]`."""
+
+    logps: Tensor
+    logsumexp: Tensor
+    entropy: Tensor | None
+
+
+class LogitGradInputs(NamedTuple):
+    """What each row's logit gradient is made of, float32 `[C]`.
+
+    dL/dz_j = d_target * 1[j = target] - p_j * (d_prob + d_entropy * (z_j - logsumexp + entropy))
+
+    `d_target` is the gradient of the row's log-prob; `d_prob` equals it, less the gradient of
+    the row's logsumexp where that has one.
+    """
+
+    logsumexp: Tensor
+    d_target: Tensor
+    d_prob: Tensor
+    entropy: Tensor | None = None
+    d_entropy: Tensor | None = None
+
+
+class PolicyLoss(NamedTuple):
+    """The loss over some tokens: sums, and the gradient of `sums[0]`, float32 `[C]`."""
+
+    totals: PolicySums
+    d_logps: Tensor | None
+    d_entropy: Tensor | None
+
+
+class Tiles(Protocol):
+    def token_stats(
+        self, logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+    ) -> TokenStats:
+        """Reduces raw logits `[C, V]` to per-row statistics; leaves them as they are."""
+        ...
+
+    def logit_grads_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        grads: LogitGradInputs,
+        out: Tensor,
+    ) -> None:
+        """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
+
+        `out` may lie on the memory of `logits`, row on row, in a dtype as wide or narrower.
+        """
+        ...
+
+    def policy_loss(
+        self,
+        config: GRPOLossConfig,
+        tokens: TokenInputs,
+        logps: Tensor,
+        entropy: Tensor | None,
+        *,
+        grad: bool,
+    ) -> PolicyLoss:
+        """The objective over `logps [C]` with its gradient."""
+        ...
+
+
+def select_tiles(backend: str, device: torch.device) -> Tiles:
+    """The tiles for `backend` on `device`; `"auto"` is Triton on a GPU and torch on the CPU."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
+    on_gpu = device.type in ("cuda", "xpu")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if backend == "triton" and not has_triton:
+        raise ValueError("backend: 'triton' needs the triton package, which is not installed")
+    if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 to run on a CPU; got tensors "
+            f"on {device}"
+        )
+    if backend == "triton" or (backend == "auto" and on_gpu and has_triton):
+        from . import triton_tiles
+
+        return cast(Tiles, triton_tiles)
+    from . import torch_tiles
+
+    return cast(Tiles, torch_tiles)

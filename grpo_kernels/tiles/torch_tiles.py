@@ -1,0 +1,135 @@
+"""Tiles as torch ops: any device, and the fast path on a CPU.
+
+A tile of logits is many times a core's cache and every formula below sweeps it several times, so
+the sweeps run over blocks of rows that stay in the cache between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import objective
+from ..objective import GRPOLossConfig, TokenInputs
+from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
+
+_CPU_BLOCK_BYTES = 1 << 20
+_GPU_BLOCK_BYTES = 1 << 26
+
+
+def token_stats(
+    logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+) -> TokenStats:
+    count = logits.shape[0]
+    target_logits, peaks, totals, weighted = logits.new_empty((4, count), dtype=torch.float32)
+    for rows in _row_blocks(logits):
+        z = _transformed(logits[rows], transform.at(rows))
+        target_logits[rows] = z.gather(1, targets[rows, None]).squeeze(1)
+        peak = z.amax(1, keepdim=True)
+        # A row that is -inf throughout has no distribution: NaN, as torch.log_softmax has it.
+        shifted = z - peak
+        exps = shifted.exp()
+        peaks[rows] = peak.squeeze(1)
+        totals[rows] = exps.sum(1)
+        if entropy:
+            weighted[rows] = _sum_of_products(exps, shifted)
+    log_totals = totals.log()
+    logsumexp = peaks + log_totals
+    return TokenStats(
+        target_logits - logsumexp, logsumexp, log_totals - weighted / totals if entropy else None
+    )
+
+
+def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:
+    dot = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).flatten()
+    if dot.isnan().any():
+        # A logit of -inf gives 0 * -inf; rare, so looked for here and not in every element.
+        return torch.xlogy(exps, exps).sum(1)
+    return dot
+
+
+def logit_grads_(
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    grads: LogitGradInputs,
+    out: Tensor,
+) -> None:
+    for rows in _row_blocks(logits):
+        local, block, target = transform.at(rows), logits[rows], out[rows]
+        z = _transformed(block, local)
+        # Where nothing was transformed z is the logits themselves: work there only if they are
+        # also where the result goes.
+        in_place = target.data_ptr() == block.data_ptr() and target.dtype == block.dtype
+        if z.data_ptr() == block.data_ptr() and not in_place:
+            z = z.clone()
+        chain = None
+        if transform.softcap is not None:
+            chain = 1 - (z * _column(local.temperature) / transform.softcap).square()
+        lse, d_prob = grads.logsumexp[rows, None], grads.d_prob[rows, None]
+        if grads.d_entropy is None or grads.entropy is None:
+            d_logits = z.sub_(lse).exp_().mul_(-d_prob)
+        else:
+            log_p = z.sub_(lse)
+            # p * log p is 0 where p is, and a logit of -inf must not make it NaN.
+            surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
+            coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_prob)
+            d_logits = log_p.exp_().mul_(coef).neg_()
+        d_logits.scatter_add_(1, targets[rows, None], grads.d_target[rows, None])
+        if chain is not None:
+            d_logits.mul_(chain)
+        slope = local.logit_scale / _column(local.temperature)
+        if isinstance(slope, Tensor) or slope != 1.0:
+            d_logits.mul_(slope)
+        if d_logits.data_ptr() != target.data_ptr():
+            target.copy_(d_logits)
+
+
+def policy_loss(
+    config: GRPOLossConfig,
+    tokens: TokenInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    if not grad:
+        with torch.no_grad():
+            return PolicyLoss(objective.policy_loss(config, tokens, logps, entropy), None, None)
+    with torch.enable_grad():
+        logps = logps.detach().requires_grad_()
+        wanted = [logps]
+        if config.entropy_coef and entropy is not None:
+            entropy = entropy.detach().requires_grad_()
+            wanted.append(entropy)
+        totals = objective.policy_loss(config, tokens, logps, entropy)
+        gradients = torch.autograd.grad(totals.sums[0], wanted)
+    totals = totals._replace(sums=totals.sums.detach())
+    return PolicyLoss(totals, gradients[0], gradients[1] if len(gradients) > 1 else None)
+
+
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
+    block_bytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
+    step = max(1, block_bytes // (4 * logits.shape[1]))
+    for start in range(0, logits.shape[0], step):
+        yield slice(start, min(start + step, logits.shape[0]))
+
+
+def _transformed(raw: Tensor, transform: LogitTransform) -> Tensor:
+    """Raw logits to logits, float32; `raw` itself where there is nothing to do."""
+    z = raw.float()
+    if transform.bias is not None:
+        z = z + transform.bias
+    if transform.logit_scale != 1.0:
+        z = z * transform.logit_scale
+    if transform.softcap is not None:
+        z = (z / transform.softcap).tanh_().mul_(transform.softcap)
+    if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
+        z = z / _column(transform.temperature)
+    return z
+
+
+def _column(temperature: float | Tensor) -> float | Tensor:
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature

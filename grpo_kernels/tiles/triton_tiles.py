@@ -1,0 +1,339 @@
+"""Tiles as Triton kernels: CUDA, ROCm and XPU, and any CPU under `TRITON_INTERPRET=1`.
+
+One program owns one row of the tile and sweeps it once. Raw logits u = (hidden @ weight.T)_j
+become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that nothing but the tile
+itself is read from memory. Forward, with m the running maximum:
+
+    lse = m + log S,  S = sum_j e^(z_j - m);  E = log S - (sum_j e^(z_j - m) (z_j - m)) / S
+
+Backward, given dL/dl (d_target), its softmax part (d_prob) and dL/dE (d_entropy):
+
+    dL/dz_j = d_target * 1[j = y] - p_j * (d_prob + d_entropy * (z_j - lse + E))
+    dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
+
+The policy-loss kernel is the objective of `grpo_kernels.objective` and its derivative by hand.
+The running rescale of S is that of online softmax, arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..objective import SUM_NAMES, GRPOLossConfig, PolicySums, TokenInputs
+from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
+
+_BLOCK_V = 4096
+_BLOCK_N = 256
+
+
+@triton.jit
+def _tanh(x):
+    # Written through exp, which every backend and the interpreter have; saturates at +-1.
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _load_logits(
+    row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """A block of one row, transformed up to the temperature."""
+    u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    z = u * logit_scale
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def token_stats_kernel(
+    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    logps_ptr, logsumexp_ptr, entropy_ptr,
+    V,
+    stride_logits_n,
+    logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    # A tile passes 2^31 elements: row offsets need 64 bits.
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    inv_temperature = 1.0 / temperature
+
+    peak = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        z = inv_temperature * _load_logits(
+            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        )
+        # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
+        z = tl.where(mask_v, z, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(z, axis=0))
+        # Nothing but -inf so far: shift by 0, as -inf - -inf is NaN.
+        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shifted = z - anchor
+        exps = tl.exp(shifted)
+        decay = tl.exp(peak - anchor)
+        if HAS_ENTROPY:
+            shift = tl.where(peak == float("-inf"), 0.0, peak - anchor)
+            # p * log p is 0 where p is, and -inf must not make it NaN.
+            finite = tl.where(exps > 0.0, shifted, 0.0)
+            weighted = decay * (weighted + shift * total) + tl.sum(exps * finite, axis=0)
+        total = decay * total + tl.sum(exps, axis=0)
+        peak = new_peak
+
+    target = tl.load(targets_ptr + row)
+    target_logit = inv_temperature * _load_logits(
+        row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+    )
+    log_total = tl.log(total)
+    logsumexp = peak + log_total
+    tl.store(logps_ptr + row, target_logit - logsumexp)
+    tl.store(logsumexp_ptr + row, logsumexp)
+    if HAS_ENTROPY:
+        tl.store(entropy_ptr + row, log_total - weighted / total)
+
+
+@triton.jit
+def logit_grads_kernel(
+    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    logsumexp_ptr, d_target_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, out_ptr,
+    V,
+    stride_logits_n, stride_out_n,
+    logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, NARROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    inv_temperature = 1.0 / temperature
+    target = tl.load(targets_ptr + row)
+    logsumexp = tl.load(logsumexp_ptr + row)
+    d_target = tl.load(d_target_ptr + row)
+    d_prob = tl.load(d_prob_ptr + row)
+
+    for start in range(0, V, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < V
+        capped = _load_logits(
+            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        )
+        log_p = capped * inv_temperature - logsumexp
+        p = tl.exp(log_p)
+        coef = d_prob
+        if HAS_ENTROPY:
+            surprise = tl.where(p > 0.0, log_p, 0.0) + tl.load(entropy_ptr + row)
+            coef = d_prob + tl.load(d_entropy_ptr + row) * surprise
+        d_logits = tl.where(offs_v == target, d_target, 0.0) - p * coef
+        if HAS_SOFTCAP:
+            tanh = capped / softcap
+            d_logits *= 1.0 - tanh * tanh
+        d_logits *= logit_scale * inv_temperature
+        if NARROWS:
+            # A narrower result on the same memory: this block lands on earlier columns and on its
+            # own first half, which every thread must have read by now.
+            tl.debug_barrier()
+        tl.store(
+            out_ptr + row * stride_out_n + offs_v,
+            d_logits.to(out_ptr.dtype.element_ty),
+            mask=mask_v,
+        )
+
+
+@triton.jit
+def policy_loss_kernel(
+    logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, entropy_ptr,
+    count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,
+    N,
+    low, high, delta, beta, entropy_coef,
+    HAS_MASK: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_GRAD: tl.constexpr, NUM_SUMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs_n < N
+    mask_n = inside
+    if HAS_MASK:
+        mask_n = inside & (tl.load(mask_ptr + offs_n, mask=inside, other=0) != 0)
+    # Masked tokens are never read: whatever they hold, NaN included, stays out.
+    logps = tl.load(logps_ptr + offs_n, mask=mask_n, other=0.0)
+    advantages = tl.load(advantages_ptr + offs_n, mask=mask_n, other=0.0)
+    weights = tl.load(weights_ptr + offs_n, mask=mask_n, other=0.0)
+    old_logps = logps
+    if HAS_OLD:
+        old_logps = tl.load(old_logps_ptr + offs_n, mask=mask_n, other=0.0)
+
+    ratio = tl.exp(logps - old_logps)
+    bounded = tl.minimum(ratio, delta)
+    clipped = tl.minimum(tl.maximum(ratio, low), high)
+    per_token = -tl.minimum(bounded * advantages, clipped * advantages)
+    # The branch the minimum takes decides which bound cuts the gradient off.
+    takes_bounded = bounded * advantages <= clipped * advantages
+    within = (ratio >= low) & (ratio <= high)
+    flows = tl.where(takes_bounded, ratio <= delta, within)
+    d_logps = tl.where(flows, -advantages * ratio, 0.0)
+    kl = tl.zeros_like(logps)
+    if HAS_REF:
+        d = tl.load(ref_logps_ptr + offs_n, mask=mask_n, other=0.0) - logps
+        # e^d - 1 and e^d - d - 1 by their series where the difference would cancel.
+        near = tl.abs(d) < 0.25
+        series = 0.5 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720 + d * (1 / 5040)))))
+        kl = tl.where(near, d * d * series, tl.exp(d) - 1.0 - d)
+        per_token += beta * kl
+        d_logps -= beta * (kl + d)
+    loss = weights * per_token
+    entropy = tl.zeros_like(logps)
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + offs_n, mask=mask_n, other=0.0)
+        d_entropy = -entropy_coef / tl.maximum(tl.load(count_ptr), 1.0)
+        loss += tl.where(mask_n, d_entropy * entropy, 0.0)
+        if HAS_GRAD:
+            tl.store(d_entropy_ptr + offs_n, tl.where(mask_n, d_entropy, 0.0), mask=inside)
+    if HAS_GRAD:
+        tl.store(d_logps_ptr + offs_n, weights * d_logps, mask=inside)
+
+    counted = tl.where(mask_n, ratio, 0.0)
+    clip_low = tl.where((ratio < low) & (advantages < 0.0), 1.0, 0.0)
+    clip_high = tl.where((ratio > high) & (advantages > 0.0), 1.0, 0.0)
+    # One row of partial sums a program, in the order of SUM_NAMES, the largest ratio last: summed
+    # outside, so that the result does not depend on the order in which programs run.
+    row_ptr = partials_ptr + block * (NUM_SUMS + 1)
+    tl.store(row_ptr, tl.sum(loss, axis=0))
+    tl.store(row_ptr + 1, tl.sum(counted, axis=0))
+    tl.store(row_ptr + 2, tl.sum(clip_low, axis=0))
+    tl.store(row_ptr + 3, tl.sum(clip_high, axis=0))
+    tl.store(row_ptr + 4, tl.sum(entropy, axis=0))
+    tl.store(row_ptr + 5, tl.sum(kl, axis=0))
+    tl.store(row_ptr + NUM_SUMS, tl.max(counted, axis=0))
+
+
+def token_stats(
+    logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+) -> TokenStats:
+    count, V = logits.shape
+    logps, logsumexp, entropies = logits.new_empty((3, count), dtype=torch.float32)
+    if count:
+        with _device_of(logits):
+            token_stats_kernel[(count,)](
+                logits, targets, *_transform_pointers(transform, logits),
+                logps, logsumexp, entropies,
+                V,
+                logits.stride(0),
+                *_transform_scalars(transform),
+                **_transform_flags(transform),
+                HAS_ENTROPY=entropy, BLOCK_V=_block_v(V), num_warps=8,
+            )  # fmt: skip
+    return TokenStats(logps, logsumexp, entropies if entropy else None)
+
+
+def logit_grads_(
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    grads: LogitGradInputs,
+    out: Tensor,
+) -> None:
+    count, V = logits.shape
+    has_entropy = grads.d_entropy is not None and grads.entropy is not None
+    if count:
+        with _device_of(logits):
+            logit_grads_kernel[(count,)](
+                logits, targets, *_transform_pointers(transform, logits),
+                grads.logsumexp, grads.d_target, grads.d_prob,
+                grads.entropy if has_entropy else logits,
+                grads.d_entropy if has_entropy else logits,
+                out,
+                V,
+                logits.stride(0), out.stride(0),
+                *_transform_scalars(transform),
+                **_transform_flags(transform),
+                HAS_ENTROPY=has_entropy, NARROWS=out.element_size() < logits.element_size(),
+                BLOCK_V=_block_v(V), num_warps=8,
+            )  # fmt: skip
+
+
+def policy_loss(
+    config: GRPOLossConfig,
+    tokens: TokenInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    count = logps.shape[0]
+    if count == 0:
+        empty = torch.empty_like(logps)
+        return PolicyLoss(PolicySums.zero(logps.device), empty, empty if grad else None)
+    blocks = triton.cdiv(count, _BLOCK_N)
+    partials = logps.new_empty((blocks, len(SUM_NAMES) + 1))
+    d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
+    low, high = config.clip_range
+    delta = math.inf if config.delta is None else float(config.delta)
+    with _device_of(logps):
+        policy_loss_kernel[(blocks,)](
+            logps, tokens.advantages, tokens.weights,
+            logps if tokens.mask is None else tokens.mask,
+            logps if tokens.old_logps is None else tokens.old_logps,
+            logps if tokens.ref_logps is None else tokens.ref_logps,
+            logps if entropy is None else entropy,
+            tokens.count, d_logps, d_entropy, partials,
+            count,
+            low, high, delta, float(config.beta), float(config.entropy_coef),
+            HAS_MASK=tokens.mask is not None, HAS_OLD=tokens.old_logps is not None,
+            HAS_REF=tokens.ref_logps is not None,
+            HAS_ENTROPY=entropy is not None, HAS_GRAD=grad, NUM_SUMS=len(SUM_NAMES),
+            BLOCK_N=_BLOCK_N, num_warps=4,
+        )  # fmt: skip
+    totals = PolicySums(partials[:, :-1].sum(0), partials[:, -1].amax())
+    has_entropy_grad = grad and entropy is not None and config.entropy_coef != 0.0
+    return PolicyLoss(totals, d_logps if grad else None, d_entropy if has_entropy_grad else None)
+
+
+def _device_of(x: Tensor) -> Any:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
+
+
+def _block_v(V: int) -> int:
+    return min(_BLOCK_V, max(128, triton.next_power_of_2(V)))
+
+
+def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tensor, Tensor]:
+    temperature = transform.temperature
+    return (
+        unused if transform.bias is None else transform.bias,
+        temperature if isinstance(temperature, Tensor) else unused,
+    )
+
+
+def _transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:
+    temperature = transform.temperature
+    return (
+        float(transform.logit_scale),
+        float(transform.softcap or 1.0),
+        1.0 if isinstance(temperature, Tensor) else float(temperature),
+    )
+
+
+def _transform_flags(transform: LogitTransform) -> dict[str, bool]:
+    return {
+        "HAS_BIAS": transform.bias is not None,
+        "HAS_SOFTCAP": transform.softcap is not None,
+        "HAS_TEMPERATURE": isinstance(transform.temperature, Tensor),
+    }
