@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test lint format bench clean
 
 demo: $(VENV)/installed
-	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 test: $(VENV)/installed
 	$(RUN) -m pytest $(ARGS)

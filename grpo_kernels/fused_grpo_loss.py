@@ -129,7 +129,7 @@ def fused_grpo_loss(
             f"({config.temperature} in the config)"
         )
     transform = LogitTransform(
-        None if bias is None else bias.detach(),
+        None if bias is None else bias.detach().contiguous(),
         float(logit_scale),
         softcap,
         layout.flat_temperature(temperature),

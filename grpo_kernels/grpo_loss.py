@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .autograd_support import eager_only, refuse_double_backward, scaled_gradient
-from .inputs import Layout, ValueChecks, check_tensor, flat_tokens
+from .inputs import Layout, ValueChecks, check_tensor, flat_tokens, flatten
 from .objective import GRPOLossConfig, PolicySums, TokenInputs, metrics_from_sums
 from .tiles import Tiles, select_tiles
 
@@ -81,14 +81,14 @@ def grpo_loss(
     flat_entropy = None
     if entropy is not None:
         check_tensor("entropy", entropy, shape=layout.shape, dtypes=dtypes, device=layout.device)
-        flat_entropy = entropy.reshape(-1)
+        flat_entropy = flatten(entropy)
     elif config.entropy_coef:
         raise ValueError(
             f"entropy: expected the entropy of every token, as config.entropy_coef = "
             f"{config.entropy_coef}; got None"
         )
     loss, sums, ratio_max = _PolicyLoss.apply(
-        logps.reshape(-1), flat_entropy, config, tokens, tiles, torch.is_grad_enabled()
+        flatten(logps), flat_entropy, config, tokens, tiles, torch.is_grad_enabled()
     )
     metrics = metrics_from_sums(
         PolicySums(sums, ratio_max),
@@ -121,10 +121,7 @@ class _PolicyLoss(torch.autograd.Function):
                 grad=grad,
             )
         sums, ratio_max = policy.totals
-        d_entropy = policy.d_entropy
-        if grad and entropy is not None and d_entropy is None:
-            d_entropy = torch.zeros_like(entropy)
-        ctx.save_for_backward(policy.d_logps, d_entropy)
+        ctx.save_for_backward(policy.d_logps, policy.d_entropy)
         ctx.dtypes = (logps.dtype, None if entropy is None else entropy.dtype)
         ctx.mark_non_differentiable(sums, ratio_max)
         return sums[0].clone(), sums, ratio_max

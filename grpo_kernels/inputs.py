@@ -51,6 +51,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def flatten(x: Tensor) -> Tensor:
+    """`[N]`, contiguous, as the kernels address it: reshape alone may return a strided view."""
+    return x.reshape(-1).contiguous()
+
+
 @dataclass
 class ValueChecks:
     """Questions about values on the device: each a count of offenders and what to say of them."""
@@ -125,7 +130,7 @@ class Layout:
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """A constant of one value a token, `[N]`."""
         x = check_tensor(name, x, shape=self.shape, dtypes=_FLOATS, device=self.device)
-        return x.detach().reshape(-1).to(dtype)
+        return flatten(x.detach()).to(dtype)
 
     def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
         """Bool `[N]`, or None when every token counts."""
@@ -133,7 +138,7 @@ class Layout:
             return None
         dtypes = (torch.bool, *_INTEGERS, *_FLOATS)
         mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
-        flat = mask.detach().reshape(-1)
+        flat = flatten(mask.detach())
         if flat.dtype == torch.bool:
             return flat
         checks.add((flat != 0) & (flat != 1), "mask: expected 0 or 1; got other values")
@@ -144,7 +149,7 @@ class Layout:
         x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
         x = x.detach().to(dtype)
         if x.shape == self.shape:
-            return x.reshape(-1)
+            return flatten(x)
         if x.ndim == 1 and self.sequence_ids is not None and x.shape[0] == self.num_sequences:
             # Nothing to index where no token is, and perhaps no sequence either.
             return x[self.sequence_ids] if self.num_tokens else x.new_zeros(0)
@@ -264,7 +269,7 @@ def check_head(
 def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
     """int64 `[N]`."""
     targets = check_tensor("targets", targets, shape=shape, dtypes=_INTEGERS, device=device)
-    return targets.detach().reshape(-1).long()
+    return flatten(targets.detach()).long()
 
 
 def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: ValueChecks) -> None:

@@ -103,7 +103,7 @@ def linear_logprobs(
     flat_mask = layout.flat_mask(mask, checks)
     check_target_ids(flat_targets, flat_mask, V, checks)
     transform = LogitTransform(
-        None if bias is None else bias.detach(),
+        None if bias is None else bias.detach().contiguous(),
         float(logit_scale),
         softcap,
         layout.flat_temperature(temperature),
@@ -146,7 +146,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        logps, logsumexp, entropy = torch.zeros((3, hidden.shape[0]), device=hidden.device)
+        logps = torch.zeros(hidden.shape[0], device=hidden.device)
+        logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         head = HeadChunks(hidden, weight, job.dtype, job.plan.largest_chunk)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in job.plan.chunks():

@@ -75,10 +75,11 @@ class GRPOLossConfig:
             "importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS
         )
         _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        names = {"loss_type", "importance_sampling_level", "kl_estimator"}
         optional = {"epsilon_high", "delta", "max_completion_length"}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str) or (value is None and field.name in optional):
+            if field.name in names or (value is None and field.name in optional):
                 continue
             check_number(field.name, value)
         _check_range("beta", self.beta, self.beta >= 0, ">= 0")

@@ -142,6 +142,9 @@ class HeadChunks:
         # Autocast narrows the weight once; the other way, float32 from bf16, goes by slices.
         narrows = dtype.itemsize < weight.dtype.itemsize
         self.weight = weight.to(dtype) if narrows else weight
+        if 1 not in self.weight.stride():
+            # No BLAS takes it: copied once here instead of in every GEMM.
+            self.weight = self.weight.contiguous()
         row_length = -(-self.V // 64) * 64
         self._buffer = hidden.new_empty((max_rows, row_length), dtype=torch.float32)
         self.d_hidden: Tensor | None = None

@@ -23,23 +23,23 @@ def token_stats(
     logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
 ) -> TokenStats:
     count = logits.shape[0]
-    target_logits, peaks, totals, weighted = logits.new_empty((4, count), dtype=torch.float32)
+    shifted_targets, peaks, totals, weighted = logits.new_empty((4, count), dtype=torch.float32)
     for rows in _row_blocks(logits):
         z = _transformed(logits[rows], transform.at(rows))
-        target_logits[rows] = z.gather(1, targets[rows, None]).squeeze(1)
         peak = z.amax(1, keepdim=True)
         # A row that is -inf throughout has no distribution: NaN, as torch.log_softmax has it.
         shifted = z - peak
+        shifted_targets[rows] = shifted.gather(1, targets[rows, None]).squeeze(1)
         exps = shifted.exp()
         peaks[rows] = peak.squeeze(1)
         totals[rows] = exps.sum(1)
         if entropy:
             weighted[rows] = _sum_of_products(exps, shifted)
     log_totals = totals.log()
-    logsumexp = peaks + log_totals
-    return TokenStats(
-        target_logits - logsumexp, logsumexp, log_totals - weighted / totals if entropy else None
-    )
+    # Not target logit - logsumexp, which loses what is below an ulp of the logits.
+    logps = shifted_targets - log_totals
+    entropies = log_totals - weighted / totals if entropy else None
+    return TokenStats(logps, peaks + log_totals, entropies)
 
 
 def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _load_logits(
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """A block of one row, transformed up to the temperature."""
-    u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    u = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     z = u * logit_scale
@@ -100,9 +100,9 @@ def token_stats_kernel(
         row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
     log_total = tl.log(total)
-    logsumexp = peak + log_total
-    tl.store(logps_ptr + row, target_logit - logsumexp)
-    tl.store(logsumexp_ptr + row, logsumexp)
+    # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
+    tl.store(logps_ptr + row, (target_logit - peak) - log_total)
+    tl.store(logsumexp_ptr + row, peak + log_total)
     if HAS_ENTROPY:
         tl.store(entropy_ptr + row, log_total - weighted / total)
 

@@ -1,0 +1,180 @@
+"""Realistic batches, and the comparison of a call with the float64 reference.
+
+Logits are peaked (an entropy of about two nats), old and reference log-probs lie around the
+policy's own so that some ratios are clipped on either side, advantages have both signs and a
+zero, sequences have lengths from nothing to full with a hole where a tool spoke, and whatever is
+masked holds NaN, inf or an id that does not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels
+from grpo_kernels import GRPOLossConfig, reference
+
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass
+class Batch:
+    hidden: Tensor  # [B, T, H] or [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor  # [V]
+    targets: Tensor
+    advantages: Tensor
+    mask: Tensor
+    old_logps: Tensor
+    ref_logps: Tensor
+    temperature: Tensor
+    cu_seqlens: Tensor | None = None
+
+    def to(self, device: str, dtype: torch.dtype) -> Batch:
+        """The head's tensors in `dtype`, everything on `device`."""
+        moved = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
+        for name in ("hidden", "weight", "bias"):
+            moved[name] = moved[name].to(dtype)
+        return Batch(**moved)
+
+
+def make_batch(
+    B: int = 4, T: int = 9, H: int = 48, V: int = 1003, seed: int = 0, logit_offset: float = 0.0
+) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V, H, generator=g)
+    # Likely targets, and some that the policy finds surprising.
+    likely = torch.randint(0, V, (B, T), generator=g)
+    hidden = (7.0 / H) * weight[likely] + (1.7 / H**0.5) * torch.randn(B, T, H, generator=g)
+    surprising = torch.rand(B, T, generator=g) < 0.3
+    targets = torch.where(surprising, torch.randint(0, V, (B, T), generator=g), likely)
+    bias = 0.5 * torch.randn(V, generator=g) + logit_offset
+
+    lengths = torch.randint(1, T + 1, (B,), generator=g) if T else torch.zeros(B, dtype=torch.long)
+    if B > 2:
+        lengths[0], lengths[1] = T, 0
+    mask = torch.arange(T) < lengths[:, None]
+    mask[:1, T // 2 : T // 2 + 2] = False
+    advantages = torch.randn(B, generator=g)
+    if B > 2:
+        advantages[2], advantages[3 if B > 3 else 0] = 0.0, -0.9
+    logps = reference.linear_logprobs(hidden.double(), weight.double(), targets).logps.float()
+    old_logps = logps + 0.25 * torch.randn(B, T, generator=g)
+    ref_logps = logps + 0.4 * torch.randn(B, T, generator=g)
+    temperature = 0.6 + torch.rand(B, T, generator=g)
+    return Batch(
+        hidden.masked_fill(~mask[..., None], NAN),
+        weight,
+        bias,
+        targets.masked_fill(~mask, -100),
+        advantages,
+        mask,
+        old_logps.masked_fill(~mask, NAN),
+        ref_logps.masked_fill(~mask, INF),
+        temperature.masked_fill(~mask, NAN),
+    )
+
+
+def packed(batch: Batch) -> Batch:
+    """The same sequences one after the other, each up to its last unmasked token."""
+    B, T = batch.mask.shape
+    ends = (batch.mask * torch.arange(1, T + 1)).amax(1) if T else torch.zeros(B, dtype=torch.long)
+    keep = torch.arange(T) < ends[:, None]
+    names = ("hidden", "targets", "mask", "old_logps", "ref_logps", "temperature")
+    flat = {name: getattr(batch, name)[keep] for name in names}
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), ends.cumsum(0)]).int()
+    return replace(batch, **flat, cu_seqlens=cu_seqlens)
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logps: Tensor
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+HEAD = ("hidden", "weight", "bias")
+
+
+def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) -> Result:
+    """`fused_grpo_loss`, or with `exact` its reference in float64, and the gradients.
+
+    `options` may name the batch's optional tensors with a bool: whether to pass them.
+    """
+    kwargs, head = _arguments(batch, exact, options)
+    call = reference.fused_grpo_loss if exact else grpo_kernels.fused_grpo_loss
+    mask = batch.mask if options.pop("mask", True) else None
+    advantages = options.pop("advantages", batch.advantages)
+    out = call(head["hidden"], head["weight"], batch.targets, advantages, mask, **kwargs)
+    (scale * out.loss).backward()
+    return Result(out.loss.detach(), out.metrics, out.logps, _gradients(head, scale))
+
+
+def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict, dict]:
+    fast_only = ("backend", "chunk_bytes", "skip_untrained")
+    kwargs = {
+        k: v
+        for k, v in options.items()
+        if k not in ("mask", "advantages", "frozen") and not (exact and k in fast_only)
+    }
+    frozen = options.get("frozen", ())
+    head = {}
+    for name in HEAD:
+        x = getattr(batch, name).detach()
+        if exact:
+            x = x.double()
+        else:  # as clone(), but with the strides it came with
+            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        head[name] = x.requires_grad_(name not in frozen)
+    for name in ("old_logps", "ref_logps", "temperature", "bias", "cu_seqlens"):
+        if kwargs.pop(name, name == "cu_seqlens") is True:
+            value = head["bias"] if name == "bias" else getattr(batch, name)
+            widen = exact and value is not None and value.dtype == torch.float32
+            kwargs[name] = value.double() if widen and name != "bias" else value
+    return kwargs, head
+
+
+def _gradients(head: dict[str, Tensor], scale: float) -> dict[str, Tensor | None]:
+    return {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; 1 for zeros, 2 for -expected."""
+    expected = expected.double()
+    difference = (actual.double().to(expected.device) - expected).norm()
+    norm = expected.norm()
+    return float(difference / norm) if norm else float(difference)
+
+
+def assert_matches(actual: Result, expected: Result, tolerance: float, *, logps: float) -> None:
+    """Loss, log-probs, metrics and every gradient; gradients that should not be 0 must not be."""
+    assert actual.loss.dtype == torch.float32
+    scale = max(1.0, abs(expected.loss.item()))
+    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * scale
+    worst = (actual.logps.double() - expected.logps).abs().max() if actual.logps.numel() else 0.0
+    assert float(worst) <= logps, f"log-probs off by {worst:.2e}"
+    assert actual.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert actual.metrics[name].dtype == torch.float32
+        assert abs(actual.metrics[name].item() - value.item()) <= 2e-4 * max(
+            1.0, abs(value.item())
+        ), name
+    for name, value in expected.gradients.items():
+        mine = actual.gradients[name]
+        if value is None:
+            assert mine is None, f"d_{name}: expected none"
+            continue
+        assert mine is not None, f"d_{name}: missing"
+        error = relative_error(mine, value)
+        assert error <= tolerance, f"d_{name}: relative error {error:.2e} > {tolerance:.1e}"
+
+
+def config(**options: Any) -> GRPOLossConfig:
+    """A config; `dr_grpo` gets the length it needs."""
+    if options.get("loss_type") == "dr_grpo":
+        options.setdefault("max_completion_length", 11)
+    return GRPOLossConfig(**options)

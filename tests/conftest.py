@@ -1,0 +1,40 @@
+"""Runs before every test: Triton on the CPU, and no memory that happens to be zero.
+
+How to see the tests fail: `tests/test_tests_can_fail.py` zeroes a gradient, flips its sign, lets
+the vocabulary's tail into the log-sum-exp, and so on, and expects the checks used here to object.
+To see it by hand, put `out.zero_()` or `out.neg_()` at the end of `torch_tiles.logit_grads_`, or
+replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_tiles.token_stats_kernel`.
+"""
+
+import os
+
+import torch
+
+# Read when the kernels are defined, so before the package is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised floats are NaN, so that an element nobody wrote fails the test."""
+
+    def poison(allocate):
+        def allocate_poisoned(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

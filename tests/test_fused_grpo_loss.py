@@ -1,0 +1,263 @@
+"""`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
+
+import pytest
+import torch
+from batches import assert_matches, config, make_batch, packed, relative_error, run_fused
+
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss
+
+BACKENDS = ("torch", "triton")
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
+CHUNK = 4 * 1003 * 5  # five rows at a time: several chunks, the last one short
+
+# id: (config, call options)
+OPTIONS = {
+    "on_policy": ({}, {}),
+    "old_logps": ({}, {"old_logps": True}),
+    "clip_asymmetric": ({"epsilon": 0.1, "epsilon_high": 0.28}, {"old_logps": True}),
+    "no_clip_range": ({"epsilon": 0.0}, {"old_logps": True}),
+    "delta": ({"delta": 1.1, "epsilon": 0.4}, {"old_logps": True}),
+    "kl": ({"beta": 0.1}, {"ref_logps": True}),
+    "kl_metric_only": ({}, {"ref_logps": True}),
+    "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, {"old_logps": True, "ref_logps": True}),
+    "entropy": ({"entropy_coef": 0.05}, {"old_logps": True}),
+    "temperature": ({"temperature": 0.7}, {"old_logps": True}),
+    "temperature_per_token": ({}, {"old_logps": True, "temperature": True}),
+    "bias": ({}, {"old_logps": True, "bias": True}),
+    "logit_scale": ({}, {"logit_scale": 0.37}),
+    "softcap": ({}, {"softcap": 5.0}),
+    "everything": (
+        {"beta": 0.04, "delta": 1.6, "epsilon_high": 0.3, "entropy_coef": 0.02},
+        {
+            "old_logps": True,
+            "ref_logps": True,
+            "bias": True,
+            "softcap": 6.0,
+            "logit_scale": 1.3,
+            "temperature": True,
+        },
+    ),
+}
+
+
+def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
+    expected = run_fused(batch, exact=True, **options, **kwargs)
+    actual = run_fused(batch, exact=False, **options, **kwargs)
+    assert_matches(actual, expected, tolerance, logps=1e-4)
+    return actual
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_padded(loss_type, option, backend):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(loss_type=loss_type, **config_options)}
+    expect_equal(make_batch(), options, backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("option", ("on_policy", "everything"))
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_packed_equals_padded(loss_type, option):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(loss_type=loss_type, **config_options)}
+    padded = run_fused(make_batch(), exact=False, **options)
+    flat = expect_equal(packed(make_batch()), options, chunk_bytes=CHUNK)
+    assert flat.loss.item() == pytest.approx(padded.loss.item(), rel=1e-5)
+    assert relative_error(flat.gradients["weight"], padded.gradients["weight"].double()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_half_precision(option, dtype):
+    """No further from float64 of the same inputs than the gradient's own rounding.
+
+    The scale on the loss is a power of two, as AMP's is: d_hidden is stored in the dtype of hidden,
+    so another factor rounds it once more.
+    """
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(**config_options), "chunk_bytes": CHUNK, "scale": 4.0}
+    expect_equal(make_batch().to("cpu", dtype), options, tolerance=TOLERANCE[dtype])
+
+
+def test_beats_bf16_eager_by_far():
+    batch = make_batch(B=8, T=32, V=4999).to("cpu", torch.bfloat16)
+    options = {"config": config(), "old_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    ours = run_fused(batch, exact=False, **options)
+    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
+    active = batch.mask
+    logits = hidden[active] @ weight.T  # bf16, as a stock trainer has it
+    logps = logits.float().log_softmax(-1).gather(-1, batch.targets[active][:, None]).squeeze(-1)
+    ratio = (logps - batch.old_logps[active]).exp()
+    A = batch.advantages[:, None].expand(active.shape)[active]
+    loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).sum() / active.sum()
+    loss.backward()
+    eager_logps = (logps - expected.logps[active]).abs().max().item()
+    our_logps = (ours.logps - expected.logps).abs().max().item()
+    print(f"log-prob error: eager bf16 {eager_logps:.1e}, ours {our_logps:.1e}")
+    assert our_logps <= 1e-4 and our_logps <= eager_logps / 50
+    for name, grad in (("hidden", hidden.grad.nan_to_num()), ("weight", weight.grad)):
+        eager = relative_error(grad, expected.gradients[name])
+        mine = relative_error(ours.gradients[name], expected.gradients[name])
+        print(f"d_{name} error: eager bf16 {eager:.1e}, ours {mine:.1e}")
+        assert mine <= 2.5e-3 and mine <= eager / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cuda(backend, loss_type, option, dtype):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(loss_type=loss_type, **config_options)}
+    options["scale"] = 4.0
+    batch = make_batch(V=5003).to("cuda", dtype)
+    expect_equal(batch, options, tolerance=TOLERANCE[dtype], backend=backend, chunk_bytes=CHUNK * 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+def test_cuda_full_vocabulary_past_2_31_elements(dtype):
+    """14,200 rows of 151,936 logits in one buffer, were the chunk as large as that."""
+    B, T, H, V = 2, 7100, 64, 151_936
+    batch = make_batch(B, T, H, V).to("cuda", dtype)
+    kwargs = {"config": config(), "old_logps": True}
+    small = run_fused(batch, exact=False, **kwargs)
+    large = run_fused(batch, exact=False, chunk_bytes=10 << 30, **kwargs)
+    assert large.loss.item() == pytest.approx(small.loss.item(), rel=1e-4)
+    for name in ("hidden", "weight"):
+        assert relative_error(large.gradients[name], small.gradients[name]) < TOLERANCE[dtype]
+
+
+def test_advantages_per_token():
+    batch = make_batch()
+    advantages = torch.randn(batch.mask.shape).masked_fill(~batch.mask, float("nan"))
+    options = {"config": config(loss_type="grpo"), "old_logps": True, "advantages": advantages}
+    expect_equal(batch, options)
+    flat = packed(batch)
+    expect_equal(flat, {**options, "advantages": torch.randn(flat.mask.shape)})
+
+
+@pytest.mark.parametrize("num_items", (57, 57.5, torch.tensor(57), torch.tensor(0.25)))
+def test_num_items(num_items):
+    options = {"config": config(loss_type="dapo"), "num_items": num_items, "old_logps": True}
+    expect_equal(make_batch(), options)
+
+
+@pytest.mark.parametrize("mask_dtype", (torch.bool, torch.int64, torch.uint8, torch.float32))
+def test_mask_dtypes(mask_dtype):
+    batch = make_batch()
+    batch.mask = batch.mask.to(mask_dtype)
+    expect_equal(batch, {"config": config(loss_type="grpo")})
+
+
+def test_no_mask_counts_every_token():
+    batch = make_batch()
+    batch.hidden = torch.randn_like(batch.hidden)
+    batch.targets = batch.targets.clamp(min=0)
+    expect_equal(batch, {"config": config(loss_type="grpo"), "mask": False})
+
+
+@pytest.mark.parametrize("frozen", (("weight",), ("hidden",), ("bias",), ("weight", "bias")))
+def test_frozen(frozen):
+    expect_equal(make_batch(), {"config": config(), "bias": True, "frozen": frozen})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_skip_untrained_changes_neither_loss_nor_gradient(loss_type, backend):
+    batch = make_batch()
+    options = {"config": config(loss_type=loss_type), "old_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, skip_untrained=True, backend=backend, **options)
+    untrained = batch.mask & (batch.advantages == 0)[:, None]
+    assert untrained.any() and (actual.logps[untrained] == 0).all()
+    expected.logps[untrained] = 0
+    actual.metrics = expected.metrics = {}
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+@pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nothing_to_learn(loss_type, zero, backend):
+    """Loss 0, zero gradients, and still connected to the graph."""
+    batch = make_batch(B={"no_sequences": 0}.get(zero, 4), T={"no_tokens": 0}.get(zero, 9))
+    if zero == "all_masked":
+        batch.mask = torch.zeros_like(batch.mask)
+    if zero == "zero_advantages":
+        batch.advantages = torch.zeros_like(batch.advantages)
+    result = run_fused(
+        batch, exact=False, config=config(loss_type=loss_type), bias=True, backend=backend
+    )
+    assert result.loss.item() == 0
+    for name, grad in result.gradients.items():
+        assert grad is not None and (grad == 0).all(), name
+
+
+def test_chunk_size_does_not_matter():
+    batch = make_batch(B=6, T=20)
+    kwargs = {"config": config(), "old_logps": True}
+    whole = run_fused(batch, exact=False, chunk_bytes=1 << 30, **kwargs)
+    for rows in (1, 7, 64):
+        other = run_fused(batch, exact=False, chunk_bytes=4 * 1003 * rows, **kwargs)
+        assert other.loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
+        for name in ("hidden", "weight"):
+            assert relative_error(other.gradients[name], whole.gradients[name].double()) < 1e-5
+
+
+def test_workspace_does_not_grow_with_tokens():
+    """The largest tensor ever allocated beside the gradients is the chunk's."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
+
+    V, H, rows = 5003, 8, 16
+    peaks = []
+    for T in (100, 400):
+        batch = make_batch(B=4, T=T, H=H, V=V)
+        with Largest() as seen:
+            fused_grpo_loss(
+                batch.hidden.requires_grad_(),
+                batch.weight.requires_grad_(),
+                batch.targets,
+                batch.advantages,
+                batch.mask,
+                chunk_bytes=4 * V * rows,
+            ).loss.backward()
+        peaks.append(seen.elements)
+    assert peaks[0] == peaks[1] <= rows * (V + 64)
+
+
+def test_default_config_is_dapo():
+    batch = make_batch()
+    head = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    explicit = fused_grpo_loss(*head, config=GRPOLossConfig(loss_type="dapo"))
+    assert fused_grpo_loss(*head).loss == explicit.loss
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_and_expanded_inputs(backend):
+    """What a trainer slices or expands has strides of its own, 0 among them."""
+    batch = make_batch()
+    wide = {
+        k: torch.stack([v, v + 7], -1)[..., 0]
+        for k, v in vars(batch).items()
+        if v is not None and v.dtype != torch.bool
+    }
+    strided = type(batch)(**wide, mask=torch.stack([batch.mask, ~batch.mask], -1)[..., 0])
+    strided.temperature = torch.tensor(0.8).expand(batch.mask.shape)
+    assert not strided.targets.is_contiguous() and not strided.weight.is_contiguous()
+    names = ("old_logps", "ref_logps", "temperature", "bias")
+    options = {"config": config(beta=0.1), **dict.fromkeys(names, True)}
+    expect_equal(strided, options, backend=backend, chunk_bytes=CHUNK)

@@ -1,0 +1,125 @@
+"""`grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
+
+import pytest
+import torch
+from batches import INF, NAN, Result, assert_matches, config, make_batch, packed
+
+from grpo_kernels import grpo_loss, reference
+
+OPTIONS = {
+    "on_policy": ({}, ()),
+    "old_logps": ({}, ("old_logps",)),
+    "clip_asymmetric": ({"epsilon": 0.1, "epsilon_high": 0.28}, ("old_logps",)),
+    "delta": ({"delta": 1.1, "epsilon": 0.4}, ("old_logps",)),
+    "kl": ({"beta": 0.1}, ("ref_logps",)),
+    "kl_metric_only": ({}, ("old_logps", "ref_logps")),
+    "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, ("old_logps", "ref_logps")),
+    "entropy": ({"entropy_coef": 0.05}, ("old_logps", "entropy")),
+    "entropy_metric_only": ({}, ("entropy",)),
+    "everything": (
+        {"beta": 0.1, "entropy_coef": 0.05, "delta": 1.5},
+        ("old_logps", "ref_logps", "entropy"),
+    ),
+}
+
+
+def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
+    g = torch.Generator().manual_seed(1)
+    noise = 0.2 * torch.randn(batch.mask.shape, generator=g).to(batch.mask.device)
+    leaves = {
+        "logps": batch.old_logps + noise,
+        # Entropy at masked positions is nobody's business either.
+        "entropy": (1 + noise).masked_fill(~batch.mask, NAN),
+    }
+    # The same rounded inputs for both.
+    leaves = {k: x.to(dtype) for k, x in leaves.items()}
+    leaves = {k: (x.double() if exact else x).requires_grad_() for k, x in leaves.items()}
+    kwargs = {name: getattr(batch, name, None) for name in names if name != "entropy"}
+    if "entropy" in names:
+        kwargs["entropy"] = leaves["entropy"]
+    call = reference.grpo_loss if exact else grpo_loss
+    out = call(
+        leaves["logps"], batch.advantages, batch.mask, config=cfg, cu_seqlens=batch.cu_seqlens,
+        **kwargs, **options,
+    )  # fmt: skip
+    (4.0 * out.loss).backward()
+    grads = {k: None if x.grad is None else x.grad.double() / 4 for k, x in leaves.items()}
+    return Result(out.loss.detach(), out.metrics, torch.zeros(0), grads)
+
+
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
+def test_against_reference(loss_type, option, backend, layout):
+    options, names = OPTIONS[option]
+    cfg = config(loss_type=loss_type, **options)
+    batch = make_batch(B=5, T=67)
+    batch = packed(batch) if layout == "packed" else batch
+    expected = run(batch, cfg, names, exact=True)
+    actual = run(batch, cfg, names, exact=False, backend=backend)
+    assert_matches(actual, expected, 1e-5, logps=0.0)
+    masked = ~batch.mask
+    assert (actual.gradients["logps"][masked] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
+def test_cuda(loss_type, option, backend, dtype):
+    options, names = OPTIONS[option]
+    cfg = config(loss_type=loss_type, **options)
+    batch = make_batch(B=5, T=1067).to("cuda", torch.float32)
+    expected = run(batch, cfg, names, exact=True, dtype=dtype)
+    actual = run(batch, cfg, names, exact=False, dtype=dtype, backend=backend)
+    assert_matches(actual, expected, 2.5e-3 if dtype != torch.float32 else 1e-5, logps=0.0)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("poison", (NAN, INF, -INF, 1e30))
+def test_masked_values_do_not_leak(backend, poison):
+    batch = make_batch()
+    clean = make_batch()
+    for name in ("old_logps", "ref_logps"):
+        setattr(batch, name, getattr(batch, name).masked_fill(~batch.mask, poison))
+        setattr(clean, name, getattr(clean, name).masked_fill(~clean.mask, 0.0))
+    cfg = config(loss_type="grpo", beta=0.1)
+    names = ("old_logps", "ref_logps")
+    a, b = (run(x, cfg, names, exact=False, backend=backend) for x in (batch, clean))
+    assert torch.equal(a.loss, b.loss)
+    assert a.loss.isfinite() and torch.equal(
+        a.gradients["logps"][batch.mask], b.gradients["logps"][batch.mask]
+    )
+    assert (a.gradients["logps"][~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_ties_share_the_gradient_as_autograd_does(backend):
+    """Ratios exactly at 1, at the bounds and at delta."""
+    old = torch.zeros(1, 8)
+    logps = torch.tensor([[0.0, 0.0, 0.5, 0.5, 1.5, 1.5, 2.0, 2.0]]).log()
+    logps[:, :2] = 0.0
+    advantages = torch.tensor([[1.0, -1.0] * 4])
+    cfg = config(epsilon=0.5, delta=2.0)
+    grads = []
+    for call, dtype, kw in (
+        (reference.grpo_loss, torch.float32, {}),
+        (grpo_loss, torch.float32, {"backend": backend}),
+    ):
+        x = logps.to(dtype).requires_grad_()
+        call(x, advantages, old_logps=old, config=cfg, **kw).loss.backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_gradient_flows_into_neither_old_nor_ref():
+    batch = make_batch()
+    old, ref = (x.nan_to_num(posinf=0).requires_grad_() for x in (batch.old_logps, batch.ref_logps))
+    logps = torch.zeros_like(old, requires_grad=True)
+    out = grpo_loss(
+        logps, batch.advantages, batch.mask, old_logps=old, ref_logps=ref, config=config(beta=0.1)
+    )
+    out.loss.backward()
+    assert logps.grad is not None and old.grad is None and ref.grad is None

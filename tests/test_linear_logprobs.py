@@ -1,0 +1,139 @@
+"""`linear_logprobs` against the float64 reference: values and gradients, every option."""
+
+import pytest
+import torch
+from batches import make_batch, packed, relative_error
+
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+
+CHUNK = 4 * 1003 * 5
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "temperature_per_token": {"temperature": True},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 5.0},
+    "everything": {"temperature": True, "bias": True, "softcap": 6.0, "logit_scale": 1.3},
+}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
+# Which outputs the caller's loss is made of.
+USES = {"logps": (1, 0, 0), "entropy": (0, 1, 0), "logsumexp": (0, 0, 1), "all": (1, -0.3, 0.2)}
+
+
+def run(batch, options, use, *, exact, **fast):
+    options = dict(options)
+    head = {}
+    for name in ("hidden", "weight", "bias"):
+        x = getattr(batch, name).detach().clone()
+        head[name] = (x.double() if exact else x).requires_grad_()
+    if options.get("bias"):
+        options["bias"] = head["bias"]
+    if options.get("temperature") is True:
+        options["temperature"] = batch.temperature.double() if exact else batch.temperature
+    call = reference.linear_logprobs if exact else linear_logprobs
+    if not exact:
+        options = {**options, **fast, "entropy": True}
+    out = call(head["hidden"], head["weight"], batch.targets, mask=batch.mask, **options)
+    g = torch.Generator().manual_seed(5)
+    coef = torch.randn(batch.mask.shape, generator=g).to(batch.mask.device)
+    coef[coef.abs() < 0.3] = 0.0  # rows without a gradient
+    loss = sum(u * (coef * x).sum() for u, x in zip(use, out, strict=True) if u)
+    loss.backward()
+    return out, {name: x.grad for name, x in head.items()}
+
+
+def expect_equal(batch, options, use, tolerance, **fast):
+    expected, expected_grads = run(batch, options, use, exact=True)
+    actual, grads = run(batch, options, use, exact=False, **fast)
+    for name, a, e in zip(expected._fields, actual, expected, strict=True):
+        assert a.dtype == torch.float32 and a.shape == batch.mask.shape
+        assert (a.double() - e).abs().max() <= 1e-4, name
+        assert (a[~batch.mask] == 0).all()
+    for name, e in expected_grads.items():
+        if e is None:
+            assert grads[name] is None
+            continue
+        assert grads[name].dtype == getattr(batch, name).dtype
+        if e.norm() > 1e-12:
+            assert relative_error(grads[name], e) <= tolerance, name
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_padded(option, use, backend):
+    expect_equal(make_batch(), OPTIONS[option], USES[use], 2e-5, backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_packed(option):
+    expect_equal(packed(make_batch()), OPTIONS[option], USES["all"], 2e-5, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_half_precision(option, dtype):
+    batch = make_batch().to("cpu", dtype)
+    expect_equal(batch, OPTIONS[option], USES["all"], TOLERANCE[dtype], chunk_bytes=CHUNK)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_cuda(option, use, backend, dtype):
+    batch = make_batch(V=5003).to("cuda", dtype)
+    expect_equal(batch, OPTIONS[option], USES[use], TOLERANCE[dtype], backend=backend)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_two_passes_give_what_one_gives(backend):
+    batch = make_batch()
+    grads = []
+    for two_passes in (False, True):
+        hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
+        if two_passes:
+            out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask, backend=backend)
+            loss = grpo_loss(
+                out.logps, batch.advantages, batch.mask, old_logps=batch.old_logps, backend=backend
+            ).loss
+        else:
+            loss = fused_grpo_loss(
+                hidden, weight, batch.targets, batch.advantages, batch.mask,
+                old_logps=batch.old_logps, backend=backend,
+            ).loss  # fmt: skip
+        loss.backward()
+        grads.append((loss.detach(), hidden.grad, weight.grad))
+    for one, two in zip(*grads, strict=True):
+        assert relative_error(one, two.double()) < 1e-5
+
+
+def test_outputs_may_be_changed_in_place():
+    batch = make_batch()
+    options, use = OPTIONS["plain"], USES["all"]
+    _, expected = run(batch, options, use, exact=True)
+    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
+    out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask, entropy=True)
+    g = torch.Generator().manual_seed(5)
+    coef = torch.randn(batch.mask.shape, generator=g)
+    coef[coef.abs() < 0.3] = 0.0
+    total = out.logps.mul_(1.0) - 0.3 * out.entropy.mul_(1.0) + 0.2 * out.logsumexp.mul_(1.0)
+    (coef * total).sum().backward()
+    assert relative_error(hidden.grad, expected["hidden"]) < 2e-5
+
+
+@pytest.mark.parametrize("shape", ((0, 9), (3, 0)))
+def test_empty(shape):
+    hidden = torch.randn(*shape, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.long), entropy=True)
+    (out.logps.sum() + out.entropy.sum()).backward()
+    assert out.logps.shape == shape
+    assert (weight.grad == 0).all() and hidden.grad.shape == hidden.shape
+
+
+def test_entropy_is_none_unless_asked_for():
+    batch = make_batch()
+    out = linear_logprobs(batch.hidden, batch.weight, batch.targets, mask=batch.mask)
+    assert out.entropy is None
