@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -37,9 +36,7 @@ class PeakMemory:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.extra_bytes = torch.cuda.max_memory_allocated(self.device) - self._start

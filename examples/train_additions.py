@@ -33,6 +33,8 @@ from grpo_kernels import GRPOLossConfig, GRPOLossOutput, fused_grpo_loss, linear
 EXAMPLE = "Question: What is 31 + 45?\n<answer>76</answer>\n\n"
 ANSWER = re.compile(r"\s*<answer>\s*(-?\d+)\s*</answer>")
 
+Problem = tuple[str, int]  # prompt, answer
+
 
 @dataclass
 class Rollout:
@@ -46,7 +48,7 @@ class Rollout:
     texts: list[str]
 
 
-def make_problem(rng: random.Random) -> tuple[str, int]:
+def make_problem(rng: random.Random) -> Problem:
     a, b = rng.randint(1, 49), rng.randint(1, 49)
     return f"{EXAMPLE}Question: What is {a} + {b}?\n", a + b
 
@@ -102,7 +104,11 @@ class PolicyWithLoss(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: Any, tokenizer: Any, problems: list[tuple[str, int]], max_new_tokens: int, **sampling: Any
+    model: Any,
+    tokenizer: Any,
+    problems: list[Problem],
+    max_new_tokens: int,
+    **sampling: Any,
 ) -> Rollout:
     """One completion for each problem, scored."""
     inputs = tokenizer([prompt for prompt, _ in problems], return_tensors="pt", padding=True)
@@ -238,7 +244,7 @@ def train(args: argparse.Namespace) -> Path:
 
 def _show(
     progress: Any, row: dict[str, float], args: argparse.Namespace,
-    problems: list[tuple[str, int]], rollout: Rollout,
+    problems: list[Problem], rollout: Rollout,
 ) -> None:  # fmt: skip
     progress.set_postfix_str(
         f"reward {row['reward']:.2f} right {row['correct']:.0%} loss {row['loss']:+.4f} "
@@ -249,7 +255,8 @@ def _show(
         best = int(rollout.rewards.argmax())
         for i in sorted({0, best}):
             question = problems[i][0].rsplit("Question: ", 1)[1].strip()
-            tqdm.write(f"[{row['step']}] {question} -> {rollout.texts[i]!r} reward {rollout.rewards[i]:.1f}")
+            text, reward = rollout.texts[i], rollout.rewards[i]
+            tqdm.write(f"[{row['step']}] {question} -> {text!r} reward {reward:.1f}")
 
 
 def plot(history: list[dict[str, float]], path: Path) -> None:
@@ -296,7 +303,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("steps", "prompts", "max_new_tokens", "eval_problems", "show_every"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected at least 1; got {getattr(args, name)}")
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag}: expected at least 1; got {getattr(args, name)}")
     if args.group_size < 2:
         parser.error(
             f"--group-size: expected at least 2, as advantages compare the completions of a group; "

@@ -28,7 +28,9 @@ from torch import Tensor
 from ..objective import SUM_NAMES, GRPOLossConfig, PolicySums, TokenInputs
 from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
 
-_BLOCK_V = 4096
+# Per program, 8 warps: the most that no configuration spills registers at.
+_STATS_BLOCK_V = 4096
+_GRADS_BLOCK_V = 2048
 _BLOCK_N = 256
 
 
@@ -237,7 +239,7 @@ def token_stats(
                 logits.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
-                HAS_ENTROPY=entropy, BLOCK_V=_block_v(V), num_warps=8,
+                HAS_ENTROPY=entropy, BLOCK_V=_block_v(_STATS_BLOCK_V, V), num_warps=8,
             )  # fmt: skip
     return TokenStats(logps, logsumexp, entropies if entropy else None)
 
@@ -264,7 +266,7 @@ def logit_grads_(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=has_entropy, NARROWS=out.element_size() < logits.element_size(),
-                BLOCK_V=_block_v(V), num_warps=8,
+                BLOCK_V=_block_v(_GRADS_BLOCK_V, V), num_warps=8,
             )  # fmt: skip
 
 
@@ -310,8 +312,8 @@ def _device_of(x: Tensor) -> Any:
     return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
 
 
-def _block_v(V: int) -> int:
-    return min(_BLOCK_V, max(128, triton.next_power_of_2(V)))
+def _block_v(most: int, V: int) -> int:
+    return min(most, max(128, triton.next_power_of_2(V)))
 
 
 def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,254 @@
+"""How the calls behave inside the machinery of training."""
+
+import pytest
+import torch
+from batches import config, make_batch, relative_error, run_fused
+from torch.utils.checkpoint import checkpoint
+
+from grpo_kernels import (
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    reference,
+    selective_log_softmax,
+)
+
+
+def head(batch, *names):
+    return [getattr(batch, n).clone().requires_grad_() for n in names or ("hidden", "weight")]
+
+
+def call_fused(batch, hidden, weight, **options):
+    return fused_grpo_loss(
+        hidden, weight, batch.targets, batch.advantages, batch.mask,
+        old_logps=batch.old_logps, **options,
+    ).loss  # fmt: skip
+
+
+def call_two_passes(batch, hidden, weight):
+    out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask)
+    return grpo_loss(out.logps, batch.advantages, batch.mask, old_logps=batch.old_logps).loss
+
+
+CALLS = {"fused": call_fused, "two_passes": call_two_passes}
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
+
+
+@pytest.fixture
+def expected(batch):
+    return run_fused(batch, exact=True, old_logps=True).gradients
+
+
+def assert_gradients(hidden, weight, expected, tolerance=2e-5):
+    assert relative_error(hidden.grad, expected["hidden"]) < tolerance
+    assert relative_error(weight.grad, expected["weight"]) < tolerance
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_outer_scale_and_accumulation(call, batch, expected):
+    hidden, weight = head(batch)
+    for factor in (0.25, 0.5, 0.25):
+        (factor * CALLS[call](batch, hidden, weight)).backward()
+    assert_gradients(hidden, weight, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tied_head(call, batch):
+    """The weight is the embedding, too: both gradients arrive, in one tensor."""
+    ids = torch.randint(0, 1003, batch.mask.shape)
+    grads = []
+    for exact in (True, False):
+        table = batch.weight.double() if exact else batch.weight.clone()
+        table.requires_grad_()
+        mix = torch.nn.functional.embedding(ids, table).tanh() * 0.3
+        if exact:
+            loss = reference.fused_grpo_loss(
+                mix, table, batch.targets, batch.advantages, batch.mask,
+                old_logps=batch.old_logps.double(),
+            ).loss  # fmt: skip
+        else:
+            loss = CALLS[call](batch, mix, table)
+        loss.backward()
+        grads.append(table.grad)
+    assert relative_error(grads[1], grads[0]) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_autocast_computes_in_float32(call, dtype, batch, expected):
+    hidden, weight = head(batch)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = CALLS[call](batch, hidden, weight)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert_gradients(hidden, weight, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_mixed_dtypes(call, batch):
+    """A float32 head under a bf16 body, and the reverse: computed from both as they are."""
+    for names in (("hidden",), ("weight",)):
+        mixed = make_batch()
+        for name in names:
+            setattr(mixed, name, getattr(mixed, name).bfloat16())
+        expected = run_fused(mixed, exact=True, old_logps=True).gradients
+        hidden, weight = head(mixed)
+        CALLS[call](mixed, hidden, weight).backward()
+        assert hidden.grad.dtype == hidden.dtype and weight.grad.dtype == weight.dtype
+        assert_gradients(hidden, weight, expected, 2.5e-3)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("call", CALLS)
+def test_gradient_checkpointing(call, use_reentrant, batch, expected):
+    hidden, weight = head(batch)
+    loss = checkpoint(CALLS[call], batch, hidden, weight, use_reentrant=use_reentrant)
+    loss.backward()
+    assert_gradients(hidden, weight, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
+    from grpo_kernels.row_chunks import HeadChunks
+
+    def refuse(*_):
+        raise AssertionError("gradient work without a gradient")
+
+    monkeypatch.setattr(HeadChunks, "add_gradients", refuse)
+    sizes = []
+    original = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *a, **k: sizes.append(a[1]) or original(*a, **k)
+    )
+    hidden, weight = head(batch)
+    with torch.no_grad():
+        loss = CALLS[call](batch, hidden, weight)
+    assert not loss.requires_grad
+    assert tuple(weight.shape) not in sizes and tuple(hidden.shape) not in sizes
+
+
+def test_frozen_parts_cost_no_work(batch, monkeypatch):
+    from grpo_kernels import row_chunks
+
+    products = []
+    addmm = row_chunks._addmm
+
+    def counted(acc, *args, **kwargs):
+        products.append(tuple(acc.shape))
+        addmm(acc, *args, **kwargs)
+
+    monkeypatch.setattr(row_chunks, "_addmm", counted)
+    for frozen in ("weight", "hidden"):
+        hidden, weight = head(batch)
+        {"weight": weight, "hidden": hidden}[frozen].requires_grad_(False)
+        products.clear()
+        call_fused(batch, hidden, weight).backward()
+        head_sized = [shape == tuple(weight.shape) for shape in products]
+        assert products and all(head_sized) == (frozen == "hidden")
+        assert any(head_sized) == (frozen == "hidden")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_reach_the_layers_before(call, batch, expected):
+    """A slice of padded states, reshaped and normed on the way, as models give it."""
+    weight = batch.weight.clone().requires_grad_()
+    states = torch.cat([batch.hidden, torch.zeros(4, 1, 48)], 1).requires_grad_()
+    CALLS[call](batch, states[:, :-1] * 1.0, weight).backward()
+    assert relative_error(states.grad[:, :-1], expected["hidden"]) < 2e-5
+    assert (states.grad[:, -1] == 0).all()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_retained_graph_gives_the_same_twice(call, batch, expected):
+    hidden, weight = head(batch)
+    loss = CALLS[call](batch, hidden, weight)
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    (3 * loss).backward(retain_graph=True)
+    for one, three in zip(first, (hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(3 * one, three)
+    hidden.grad = weight.grad = None
+    loss.backward()
+    assert_gradients(hidden, weight, expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_the_stored_gradient_becomes_the_gradient(batch, monkeypatch):
+    """Scaled in place and handed over: no second tensor of the head's size."""
+    from grpo_kernels.row_chunks import HeadChunks
+
+    stored = []
+    original = HeadChunks.gradients
+    monkeypatch.setattr(
+        HeadChunks, "gradients", lambda self: stored.extend(original(self)) or original(self)
+    )
+    hidden, weight = head(batch)
+    loss = call_fused(batch, hidden, weight)
+    pointers = [x.data_ptr() for x in stored if x is not None]
+    stored.clear()
+    loss.backward()
+    assert [hidden.grad.data_ptr(), weight.grad.data_ptr()] == pointers
+
+
+def test_double_backward_is_refused(batch):
+    hidden, weight = head(batch)
+    logps = batch.old_logps.nan_to_num().requires_grad_()
+    logits = torch.randn(3, 11, requires_grad=True)
+    for name, result, leaf in (
+        ("fused_grpo_loss", call_fused(batch, hidden, weight), hidden),
+        ("linear_logprobs", call_two_passes(batch, hidden, weight), hidden),
+        ("grpo_loss", grpo_loss(logps, batch.advantages, batch.mask).loss, logps),
+        ("selective_log_softmax", selective_log_softmax(logits, torch.arange(3)).sum(), logits),
+    ):
+        with pytest.raises(RuntimeError, match="double backward is not supported") as caught:
+            torch.autograd.grad(result, leaf, create_graph=True)
+        assert name == "linear_logprobs" or name in str(caught.value)
+
+
+def test_outputs_do_not_require_grad_but_the_loss(batch):
+    hidden, weight = head(batch)
+    out = fused_grpo_loss(hidden, weight, batch.targets, batch.advantages, batch.mask)
+    assert out.loss.requires_grad and not out.logps.requires_grad
+    assert not any(m.requires_grad or m.ndim for m in out.metrics.values())
+
+
+def test_ddp_style_averaging(batch):
+    """Two ranks' gradients, averaged, are the gradient of the whole batch."""
+    hidden, weight = head(batch)
+    whole = config(loss_type="dapo")
+    num_items = batch.mask.sum()
+    fused_grpo_loss(
+        hidden,
+        weight,
+        batch.targets,
+        batch.advantages,
+        batch.mask,
+        config=whole,
+        num_items=num_items,
+    ).loss.backward()
+    total = torch.zeros_like(weight)
+    for rank in (slice(0, 2), slice(2, 4)):
+        h, w = head(batch)
+        fused_grpo_loss(
+            h[rank], w, batch.targets[rank], batch.advantages[rank], batch.mask[rank],
+            config=whole, num_items=num_items / 2,
+        ).loss.backward()  # fmt: skip
+        total += w.grad / 2
+    assert relative_error(total, weight.grad.double()) < 1e-5
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_torch_compile_around_the_caller(call, batch, expected):
+    hidden, weight = head(batch)
+
+    def step(hidden, weight):
+        return CALLS[call](batch, hidden * 2, weight) * 3
+
+    loss = torch.compile(step, backend="aot_eager")(hidden / 2, weight)
+    (loss / 3).backward()
+    assert relative_error(weight.grad, expected["weight"]) < 2e-5

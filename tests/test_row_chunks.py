@@ -1,0 +1,98 @@
+"""Which rows are worked on, in which order, and how many at a time."""
+
+import pytest
+import torch
+
+from grpo_kernels.inputs import ValueChecks
+from grpo_kernels.row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
+
+CPU = torch.device("cpu")
+
+
+def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
+    as_mask = lambda ids: (
+        None if ids is None else torch.tensor([i in ids for i in range(num_tokens)])
+    )
+    return plan_rows(
+        as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), num_tokens=num_tokens,
+        vocab_size=V, device=CPU, chunk_bytes=int(4 * V * rows),
+    )  # fmt: skip
+
+
+def rows_of(plan):
+    ids = torch.arange(10)
+    return [(ids[c.rows].tolist(), c.needs_grad) for c in plan.chunks()]
+
+
+def test_every_row_as_it_lies():
+    assert rows_of(plan(None, None)) == [([0, 1, 2, 3], True), ([4, 5, 6, 7], True), ([8, 9], True)]
+    assert plan(None, None).order is None
+    assert plan(set(range(10)), set(range(10))).order is None
+
+
+def test_gradient_rows_come_first_and_in_order():
+    assert rows_of(plan({1, 2, 5, 7, 9}, {0, 2, 7})) == [([2, 7], True), ([1, 5, 9], False)]
+
+
+def test_only_wanted_rows():
+    assert rows_of(plan({3, 8}, None)) == [([3, 8], True)]
+    assert rows_of(plan(None, {9})) == [([9], True), *rows_of(plan(set(range(9)), set()))]
+
+
+def test_no_rows():
+    assert rows_of(plan(set(), None)) == [] and plan(set(), None).largest_chunk == 0
+    assert all(not grad for _, grad in rows_of(plan(None, set())))
+    assert rows_of(plan(None, None, num_tokens=0)) == []
+
+
+def test_chunks_are_of_even_size():
+    sizes = [c.size for c in RowPlan(None, 1000, 1000, 300).chunks()]
+    assert sizes == [250] * 4
+    # Large ones in multiples of 128, which GEMM tiles divide.
+    sizes = [c.size for c in RowPlan(None, 5000, 5000, 2048).chunks()]
+    assert sizes == [1792, 1792, 1416]
+
+
+def test_workspace_depends_on_the_budget_alone():
+    for num_tokens in (1000, 100_000):
+        made = plan_rows(
+            None, None, ValueChecks(), num_tokens=num_tokens, vocab_size=151_936, device=CPU,
+            chunk_bytes=64 << 20,
+        )  # fmt: skip
+        assert made.largest_chunk <= (64 << 20) // (4 * 151_936)
+
+
+def test_a_vocabulary_over_the_budget_goes_row_by_row():
+    assert plan(None, None, V=10_000_000, rows=0.001).largest_chunk == 1
+
+
+def test_counts_and_checks_come_in_one_transfer(monkeypatch):
+    transfers = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: transfers.append(x) or original(x))
+    checks = ValueChecks()
+    checks.add(torch.tensor([False, False]), "fine")
+    plan({1, 2}, {2}, checks=checks)
+    assert len(transfers) == 1
+    checks.add(torch.tensor([True, True]), "broken")
+    with pytest.raises(ValueError, match=r"broken \(2 of them\)"):
+        plan({1, 2}, {2}, checks=checks)
+
+
+def test_gemms_on_a_cpu_take_float32():
+    half = torch.zeros(1, 1, dtype=torch.bfloat16)
+    assert gemm_dtype(half, half) == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gemm_dtype(half.float(), half.float()) == torch.float32
+
+
+def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
+    from grpo_kernels import row_chunks
+
+    monkeypatch.setattr(row_chunks, "_UPCAST_BYTES", 4 * 8 * 30)
+    weight = torch.randn(100, 8).bfloat16()
+    hidden = torch.randn(5, 8)
+    head = HeadChunks(hidden, weight, torch.float32, 5)
+    slices = [columns for columns, _ in head._weight_slices()]
+    assert [(c.start, c.stop) for c in slices] == [(0, 30), (30, 60), (60, 90), (90, 100)]
+    torch.testing.assert_close(head.logits(hidden), hidden @ weight.float().T)
