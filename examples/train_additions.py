@@ -48,9 +48,12 @@ class Rollout:
     texts: list[str]
 
 
-def make_problem(rng: random.Random) -> Problem:
-    a, b = rng.randint(1, 49), rng.randint(1, 49)
-    return f"{EXAMPLE}Question: What is {a} + {b}?\n", a + b
+def make_problems() -> tuple[list[Problem], list[Problem]]:
+    """All sums of two digits from 1 to 9, two thirds to train on and a third held out."""
+    digits = range(1, 10)
+    problems = [(f"{EXAMPLE}Question: What is {a} + {b}?\n", a + b) for a in digits for b in digits]
+    random.Random(0).shuffle(problems)
+    return problems[27:], problems[:27]
 
 
 def score(text: str, answer: int) -> tuple[float, bool]:
@@ -159,10 +162,10 @@ def freeze_lower_half(model: Any) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def evaluate(model: Any, tokenizer: Any, args: argparse.Namespace) -> tuple[float, float]:
-    """Mean reward and share of right answers of greedy completions of held-out problems."""
-    rng = random.Random(987_654_321)
-    problems = [make_problem(rng) for _ in range(args.eval_problems)]
+def evaluate(
+    model: Any, tokenizer: Any, problems: list[Problem], args: argparse.Namespace
+) -> tuple[float, float]:
+    """Mean reward and share of right answers of greedy completions."""
     rollout = generate(model, tokenizer, problems, args.max_new_tokens, do_sample=False)
     return rollout.rewards.mean().item(), rollout.correct.mean().item()
 
@@ -185,18 +188,19 @@ def train(args: argparse.Namespace) -> Path:
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").write_text("")
-    before = evaluate(model, tokenizer, args)
+    train_problems, held_out = make_problems()
+    before = evaluate(model, tokenizer, held_out, args)
     history: list[dict[str, float]] = []
+    G = args.group_size
     progress = tqdm(range(1, args.steps + 1), desc="GRPO", disable=not main, dynamic_ncols=True)
     for step in progress:
         start = time.perf_counter()
-        problems = [make_problem(rng) for _ in range(args.prompts)]
-        problems = [problem for problem in problems for _ in range(args.group_size)]
+        problems = [p for p in rng.choices(train_problems, k=args.prompts) for _ in range(G)]
         rollout = generate(
             model, tokenizer, problems, args.max_new_tokens,
             do_sample=True, temperature=args.temperature, top_k=0, top_p=1.0,
         )  # fmt: skip
-        advantages = group_advantages(rollout.rewards, args.group_size)
+        advantages = group_advantages(rollout.rewards, G)
         with accelerator.autocast():
             ref_logps = reference.logps(rollout, args.temperature) if args.beta else None
             # Each rank's gradient is averaged with the others': the denominator is, too.
@@ -227,14 +231,14 @@ def train(args: argparse.Namespace) -> Path:
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             _show(progress, row, args, problems, rollout)
-    after = evaluate(model, tokenizer, args)
+    after = evaluate(model, tokenizer, held_out, args)
     if main:
         plot(history, folder / "reward.png")
         if args.save:
             model.save_pretrained(folder / "model")
             tokenizer.save_pretrained(folder / "model")
         print(
-            f"{args.eval_problems} held-out problems, greedy: reward {before[0]:.2f} -> "
+            f"{len(held_out)} held-out problems, greedy: reward {before[0]:.2f} -> "
             f"{after[0]:.2f}, right answers {before[1]:.0%} -> {after[1]:.0%}\n"
             f"Metrics and plot in {folder}/ (metrics.jsonl, reward.png)"
         )
@@ -296,12 +300,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0)
     add("--learning-rate", type=float, default=2e-5)
     add("--beta", type=float, default=0.01, help="weight of the KL to the initial model")
-    add("--eval-problems", type=int, default=64)
     add("--show-every", type=int, default=5, help="steps between printed completions")
     add("--seed", type=int, default=0)
     add("--save", action="store_true", help="write the trained model to the run's folder")
     args = parser.parse_args(argv)
-    for name in ("steps", "prompts", "max_new_tokens", "eval_problems", "show_every"):
+    for name in ("steps", "prompts", "max_new_tokens", "show_every"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag}: expected at least 1; got {getattr(args, name)}")

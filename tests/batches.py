@@ -153,10 +153,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def assert_matches(actual: Result, expected: Result, tolerance: float, *, logps: float) -> None:
     """Loss, log-probs, metrics and every gradient; gradients that should not be 0 must not be."""
     assert actual.loss.dtype == torch.float32
-    scale = max(1.0, abs(expected.loss.item()))
-    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * scale
     worst = (actual.logps.double() - expected.logps).abs().max() if actual.logps.numel() else 0.0
     assert float(worst) <= logps, f"log-probs off by {worst:.2e}"
+    scale = max(1.0, abs(expected.loss.item()))
+    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * scale
     assert actual.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert actual.metrics[name].dtype == torch.float32

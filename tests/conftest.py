@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
+pytest.register_assert_rewrite("batches")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

@@ -10,9 +10,9 @@ CPU = torch.device("cpu")
 
 
 def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
-    as_mask = lambda ids: (
-        None if ids is None else torch.tensor([i in ids for i in range(num_tokens)])
-    )
+    def as_mask(ids):
+        return None if ids is None else torch.tensor([i in ids for i in range(num_tokens)]).bool()
+
     return plan_rows(
         as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), num_tokens=num_tokens,
         vocab_size=V, device=CPU, chunk_bytes=int(4 * V * rows),

@@ -143,7 +143,7 @@ def compile_for(arch, kernel, warps, flags, types=()):
         if name in ("V", "N") or name.startswith("stride"):
             kind = "i32"
         signature[name] = "constexpr" if name in flags else types.get(name, kind)
-    # As launched on aligned memory, and as on any: the one is faster, the other needs more registers.
+    # As launched on aligned memory and on any other, which needs more registers.
     whole = [i for i, n in enumerate(kernel.arg_names) if n not in flags and signature[n] != "fp32"]
     for attrs in ({(i,): [["tt.divisibility", 16]] for i in whole}, {}):
         source = ASTSource(fn=kernel, signature=signature, constexprs=flags, attrs=attrs)

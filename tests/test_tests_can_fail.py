@@ -1,0 +1,88 @@
+"""The checks used throughout must object to code that is wrong; here it is made wrong."""
+
+import pytest
+import torch
+from batches import config, make_batch, relative_error, run_fused
+from test_fused_grpo_loss import CHUNK, expect_equal
+
+from grpo_kernels import row_chunks
+from grpo_kernels.tiles import torch_tiles, triton_tiles
+
+OPTIONS = {"config": config(beta=0.1), "old_logps": True, "ref_logps": True, "bias": True}
+
+
+def check(backend="torch"):
+    expect_equal(make_batch(), OPTIONS, backend=backend, chunk_bytes=CHUNK)
+
+
+def test_the_check_passes_on_the_code_as_it_is():
+    check("torch")
+    check("triton")
+
+
+@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
+@pytest.mark.parametrize("damage", ("zero", "flip", "two_percent_less"))
+def test_damaged_logit_gradient(tiles, damage, monkeypatch):
+    original = tiles.logit_grads_
+
+    def damaged(*args, out):
+        original(*args, out)
+        out.mul_({"zero": 0.0, "flip": -1.0, "two_percent_less": 0.98}[damage])
+
+    monkeypatch.setattr(tiles, "logit_grads_", damaged)
+    with pytest.raises(AssertionError, match="relative error"):
+        check(tiles.__name__.rsplit(".", 1)[1].split("_")[0])
+
+
+@pytest.mark.parametrize("name", ("hidden", "weight", "bias"))
+def test_each_gradient_is_looked_at(name, monkeypatch):
+    original = row_chunks.HeadChunks.gradients
+
+    def damaged(self):
+        getattr(self, f"d_{name}").zero_()
+        return original(self)
+
+    monkeypatch.setattr(row_chunks.HeadChunks, "gradients", damaged)
+    with pytest.raises(AssertionError, match=f"d_{name}: relative error 1.0"):
+        check()
+
+
+@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
+def test_vocabulary_tail_as_zero_logits(tiles, monkeypatch):
+    original = tiles.token_stats
+
+    def with_tail(logits, targets, transform, *, entropy):
+        padded = torch.nn.functional.pad(logits, (0, 640))
+        bias = torch.nn.functional.pad(transform.bias, (0, 640))
+        wider = type(transform)(bias, transform.logit_scale, transform.softcap)
+        return original(padded, targets, wider, entropy=entropy)
+
+    monkeypatch.setattr(tiles, "token_stats", with_tail)
+    with pytest.raises(AssertionError, match="log-probs off"):
+        check(tiles.__name__.rsplit(".", 1)[1].split("_")[0])
+
+
+@pytest.mark.parametrize("field", ("weights", "advantages", "old_logps", "ref_logps"))
+def test_ignored_constants(field, monkeypatch):
+    original = torch_tiles.policy_loss
+
+    def damaged(config, tokens, logps, entropy, *, grad):
+        changed = type(tokens)(**{**vars(tokens), field: getattr(tokens, field) * 0.9})
+        return original(config, changed, logps, entropy, grad=grad)
+
+    monkeypatch.setattr(torch_tiles, "policy_loss", damaged)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_unwritten_memory(monkeypatch):
+    """Logits that nobody writes are NaN here, not the zeros they often happen to be."""
+    monkeypatch.setattr(row_chunks, "_mm", lambda a, b, *, out: None)
+    result = run_fused(make_batch(), exact=False)
+    assert not result.logps.isfinite().all()
+
+
+def test_relative_error_of_nothing_and_of_the_opposite():
+    x = torch.randn(10)
+    assert relative_error(torch.zeros(10), x) == pytest.approx(1)
+    assert relative_error(-x, x) == pytest.approx(2)
