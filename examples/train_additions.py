@@ -93,7 +93,7 @@ class PolicyWithLoss(nn.Module):
     def _hidden(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The states that predict the completion's tokens `[B, T, H]`, and the tokens `[B, T]`."""
         T = rollout.mask.shape[1]
-        states = self.model.base_model(  # type: ignore[operator, union-attr]
+        states = self.model.base_model(  # type: ignore[operator]
             input_ids=rollout.input_ids, attention_mask=rollout.attention_mask, use_cache=False
         ).last_hidden_state
         return states[:, -T - 1 : -1], rollout.input_ids[:, -T:]
@@ -189,6 +189,9 @@ def train(args: argparse.Namespace) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").write_text("")
     train_problems, held_out = make_problems()
+    if main:
+        count = sum(p.numel() for p in trained)
+        print(f"{args.model} on {accelerator.device}, {count / 1e6:.0f}M parameters trained")
     before = evaluate(model, tokenizer, held_out, args)
     history: list[dict[str, float]] = []
     G = args.group_size
@@ -250,17 +253,19 @@ def _show(
     progress: Any, row: dict[str, float], args: argparse.Namespace,
     problems: list[Problem], rollout: Rollout,
 ) -> None:  # fmt: skip
-    progress.set_postfix_str(
-        f"reward {row['reward']:.2f} right {row['correct']:.0%} loss {row['loss']:+.4f} "
-        f"kl {row.get('kl', 0.0):.4f} entropy {row['entropy']:.2f} "
-        f"length {row['completion_length']:.1f} {row['seconds']:.1f}s head {row['head_mib']:.0f}MiB"
+    progress.set_postfix_str(f"reward {row['reward']:.2f}, right {row['correct']:.0%}")
+    tqdm.write(
+        f"{row['step']:4d}  reward {row['reward']:.2f}  right {row['correct']:4.0%}  "
+        f"loss {row['loss']:+.4f}  kl {row.get('kl', 0.0):.4f}  entropy {row['entropy']:.2f}  "
+        f"length {row['completion_length']:4.1f}  {row['seconds']:4.1f} s  "
+        f"head {row['head_mib']:.0f} MiB"
     )
     if row["step"] == 1 or row["step"] % args.show_every == 0:
         best = int(rollout.rewards.argmax())
         for i in sorted({0, best}):
             question = problems[i][0].rsplit("Question: ", 1)[1].strip()
             text, reward = rollout.texts[i], rollout.rewards[i]
-            tqdm.write(f"[{row['step']}] {question} -> {text!r} reward {reward:.1f}")
+            tqdm.write(f"      {question} -> {text!r}  reward {reward:.1f}")
 
 
 def plot(history: list[dict[str, float]], path: Path) -> None:

@@ -229,8 +229,9 @@ def _loss_and_gradients(
             assert policy.d_logps is not None
             d_logits = head.d_logits_like(logits)
             grads = LogitGradInputs(
-                stats.logsumexp, policy.d_logps, policy.d_logps, stats.entropy, policy.d_entropy
-            )
+                stats.logps, stats.logsumexp, policy.d_logps, policy.d_logps,
+                stats.entropy, policy.d_entropy,
+            )  # fmt: skip
             tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
             head.add_gradients(chunk, hidden_rows, d_logits)
     return all_logps, totals, head.gradients()

@@ -160,7 +160,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 if stats.entropy is not None:
                     entropy[rows] = stats.entropy
         # Kept apart from the outputs, which the caller may change in place.
-        ctx.save_for_backward(hidden, weight, bias, logsumexp.clone(), entropy.clone())
+        kept = (logps.clone(), logsumexp.clone(), entropy.clone())
+        ctx.save_for_backward(hidden, weight, bias, *kept)
         ctx.job = job
         ctx.set_materialize_grads(False)
         return logps, entropy if job.entropy else None, logsumexp
@@ -170,11 +171,11 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        hidden, weight, bias, logsumexp, entropy = ctx.saved_tensors
+        hidden, weight, bias, logps, logsumexp, entropy = ctx.saved_tensors
         job: _Job = ctx.job
-        d_target = torch.zeros_like(logsumexp) if d_logps is None else d_logps.float()
-        d_prob = d_target if d_logsumexp is None else d_target - d_logsumexp.float()
-        needed = (d_target != 0) | (d_prob != 0)
+        d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
+        d_prob = d_logps if d_logsumexp is None else d_logps - d_logsumexp.float()
+        needed = (d_logps != 0) | (d_prob != 0)
         if d_entropy is not None:
             d_entropy = d_entropy.float().contiguous()
             needed |= d_entropy != 0
@@ -202,9 +203,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits = head.logits(hidden_rows)
                 d_logits = head.d_logits_like(logits)
                 grads = LogitGradInputs(
+                    logps[rows],
                     logsumexp[rows],
-                    d_target[rows].contiguous(),
-                    d_prob[rows].contiguous(),
+                    d_logps[rows],
+                    d_prob[rows],
                     None if d_entropy is None else entropy[rows],
                     None if d_entropy is None else d_entropy[rows],
                 )

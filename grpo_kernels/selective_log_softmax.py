@@ -80,17 +80,18 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
             logits = logits.contiguous()
         with torch.autocast(logits.device.type, enabled=False):
             stats = tiles.token_stats(logits, targets, transform, entropy=False)
-        ctx.save_for_backward(logits, targets, stats.logsumexp)
+        # Kept apart from the output, which the caller may change in place.
+        ctx.save_for_backward(logits, targets, stats.logps.clone(), stats.logsumexp)
         ctx.transform, ctx.tiles = transform, tiles
         return stats.logps
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("selective_log_softmax")
-        logits, targets, logsumexp = ctx.saved_tensors
+        logits, targets, logps, logsumexp = ctx.saved_tensors
         d_logps = d_logps.float().contiguous()
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         with torch.autocast(logits.device.type, enabled=False):
-            grads = LogitGradInputs(logsumexp, d_logps, d_logps)
+            grads = LogitGradInputs(logps, logsumexp, d_logps, d_logps)
             ctx.tiles.logit_grads_(logits, targets, ctx.transform, grads, out)
         return out, None, None, None

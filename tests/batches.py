@@ -142,15 +142,20 @@ def _gradients(head: dict[str, Tensor], scale: float) -> dict[str, Tensor | None
     return {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected; 1 for zeros, 2 for -expected."""
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over the norm of what is expected; 1 for zeros, 2 for -expected.
+
+    `floor`: the least to divide by.
+    """
     expected = expected.double()
     difference = (actual.double().to(expected.device) - expected).norm()
-    norm = expected.norm()
+    norm = expected.norm().clamp(min=floor)
     return float(difference / norm) if norm else float(difference)
 
 
-def assert_matches(actual: Result, expected: Result, tolerance: float, *, logps: float) -> None:
+def assert_matches(
+    actual: Result, expected: Result, tolerance: float, *, logps: float, floor: float = 0.0
+) -> None:
     """Loss, log-probs, metrics and every gradient; gradients that should not be 0 must not be."""
     assert actual.loss.dtype == torch.float32
     worst = (actual.logps.double() - expected.logps).abs().max() if actual.logps.numel() else 0.0
@@ -169,7 +174,7 @@ def assert_matches(actual: Result, expected: Result, tolerance: float, *, logps:
             assert mine is None, f"d_{name}: expected none"
             continue
         assert mine is not None, f"d_{name}: missing"
-        error = relative_error(mine, value)
+        error = relative_error(mine, value, floor)
         assert error <= tolerance, f"d_{name}: relative error {error:.2e} > {tolerance:.1e}"
 
 

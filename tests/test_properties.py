@@ -68,8 +68,8 @@ def test_fused_equals_reference(problem, backend, rows, skip_untrained):
         # Left out of metrics and log-probs on purpose, of loss and gradients never.
         actual.metrics, expected.metrics = {}, {}
         expected.logps = expected.logps.where(actual.logps != 0, 0.0)
-    # With a handful of words or one unit a gradient may cancel to nearly nothing.
-    assert_matches(actual, expected, 2e-4, logps=1e-4)
+    # With two words or one unit, a gradient may cancel down to what float32 does not resolve.
+    assert_matches(actual, expected, 1e-4, logps=1e-4, floor=1e-2)
 
 
 @SETTINGS

@@ -49,6 +49,7 @@ def assert_tiles_agree(logits, targets, transform, *, entropy):
     d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
     d_logps[::3] = 0.0
     grads = LogitGradInputs(
+        truth.logps,
         truth.logsumexp,
         d_logps,
         d_logps - 0.1,

@@ -50,14 +50,15 @@ class TokenStats(NamedTuple):
 class LogitGradInputs(NamedTuple):
     """What each row's logit gradient is made of, float32 `[C]`.
 
-    dL/dz_j = d_target * 1[j = target] - p_j * (d_prob + d_entropy * (z_j - logsumexp + entropy))
+    dL/dz_j = d_logps * 1[j = target] - p_j * (d_prob + d_entropy * (z_j - logsumexp + entropy))
 
-    `d_target` is the gradient of the row's log-prob; `d_prob` equals it, less the gradient of
-    the row's logsumexp where that has one.
+    `d_prob` is `d_logps`, less the gradient of the row's logsumexp where that has one. At the
+    target 1 - p cancels for a token that is all but certain, and -expm1(logps) does not.
     """
 
+    logps: Tensor
     logsumexp: Tensor
-    d_target: Tensor
+    d_logps: Tensor
     d_prob: Tensor
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None

@@ -57,6 +57,10 @@ def logit_grads_(
     grads: LogitGradInputs,
     out: Tensor,
 ) -> None:
+    p = grads.logps.exp()
+    at_target = (grads.d_logps - grads.d_prob) * p - grads.d_logps * grads.logps.expm1()
+    if grads.d_entropy is not None and grads.entropy is not None:
+        at_target -= p * grads.d_entropy * (grads.logps + grads.entropy)
     for rows in _row_blocks(logits):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = _transformed(block, local)
@@ -77,7 +81,7 @@ def logit_grads_(
             surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
             coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_prob)
             d_logits = log_p.exp_().mul_(coef).neg_()
-        d_logits.scatter_add_(1, targets[rows, None], grads.d_target[rows, None])
+        d_logits.scatter_(1, targets[rows, None], at_target[rows, None])
         if chain is not None:
             d_logits.mul_(chain)
         slope = local.logit_scale / _column(local.temperature)

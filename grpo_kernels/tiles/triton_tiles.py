@@ -6,9 +6,9 @@ itself is read from memory. Forward, with m the running maximum:
 
     lse = m + log S,  S = sum_j e^(z_j - m);  E = log S - (sum_j e^(z_j - m) (z_j - m)) / S
 
-Backward, given dL/dl (d_target), its softmax part (d_prob) and dL/dE (d_entropy):
+Backward, given dL/dl (d_logps), its softmax part (d_prob) and dL/dE (d_entropy):
 
-    dL/dz_j = d_target * 1[j = y] - p_j * (d_prob + d_entropy * (z_j - lse + E))
+    dL/dz_j = d_logps * 1[j = y] - p_j * (d_prob + d_entropy * (z_j - lse + E))
     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
 
 The policy-loss kernel is the objective of `grpo_kernels.objective` and its derivative by hand.
@@ -38,6 +38,18 @@ _BLOCK_N = 256
 def _tanh(x):
     # Written through exp, which every backend and the interpreter have; saturates at +-1.
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _expm1_minus(x):
+    """e^x - 1 - x, by its series where the difference would cancel."""
+    series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))
+    return tl.where(tl.abs(x) < 0.25, x * x * series, tl.exp(x) - 1.0 - x)
+
+
+@triton.jit
+def _expm1(x):
+    return tl.where(tl.abs(x) < 0.25, _expm1_minus(x) + x, tl.exp(x) - 1.0)
 
 
 @triton.jit
@@ -112,7 +124,7 @@ def token_stats_kernel(
 @triton.jit
 def logit_grads_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    logsumexp_ptr, d_target_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, out_ptr,
+    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, out_ptr,
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
@@ -126,8 +138,15 @@ def logit_grads_kernel(
     inv_temperature = 1.0 / temperature
     target = tl.load(targets_ptr + row)
     logsumexp = tl.load(logsumexp_ptr + row)
-    d_target = tl.load(d_target_ptr + row)
+    target_logp = tl.load(target_logps_ptr + row)
+    d_logp = tl.load(d_logps_ptr + row)
     d_prob = tl.load(d_prob_ptr + row)
+    target_p = tl.exp(target_logp)
+    at_target = (d_logp - d_prob) * target_p - d_logp * _expm1(target_logp)
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        d_entropy = tl.load(d_entropy_ptr + row)
+        at_target -= target_p * d_entropy * (target_logp + entropy)
 
     for start in range(0, V, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
@@ -139,9 +158,8 @@ def logit_grads_kernel(
         p = tl.exp(log_p)
         coef = d_prob
         if HAS_ENTROPY:
-            surprise = tl.where(p > 0.0, log_p, 0.0) + tl.load(entropy_ptr + row)
-            coef = d_prob + tl.load(d_entropy_ptr + row) * surprise
-        d_logits = tl.where(offs_v == target, d_target, 0.0) - p * coef
+            coef = d_prob + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+        d_logits = tl.where(offs_v == target, at_target, -p * coef)
         if HAS_SOFTCAP:
             tanh = capped / softcap
             d_logits *= 1.0 - tanh * tanh
@@ -193,12 +211,9 @@ def policy_loss_kernel(
     kl = tl.zeros_like(logps)
     if HAS_REF:
         d = tl.load(ref_logps_ptr + offs_n, mask=mask_n, other=0.0) - logps
-        # e^d - 1 and e^d - d - 1 by their series where the difference would cancel.
-        near = tl.abs(d) < 0.25
-        series = 0.5 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720 + d * (1 / 5040)))))
-        kl = tl.where(near, d * d * series, tl.exp(d) - 1.0 - d)
+        kl = _expm1_minus(d)
         per_token += beta * kl
-        d_logps -= beta * (kl + d)
+        d_logps -= beta * _expm1(d)
     loss = weights * per_token
     entropy = tl.zeros_like(logps)
     if HAS_ENTROPY:
@@ -257,7 +272,7 @@ def logit_grads_(
         with _device_of(logits):
             logit_grads_kernel[(count,)](
                 logits, targets, *_transform_pointers(transform, logits),
-                grads.logsumexp, grads.d_target, grads.d_prob,
+                grads.logps, grads.logsumexp, grads.d_logps, grads.d_prob,
                 grads.entropy if has_entropy else logits,
                 grads.d_entropy if has_entropy else logits,
                 out,
