@@ -95,7 +95,7 @@ def fused_grpo_loss(
             their `logps` are 0 and the metrics' means are over the other tokens.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget for the buffer of logits; None: 96 MiB on a CPU, on a GPU 1.5 GiB or a
+        chunk_bytes: budget for the buffer of logits; None: 160 MiB on a CPU, on a GPU 1.5 GiB or a
             sixteenth of its memory if that is less.
 
     Returns:

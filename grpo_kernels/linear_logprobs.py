@@ -77,7 +77,7 @@ def linear_logprobs(
         entropy: whether to compute the entropy, too.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget for the buffer of logits; None: 96 MiB on a CPU, on a GPU 1.5 GiB or a
+        chunk_bytes: budget for the buffer of logits; None: 160 MiB on a CPU, on a GPU 1.5 GiB or a
             sixteenth of its memory if that is less.
 
     Returns:

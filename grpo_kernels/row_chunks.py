@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .inputs import ValueChecks
 
-_CPU_CHUNK_BYTES = 96 << 20
+_CPU_CHUNK_BYTES = 160 << 20
 _GPU_CHUNK_BYTES = 1536 << 20
 _ROW_MULTIPLE = 128
-# Rows of W upcast at a time where the GEMM cannot take the weight's own dtype.
-_UPCAST_BYTES = 16 << 20
+# How much of W is upcast at a time where the GEMM cannot take its own dtype.
+_CPU_UPCAST_BYTES = 16 << 20
+_GPU_UPCAST_BYTES = 256 << 20
 
 
 class Chunk(NamedTuple):
@@ -204,7 +205,9 @@ class HeadChunks:
         if self.weight.dtype == self.dtype:
             yield slice(0, self.V), self.weight
             return
-        step = max(1, _UPCAST_BYTES // (self.dtype.itemsize * self.H))
+        on_cpu = self.weight.device.type == "cpu"
+        upcast_bytes = _CPU_UPCAST_BYTES if on_cpu else _GPU_UPCAST_BYTES
+        step = max(1, upcast_bytes // (self.dtype.itemsize * self.H))
         for start in range(0, self.V, step):
             columns = slice(start, min(start + step, self.V))
             yield columns, self.weight[columns].to(self.dtype)

@@ -89,7 +89,7 @@ def test_gemms_on_a_cpu_take_float32():
 def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
     from grpo_kernels import row_chunks
 
-    monkeypatch.setattr(row_chunks, "_UPCAST_BYTES", 4 * 8 * 30)
+    monkeypatch.setattr(row_chunks, "_CPU_UPCAST_BYTES", 4 * 8 * 30)
     weight = torch.randn(100, 8).bfloat16()
     hidden = torch.randn(5, 8)
     head = HeadChunks(hidden, weight, torch.float32, 5)
