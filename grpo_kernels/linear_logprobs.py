@@ -88,8 +88,10 @@ def linear_logprobs(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
             device (target ids, a mask other than 0/1) are read together with the row count, in
-            the forward's one device-to-host transfer.
+            the forward's one device-to-host transfer; the backward has one, for its row count.
         RuntimeError: on double backward.
+
+    Under autocast on a GPU the products are taken in its dtype, as in `fused_grpo_loss`.
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
@@ -106,7 +108,7 @@ def linear_logprobs(
         None if bias is None else bias.detach().contiguous(),
         float(logit_scale),
         softcap,
-        layout.flat_temperature(temperature),
+        layout.flat_temperature(temperature, flat_mask, checks),
     )
     plan = plan_rows(
         flat_mask,
@@ -117,9 +119,8 @@ def linear_logprobs(
         device=hidden.device,
         chunk_bytes=chunk_bytes,
     )
-    job = _Job(
-        flat_targets, transform, plan, tiles, gemm_dtype(hidden, weight), entropy, chunk_bytes
-    )
+    dtype = gemm_dtype(hidden, weight)
+    job = _Job(flat_targets, flat_mask, transform, plan, tiles, dtype, entropy, chunk_bytes)
     logps, entropies, logsumexp = _LinearLogprobs.apply(hidden.reshape(-1, H), weight, bias, job)
     return LogprobOutput(
         logps.reshape(layout.shape),
@@ -133,6 +134,7 @@ class _Job:
     """Everything the Function needs that has no gradient."""
 
     targets: Tensor
+    mask: Tensor | None
     transform: LogitTransform
     plan: RowPlan
     tiles: Tiles
@@ -179,12 +181,9 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             d_entropy = d_entropy.float().contiguous()
             needed |= d_entropy != 0
-        if job.plan.num_rows < hidden.shape[0]:
+        if job.mask is not None:
             # Masked rows came back as the constant 0, whatever gradient their value is given.
-            computed = torch.zeros_like(needed)
-            for chunk in job.plan.chunks():
-                computed[chunk.rows] = True
-            needed &= computed
+            needed &= job.mask
         plan = plan_rows(
             needed,
             None,

@@ -235,7 +235,9 @@ def aggregation_weights(
 ) -> Tensor:
     """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype."""
     if config.loss_type == "dapo":
-        total = mask.sum() if num_items is None else torch.as_tensor(num_items).to(mask)
+        if isinstance(num_items, (int, float)):
+            return mask / max(num_items, 1)
+        total = mask.sum() if num_items is None else num_items.to(mask)
         return mask / total.clamp(min=1)
     if config.loss_type == "bnpo":
         return mask / mask.sum().clamp(min=1)

@@ -72,7 +72,9 @@ def linear_logprobs(
     )
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, targets.long().masked_fill(~active, 0).unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    # p log p is 0 where p is: a word of logit -inf counts for nothing.
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    entropy = -(log_p.exp() * finite).sum(-1)
     logsumexp = logits.logsumexp(-1)
     return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in (logps, entropy, logsumexp)))
 

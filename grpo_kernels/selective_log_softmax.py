@@ -65,10 +65,21 @@ def selective_log_softmax(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, None, checks)
     check_target_ids(flat_targets, None, V, checks)
+    transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
-    transform = LogitTransform(temperature=layout.flat_temperature(temperature))
-    logps = _SelectiveLogSoftmax.apply(logits.reshape(-1, V), flat_targets, transform, tiles)
+    logps = _SelectiveLogSoftmax.apply(logits, flat_targets, transform, tiles)
     return logps.reshape(layout.shape)
+
+
+def _tiles_of(logits: Tensor) -> list[tuple[slice, Tensor]]:
+    """`[B, T, V]` as one tile of rows or, where a slice such as `[:, :-1]` allows none, as B."""
+    V = logits.shape[-1]
+    rows = logits.numel() // V
+    try:
+        return [(slice(0, rows), logits.view(-1, V))]
+    except RuntimeError:
+        T = logits.shape[1]
+        return [(slice(b * T, (b + 1) * T), tile) for b, tile in enumerate(logits)]
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
@@ -78,12 +89,15 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     ) -> Tensor:
         if logits.stride(-1) != 1:
             logits = logits.contiguous()
+        logps, logsumexp = torch.empty((2, targets.shape[0]), device=logits.device).unbind()
         with torch.autocast(logits.device.type, enabled=False):
-            stats = tiles.token_stats(logits, targets, transform, entropy=False)
+            for rows, tile in _tiles_of(logits):
+                stats = tiles.token_stats(tile, targets[rows], transform.at(rows), entropy=False)
+                logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
         # Kept apart from the output, which the caller may change in place.
-        ctx.save_for_backward(logits, targets, stats.logps.clone(), stats.logsumexp)
+        ctx.save_for_backward(logits, targets, logps, logsumexp)
         ctx.transform, ctx.tiles = transform, tiles
-        return stats.logps
+        return logps.clone()
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +105,11 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         logits, targets, logps, logsumexp = ctx.saved_tensors
         d_logps = d_logps.float().contiguous()
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        flat_out = out.view(-1, out.shape[-1])
         with torch.autocast(logits.device.type, enabled=False):
-            grads = LogitGradInputs(logps, logsumexp, d_logps, d_logps)
-            ctx.tiles.logit_grads_(logits, targets, ctx.transform, grads, out)
+            for rows, tile in _tiles_of(logits):
+                grads = LogitGradInputs(logps[rows], logsumexp[rows], d_logps[rows], d_logps[rows])
+                ctx.tiles.logit_grads_(
+                    tile, targets[rows], ctx.transform.at(rows), grads, flat_out[rows]
+                )
         return out, None, None, None

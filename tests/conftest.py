@@ -8,22 +8,30 @@ replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_tiles.token_stats
 
 import os
 
-import torch
-
-# Read when the kernels are defined, so before the package is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import pytest
+import torch
 
 pytest.register_assert_rewrite("batches")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """`pytest -m gpu` runs the kernels as compiled; without it they run in the interpreter.
+
+    Triton decides when the kernels are defined, so before the test modules are imported.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = None
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        reason = "no CUDA device"
+    elif config.option.markexpr != "gpu":
+        reason = "run them with -m gpu"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,21 @@ def test_half_precision(option, dtype):
     expect_equal(make_batch().to("cpu", dtype), options, tolerance=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("scale", (1.0, 65536.0))
+def test_small_shares_of_the_loss_do_not_underflow(dtype, scale):
+    """A token's share of 1 / 131,072 is near float16's smallest number, p times it far below."""
+    batch = make_batch(B=8, T=32).to("cpu", dtype)
+    options = {"config": config(entropy_coef=1e-3), "num_items": 131_072, "scale": scale}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, **options)
+    # With a loss scaler the result fits float16; without one only its rounding may be lost.
+    tolerance = TOLERANCE[dtype] if scale > 1 or dtype == torch.bfloat16 else 0.1
+    for name in ("hidden", "weight"):
+        error = relative_error(actual.gradients[name], expected.gradients[name])
+        assert error <= tolerance, name
+
+
 def test_beats_bf16_eager_by_far():
     batch = make_batch(B=8, T=32, V=4999).to("cpu", torch.bfloat16)
     options = {"config": config(), "old_logps": True}
@@ -115,21 +130,44 @@ def test_cuda(backend, loss_type, option, dtype):
     options = {**options, "config": config(loss_type=loss_type, **config_options)}
     options["scale"] = 4.0
     batch = make_batch(V=5003).to("cuda", dtype)
-    expect_equal(batch, options, tolerance=TOLERANCE[dtype], backend=backend, chunk_bytes=CHUNK * 5)
+    # On few tokens the rounding of dZ and then of dH to bf16 scatters around 2.4e-3.
+    tolerance = 6e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    expect_equal(batch, options, tolerance=tolerance, backend=backend, chunk_bytes=CHUNK * 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", (1.0, 1 / 3, 65536.0))
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+def test_cuda_many_tokens(dtype, scale):
+    """What averages out over a real number of tokens: bf16's gradient error is its rounding's."""
+    batch = make_batch(B=64, T=64, H=256, V=5003).to("cuda", dtype)
+    options = {"config": config(), "old_logps": True, "num_items": 131_072, "scale": scale}
+    # A scale that is no power of two rounds dH once more.
+    tolerance = TOLERANCE[dtype] * (1.3 if scale < 1 else 1.0)
+    expect_equal(batch, options, tolerance=tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
-def test_cuda_full_vocabulary_past_2_31_elements(dtype):
-    """14,200 rows of 151,936 logits in one buffer, were the chunk as large as that."""
-    B, T, H, V = 2, 7100, 64, 151_936
-    batch = make_batch(B, T, H, V).to("cuda", dtype)
-    kwargs = {"config": config(), "old_logps": True}
-    small = run_fused(batch, exact=False, **kwargs)
-    large = run_fused(batch, exact=False, chunk_bytes=10 << 30, **kwargs)
-    assert large.loss.item() == pytest.approx(small.loss.item(), rel=1e-4)
-    for name in ("hidden", "weight"):
-        assert relative_error(large.gradients[name], small.gradients[name]) < TOLERANCE[dtype]
+def test_cuda_tile_past_2_31_elements(dtype):
+    """14,208 rows of 151,936 logits in one buffer, against the same in small chunks."""
+    B, T, H, V = 2, 7104, 64, 151_936
+    assert B * T * V > 2**31
+    g = torch.Generator(device="cuda").manual_seed(0)
+    weight = torch.randn(V, H, generator=g, device="cuda").to(dtype)
+    targets = torch.randint(0, V, (B, T), generator=g, device="cuda")
+    noise = torch.randn(B, T, H, generator=g, device="cuda")
+    hidden = (0.15 * weight[targets].float() + 0.2 * noise).to(dtype)
+    advantages = torch.tensor([1.0, -1.0], device="cuda")
+    results = []
+    for chunk_bytes in (1 << 30, 10 << 30):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = fused_grpo_loss(h, w, targets, advantages, chunk_bytes=chunk_bytes)
+        out.loss.backward()
+        results.append((out.logps, h.grad, w.grad))
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-4
+    for small, large in zip(results[0][1:], results[1][1:], strict=True):
+        assert small.norm() > 0 and relative_error(large, small) < TOLERANCE[dtype]
 
 
 def test_advantages_per_token():

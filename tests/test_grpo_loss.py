@@ -96,6 +96,17 @@ def test_masked_values_do_not_leak(backend, poison):
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("entropy_coef", (None, 0.0, 0.1))
+def test_empty(entropy_coef, backend):
+    logps = torch.zeros(3, 0, requires_grad=True)
+    entropy = None if entropy_coef is None else torch.zeros(3, 0, requires_grad=True)
+    cfg = config(entropy_coef=entropy_coef or 0.0)
+    out = grpo_loss(logps, torch.ones(3), entropy=entropy, config=cfg, backend=backend)
+    out.loss.backward()
+    assert out.loss == 0 and logps.grad.shape == (3, 0)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
 def test_ties_share_the_gradient_as_autograd_does(backend):
     """Ratios exactly at 1, at the bounds and at delta."""
     old = torch.zeros(1, 8)

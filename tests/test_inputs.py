@@ -99,6 +99,14 @@ FUSED = {
         ValueError,
         r"advantages: expected shape \[2\] \(one a sequence\) or \[6\]; got \[3\]",
     ),
+    "advantages_in_doubt": (
+        {
+            "packed": True,
+            "cu_seqlens": torch.tensor([0, 2, 2, 3, 4, 5, 6]),
+        },
+        ValueError,
+        r"advantages: expected no doubt whether \[6\] is one a sequence or one a token",
+    ),
     "mask_shape": (
         {"mask": torch.ones(B)},
         ValueError,
@@ -140,10 +148,15 @@ FUSED = {
         ValueError,
         "num_items: expected None, as only loss_type='dapo' divides by it; got 5 with loss_type='g",
     ),
-    "num_items_zero": (
-        {"num_items": 0},
+    "num_items_negative": (
+        {"num_items": -1},
         ValueError,
-        "num_items: expected a number > 0; got 0",
+        "num_items: expected a number >= 0; got -1",
+    ),
+    "num_items_nan": (
+        {"num_items": torch.tensor(float("nan"))},
+        ValueError,
+        "num_items: expected a number >= 0; got another",
     ),
     "num_items_type": (
         {"num_items": "5"},
@@ -200,6 +213,11 @@ FUSED = {
         ValueError,
         r"temperature: expected shape \[2, 3\]; got \[2\]",
     ),
+    "temperature_values": (
+        {"temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, float("nan"), 1.0]])},
+        ValueError,
+        r"temperature: expected numbers > 0; got others \(3 of them\)",
+    ),
     "temperature_grad": (
         {"temperature": torch.ones(B, T, requires_grad=True)},
         ValueError,
@@ -247,7 +265,15 @@ def test_fused_grpo_loss(case):
         c
         for c in FUSED
         if c.split("_")[0] in ("hidden", "weight", "targets", "bias", "softcap", "backward")
-        or c in ("mask_shape", "mask_values", "temperature_zero", "backend", "chunk_bytes")
+        or c
+        in (
+            "mask_shape",
+            "mask_values",
+            "temperature_zero",
+            "temperature_values",
+            "backend",
+            "chunk_bytes",
+        )
     ],
 )
 def test_linear_logprobs(case):

@@ -84,7 +84,9 @@ def test_half_precision(option, dtype):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_cuda(option, use, backend, dtype):
     batch = make_batch(V=5003).to("cuda", dtype)
-    expect_equal(batch, OPTIONS[option], USES[use], TOLERANCE[dtype], backend=backend)
+    # On few tokens the rounding of dZ and then of dH to bf16 scatters around 2.4e-3.
+    tolerance = 6e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    expect_equal(batch, OPTIONS[option], USES[use], tolerance, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))
@@ -131,6 +133,22 @@ def test_empty(shape):
     (out.logps.sum() + out.entropy.sum()).backward()
     assert out.logps.shape == shape
     assert (weight.grad == 0).all() and hidden.grad.shape == hidden.shape
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_forbidden_words_have_a_bias_of_minus_infinity(backend):
+    """Values and gradients stay finite, the entropy's too, even for a forbidden target."""
+    batch = make_batch()
+    batch.bias[::3] = -float("inf")
+    row, column = batch.mask.nonzero()[0].tolist()
+    batch.targets[row, column] = 0
+    expected, expected_grads = run(batch, {"bias": True}, (0, 1, 0), exact=True)
+    actual, grads = run(batch, {"bias": True}, (0, 1, 0), exact=False, backend=backend)
+    assert actual.logps[row, column] == -float("inf")
+    assert (actual.entropy - expected.entropy).abs().max() < 1e-4
+    for name in ("hidden", "weight"):
+        assert expected_grads[name].isfinite().all() and expected_grads[name].norm() > 0
+        assert relative_error(grads[name], expected_grads[name]) < 2e-5
 
 
 def test_entropy_is_none_unless_asked_for():

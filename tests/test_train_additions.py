@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -93,6 +94,7 @@ class FixedModel:
     """Says what it is told to, whatever the prompt."""
 
     device = torch.device("cpu")
+    generation_config = GenerationConfig(eos_token_id=[0, 5])
 
     def __init__(self, completions):
         self.completions = completions
@@ -109,9 +111,10 @@ class FixedModel:
 def test_mask_ends_with_the_first_end_of_sequence(tiny_model, tmp_path):
     """Padding is the same token, and not counted; a truncated completion counts whole."""
     _, tokenizer = example.load(str(tiny_model))
-    model = FixedModel([[7, 0, 0, 0], [7, 8, 9, 0], [7, 8, 9, 10], [0, 0, 0, 0]])
-    rollout = example.generate(model, tokenizer, [("x", 1)] * 4, 4)
-    assert rollout.mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]
+    model = FixedModel([[7, 0, 0, 0], [7, 8, 9, 0], [7, 8, 9, 10], [0, 0, 0, 0], [7, 5, 0, 0]])
+    rollout = example.generate(model, tokenizer, [("x", 1)] * 5, 4)
+    lengths = rollout.mask.sum(1).tolist()
+    assert lengths == [2, 4, 4, 1, 2] and all(rollout.mask[:, 0])
     assert rollout.attention_mask[:, -4:].equal(rollout.mask.long())
 
 

@@ -12,7 +12,7 @@ from batches import config, relative_error
 from grpo_kernels.objective import TokenInputs
 from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles, triton_tiles
 
-DEVICES = ("cpu" if not torch.cuda.is_available() else pytest.param("cuda", marks=pytest.mark.gpu),)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 TRANSFORMS = {
     "plain": {},
     "bias": {"bias": True},
@@ -164,10 +164,10 @@ for arch in (80, 90, 100):
         flags = dict(HAS_BIAS=on, HAS_SOFTCAP=on, HAS_TEMPERATURE=on, HAS_ENTROPY=on)
         compile_for(arch, t.token_stats_kernel, 8, flags | {"BLOCK_V": t._STATS_BLOCK_V})
         flags["BLOCK_V"] = t._GRADS_BLOCK_V
-        for out, narrows in (("*bf16", True), ("*fp32", False)):
-            compile_for(
-                arch, t.logit_grads_kernel, 8, flags | {"NARROWS": narrows}, {"out_ptr": out}
-            )
+        # In place from float32, and out of place as selective_log_softmax has it.
+        for logits, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")):
+            types = {"logits_ptr": "*" + logits, "out_ptr": "*" + out}
+            compile_for(arch, t.logit_grads_kernel, 8, flags | {"NARROWS": logits != out}, types)
         flags = dict(HAS_MASK=on, HAS_OLD=on, HAS_REF=on, HAS_ENTROPY=on, HAS_GRAD=on)
         flags |= {"NUM_SUMS": 6, "BLOCK_N": t._BLOCK_N}
         compile_for(arch, t.policy_loss_kernel, 4, flags)

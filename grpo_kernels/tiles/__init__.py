@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -111,18 +112,16 @@ def select_tiles(backend: str, device: torch.device) -> Tiles:
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
     on_gpu = device.type in ("cuda", "xpu")
+    if backend == "torch" or (backend == "auto" and not on_gpu):
+        return cast(Tiles, import_module(".torch_tiles", __package__))
     has_triton = importlib.util.find_spec("triton") is not None
-    if backend == "triton" and not has_triton:
+    if backend == "auto" and not has_triton:
+        return cast(Tiles, import_module(".torch_tiles", __package__))
+    if not has_triton:
         raise ValueError("backend: 'triton' needs the triton package, which is not installed")
-    if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 to run on a CPU; got tensors "
             f"on {device}"
         )
-    if backend == "triton" or (backend == "auto" and on_gpu and has_triton):
-        from . import triton_tiles
-
-        return cast(Tiles, triton_tiles)
-    from . import torch_tiles
-
-    return cast(Tiles, torch_tiles)
+    return cast(Tiles, import_module(".triton_tiles", __package__))

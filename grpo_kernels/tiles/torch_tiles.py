@@ -43,11 +43,12 @@ def token_stats(
 
 
 def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:
+    # A logit of -inf would give 0 * -inf.
+    if exps.device.type != "cpu":
+        return (exps * shifted.clamp(min=-1e4)).sum(1)
     dot = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).flatten()
-    if dot.isnan().any():
-        # A logit of -inf gives 0 * -inf; rare, so looked for here and not in every element.
-        return torch.xlogy(exps, exps).sum(1)
-    return dot
+    # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
+    return torch.xlogy(exps, exps).sum(1) if dot.isnan().any() else dot
 
 
 def logit_grads_(
@@ -60,7 +61,7 @@ def logit_grads_(
     p = grads.logps.exp()
     at_target = (grads.d_logps - grads.d_prob) * p - grads.d_logps * grads.logps.expm1()
     if grads.d_entropy is not None and grads.entropy is not None:
-        at_target -= p * grads.d_entropy * (grads.logps + grads.entropy)
+        at_target -= p * grads.d_entropy * (grads.logps.clamp(min=-1e4) + grads.entropy)
     for rows in _row_blocks(logits):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = _transformed(block, local)

@@ -146,7 +146,7 @@ def logit_grads_kernel(
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row)
         d_entropy = tl.load(d_entropy_ptr + row)
-        at_target -= target_p * d_entropy * (target_logp + entropy)
+        at_target -= target_p * d_entropy * (tl.maximum(target_logp, -1e4) + entropy)
 
     for start in range(0, V, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
@@ -294,9 +294,10 @@ def policy_loss(
     grad: bool,
 ) -> PolicyLoss:
     count = logps.shape[0]
+    has_entropy_grad = grad and entropy is not None and config.entropy_coef != 0.0
     if count == 0:
-        empty = torch.empty_like(logps)
-        return PolicyLoss(PolicySums.zero(logps.device), empty, empty if grad else None)
+        totals = PolicySums.zero(logps.device)
+        return PolicyLoss(totals, logps if grad else None, logps if has_entropy_grad else None)
     blocks = triton.cdiv(count, _BLOCK_N)
     partials = logps.new_empty((blocks, len(SUM_NAMES) + 1))
     d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
@@ -318,7 +319,6 @@ def policy_loss(
             BLOCK_N=_BLOCK_N, num_warps=4,
         )  # fmt: skip
     totals = PolicySums(partials[:, :-1].sum(0), partials[:, -1].amax())
-    has_entropy_grad = grad and entropy is not None and config.entropy_coef != 0.0
     return PolicyLoss(totals, d_logps if grad else None, d_entropy if has_entropy_grad else None)
 
 
