@@ -160,6 +160,8 @@ def measure_memory(name: str, w: Workload, device: torch.device) -> int:
     CONTENDERS[name](with_grad(tiny)).backward()
     with PeakMemory(device) as memory:
         CONTENDERS[name](with_grad(w)).backward()
+    if memory.extra_bytes is None:
+        raise OSError(f"this system does not tell the peak memory of work on {device}")
     return memory.extra_bytes
 
 

@@ -73,7 +73,7 @@ class PolicyWithLoss(nn.Module):
 
     def forward(
         self, rollout: Rollout, advantages: Tensor, **options: Any
-    ) -> tuple[GRPOLossOutput, int]:
+    ) -> tuple[GRPOLossOutput, int | None]:
         hidden, targets = self._hidden(rollout)
         with PeakMemory(hidden.device) as memory:
             out = fused_grpo_loss(
@@ -199,7 +199,7 @@ def train(args: argparse.Namespace) -> Path:
         count = sum(p.numel() for p in trained)
         print(f"{args.model} on {accelerator.device}, {count / 1e6:.0f}M parameters trained")
     before = evaluate(model, tokenizer, held_out, args)
-    history: list[dict[str, float]] = []
+    history: list[dict[str, Any]] = []
     G = args.group_size
     progress = tqdm(range(1, args.steps + 1), desc="GRPO", disable=not main, dynamic_ncols=True)
     for step in progress:
@@ -230,11 +230,11 @@ def train(args: argparse.Namespace) -> Path:
             "completion_length": rollout.mask.sum(1).float().mean(),
             **out.metrics,
         }
-        row = {"step": step}
+        row: dict[str, Any] = {"step": step}
         for name, value in local.items():
             row[name] = accelerator.reduce(value.float(), reduction="mean").item()
         row["seconds"] = time.perf_counter() - start
-        row["head_mib"] = head_bytes / 2**20
+        row["head_mib"] = None if head_bytes is None else head_bytes / 2**20
         history.append(row)
         if main:
             with (folder / "metrics.jsonl").open("a") as file:
@@ -256,14 +256,15 @@ def train(args: argparse.Namespace) -> Path:
 
 
 def _show(
-    progress: Any, row: dict[str, float], args: argparse.Namespace,
+    progress: Any, row: dict[str, Any], args: argparse.Namespace,
     problems: list[Problem], rollout: Rollout,
 ) -> None:  # fmt: skip
+    head = "n/a" if row["head_mib"] is None else f"{row['head_mib']:.0f} MiB"
     line = (
         f"reward {row['reward']:.2f}  right {row['correct']:.0%}  loss {row['loss']:+.4f}  "
         f"kl {row.get('kl', 0.0):.4f}  entropy {row['entropy']:.2f}  "
         f"length {row['completion_length']:.1f}  {row['seconds']:.1f} s  "
-        f"head {row['head_mib']:.0f} MiB"
+        f"head {head}"
     )
     progress.set_postfix_str(line)
     # A terminal may be too narrow for the bar's line, and the bar forgets.
@@ -276,7 +277,7 @@ def _show(
             tqdm.write(f"      {question} -> {text!r}  reward {reward:.1f}")
 
 
-def plot(history: list[dict[str, float]], path: Path) -> None:
+def plot(history: list[dict[str, Any]], path: Path) -> None:
     """Reward and right answers over the steps, each with its mean over five steps."""
     import matplotlib
 

@@ -41,7 +41,7 @@ def test_a_wrong_contender_gets_no_time(tiny, monkeypatch, capsys):
 
 def test_peak_memory_sees_what_comes_and_goes():
     with PeakMemory(torch.device("cpu")) as memory:
-        # Filled in steps: the sampling thread needs the interpreter now and then.
-        for block in torch.zeros(200, 1 << 18):
-            block += 1
-    assert 150 << 20 < memory.extra_bytes < 400 << 20
+        torch.ones(200 << 18).sum()
+    if memory.extra_bytes is None:
+        pytest.skip("this system does not tell")
+    assert 195 << 20 < memory.extra_bytes < 210 << 20
