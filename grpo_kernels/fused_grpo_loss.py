@@ -98,8 +98,8 @@ def fused_grpo_loss(
             their `logps` are 0 and the metrics' means are over the other tokens.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget for the buffer of logits; None: 160 MiB on a CPU, on a GPU 1.5 GiB or a
-            sixteenth of its memory if that is less.
+        chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
+            float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
 
     Returns:
         `loss`, a float32 scalar; `metrics`, 0-d tensors that have not been read from the device
@@ -152,8 +152,7 @@ def fused_grpo_loss(
         trained,
         checks,
         num_tokens=layout.num_tokens,
-        vocab_size=V,
-        device=hidden.device,
+        weight=weight,
         chunk_bytes=chunk_bytes,
     )
     job = _Job(

@@ -77,8 +77,8 @@ def linear_logprobs(
         entropy: whether to compute the entropy, too.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget for the buffer of logits; None: 160 MiB on a CPU, on a GPU 1.5 GiB or a
-            sixteenth of its memory if that is less.
+        chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
+            float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
 
     Returns:
         `logps`, `entropy` and `logsumexp` (of the logits after temperature), each with gradients
@@ -115,8 +115,7 @@ def linear_logprobs(
         None,
         checks,
         num_tokens=layout.num_tokens,
-        vocab_size=V,
-        device=hidden.device,
+        weight=weight,
         chunk_bytes=chunk_bytes,
     )
     dtype = gemm_dtype(hidden, weight)
@@ -189,8 +188,7 @@ class _LinearLogprobs(torch.autograd.Function):
             None,
             ValueChecks(),
             num_tokens=hidden.shape[0],
-            vocab_size=weight.shape[0],
-            device=hidden.device,
+            weight=weight,
             chunk_bytes=job.chunk_bytes,
         )
         head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)

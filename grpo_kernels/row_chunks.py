@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .inputs import ValueChecks
 
-_CPU_CHUNK_BYTES = 160 << 20
+_CPU_CHUNK_BYTES = (16 << 20, 160 << 20)
 _GPU_CHUNK_BYTES = 1536 << 20
 _ROW_MULTIPLE = 128
 # How much of W is upcast at a time where the GEMM cannot take its own dtype.
@@ -53,6 +53,7 @@ class RowPlan:
         num_chunks = -(-count // self.max_chunk_rows)
         step = -(-count // num_chunks)
         if self.max_chunk_rows % _ROW_MULTIPLE == 0:
+            # What the tiles of a GPU's GEMMs divide.
             step = -(-step // _ROW_MULTIPLE) * _ROW_MULTIPLE
         for start in range(begin, end, step):
             rows = slice(start, min(start + step, end))
@@ -70,8 +71,7 @@ def plan_rows(
     checks: ValueChecks,
     *,
     num_tokens: int,
-    vocab_size: int,
-    device: torch.device,
+    weight: Tensor,
     chunk_bytes: int | None,
 ) -> RowPlan:
     """Plans for the rows `wanted` (bool `[N]`; None: all), of them first those `with_grad`.
@@ -79,7 +79,7 @@ def plan_rows(
     Reads the row counts and the value checks in one transfer: the one time that a call waits for
     the device. Raises ValueError for the checks.
     """
-    max_rows = _max_chunk_rows(vocab_size, chunk_bytes, device)
+    max_rows = _max_chunk_rows(weight, chunk_bytes)
     if wanted is not None and with_grad is not None:
         with_grad = with_grad & wanted
     sums = [group.sum() for group in (wanted, with_grad) if group is not None]
@@ -91,25 +91,31 @@ def plan_rows(
     num_grad_rows = num_rows if with_grad is None else next(sizes)
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
         return RowPlan(None, num_grad_rows, num_rows, max_rows)
-    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
+    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=weight.device)
     for group in (wanted, with_grad):
         if group is not None:
             rank += ~group
     return RowPlan(rank.argsort(stable=True)[:num_rows], num_grad_rows, num_rows, max_rows)
 
 
-def _max_chunk_rows(vocab_size: int, chunk_bytes: int | None, device: torch.device) -> int:
+def _max_chunk_rows(weight: Tensor, chunk_bytes: int | None) -> int:
+    device = weight.device
     if chunk_bytes is None:
-        chunk_bytes = _CPU_CHUNK_BYTES
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             chunk_bytes = min(_GPU_CHUNK_BYTES, memory // 16)
-        elif device.type != "cpu":
+        elif device.type == "cpu":
+            # A quarter of what the gradient of the weight takes anyway: H / 4 rows.
+            least, most = _CPU_CHUNK_BYTES
+            chunk_bytes = max(least, min(most, weight.numel()))
+        else:
             chunk_bytes = _GPU_CHUNK_BYTES // 4
     elif isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
-    rows = max(1, chunk_bytes // (4 * vocab_size))
-    return rows // _ROW_MULTIPLE * _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    if device.type == "cpu" or rows < _ROW_MULTIPLE:
+        return rows
+    return rows // _ROW_MULTIPLE * _ROW_MULTIPLE
 
 
 def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -6,8 +6,6 @@ import torch
 from grpo_kernels.inputs import ValueChecks
 from grpo_kernels.row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
 
-CPU = torch.device("cpu")
-
 
 def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
     def as_mask(ids):
@@ -15,7 +13,7 @@ def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
 
     return plan_rows(
         as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), num_tokens=num_tokens,
-        vocab_size=V, device=CPU, chunk_bytes=int(4 * V * rows),
+        weight=torch.empty(V, 1), chunk_bytes=int(4 * V * rows),
     )  # fmt: skip
 
 
@@ -56,10 +54,20 @@ def test_chunks_are_of_even_size():
 def test_workspace_depends_on_the_budget_alone():
     for num_tokens in (1000, 100_000):
         made = plan_rows(
-            None, None, ValueChecks(), num_tokens=num_tokens, vocab_size=151_936, device=CPU,
+            None, None, ValueChecks(), num_tokens=num_tokens, weight=torch.empty(151_936, 1),
             chunk_bytes=64 << 20,
         )  # fmt: skip
         assert made.largest_chunk <= (64 << 20) // (4 * 151_936)
+
+
+def test_default_budget_on_a_cpu():
+    """A quarter of the weight's float32 gradient, within bounds."""
+    for V, H, expected in ((49_152, 576, 144), (1000, 8, 4194), (151_936, 4096, 276)):
+        weight = torch.empty(1).expand(V, H)
+        made = plan_rows(
+            None, None, ValueChecks(), num_tokens=10**6, weight=weight, chunk_bytes=None
+        )
+        assert made.max_chunk_rows == expected
 
 
 def test_a_vocabulary_over_the_budget_goes_row_by_row():
