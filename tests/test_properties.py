@@ -46,7 +46,8 @@ def problems(draw) -> tuple[Batch, dict]:
         delta=draw(st.sampled_from((None, 1.4))),
         entropy_coef=draw(st.sampled_from((0.0, 0.01))),
     )
-    options["softcap"] = draw(st.sampled_from((None, 15.0)))
+    # Well above the logits: where tanh saturates, 1 - tanh^2 has lost its digits, as in eager.
+    options["softcap"] = draw(st.sampled_from((None, 45.0)))
     options["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
     if loss_type == "dapo":
         options["num_items"] = draw(st.sampled_from((None, 13)))
