@@ -28,7 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.memory import PeakMemory
 from examples import smollm
-from grpo_kernels import GRPOLossConfig, GRPOLossOutput, fused_grpo_loss, linear_logprobs
+from grpo_kernels import (
+    GRPOLossConfig,
+    GRPOLossOutput,
+    fused_grpo_loss,
+    group_advantages,
+    linear_logprobs,
+)
 
 EXAMPLE = "Question: What is 31 + 45?\n<answer>76</answer>\n\n"
 ANSWER = re.compile(r"\s*<answer>\s*(-?\d+)\s*</answer>")
@@ -138,13 +144,6 @@ def generate(
     rewards, correct = torch.tensor(scores, device=model.device).float().unbind(1)
     attention_mask = torch.cat([inputs.attention_mask, mask.long()], dim=1)
     return Rollout(output, attention_mask, mask, rewards, correct, texts)
-
-
-def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """`(reward - mean) / (std + 1e-4)` within each group of completions of one prompt."""
-    groups = rewards.view(-1, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
-    return (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
 
 
 def load(name: str) -> tuple[Any, Any]:

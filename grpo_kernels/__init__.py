@@ -1,9 +1,10 @@
 """GRPO loss and gradients straight from hidden states, never holding the logits."""
 
+from .advantages import group_advantages, per_token_kl
+from .config import GRPOLossConfig
 from .fused_grpo_loss import fused_grpo_loss
 from .grpo_loss import GRPOLossOutput, grpo_loss
 from .linear_logprobs import LogprobOutput, linear_logprobs
-from .objective import GRPOLossConfig
 from .selective_log_softmax import selective_log_softmax
 
 __version__ = "0.1.0"
@@ -13,7 +14,9 @@ __all__ = [
     "GRPOLossOutput",
     "LogprobOutput",
     "fused_grpo_loss",
+    "group_advantages",
     "grpo_loss",
     "linear_logprobs",
+    "per_token_kl",
     "selective_log_softmax",
 ]

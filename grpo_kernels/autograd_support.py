@@ -23,6 +23,15 @@ def refuse_double_backward(call: str) -> None:
         )
 
 
+def power_of_two_scale(largest: Tensor) -> Tensor:
+    """The power of two, 0-d, that brings `largest` to between 1 and 2.
+
+    A token's share of a mean is about 1 / N, which float16 does not hold for long; times this it
+    does, and taking a power of two out again costs no digits.
+    """
+    return torch.exp2(-largest.float().clamp(min=1e-30).log2().floor())
+
+
 def scaled_gradient(stored: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 

@@ -11,34 +11,35 @@ chunk of logits can be made, used for loss and gradient, and overwritten: one pa
         dh       = dZ W                         GEMM 2
         dW      += dZ^T h                       GEMM 3, accumulated in float32
 
-The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. A
-token's share of it is about 1 / N, which float16 does not hold for long: the gradients are made
-and stored `scale` times as large, a power of two that brings the largest weight of a token to
-between 1 and 2, and the backward takes it out again.
+The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
+are made and stored `scale` times as large, a power of two that float16 needs.
+
+For the other objectives (`GRPOLossConfig.one_pass` says which) the log-probs are taken first, by
+the two passes and four GEMMs of `linear_logprobs`, and the loss of them is differentiated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd_support import eager_only, refuse_double_backward, scaled_gradient
-from .grpo_loss import GRPOLossOutput
-from .inputs import (
-    Layout,
-    ValueChecks,
-    check_backward,
-    check_head,
-    check_target_ids,
-    check_targets,
-    flat_tokens,
+from .autograd_support import (
+    eager_only,
+    power_of_two_scale,
+    refuse_double_backward,
+    scaled_gradient,
 )
-from .objective import GRPOLossConfig, PolicySums, TokenInputs, metrics_from_sums
+from .config import GRPOLossConfig
+from .grpo_loss import GRPOLossOutput, loss_of_tokens
+from .inputs import check_target_ids, flat_tokens
+from .linear_logprobs import LogprobJob, check_head_call, flat_logprobs
+from .metrics import loss_metrics
+from .objective import TokenInputs
 from .row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
-from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
+from .tiles import LogitGradInputs, LogitTransform, Tiles
 
 
 @eager_only
@@ -51,9 +52,11 @@ def fused_grpo_loss(
     *,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
     bias: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
@@ -82,20 +85,27 @@ def fused_grpo_loss(
         old_logps: log-probs under the policy that is the ratio's denominator, a constant of the
             shape of `targets`; None is on-policy: ratio 1, with its gradient.
         ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
-            not 0, and otherwise used for the `kl` metric alone.
+            not 0, and otherwise used for the `kl` metrics alone.
+        sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
+            none; needed by `config.is_correction`, used by `config.off_policy_threshold`.
         bias: `[V]` or None.
-        config: what loss to compute.
-        num_items: `dapo`'s denominator, int, float or 0-d tensor: the unmasked tokens of the whole
-            optimizer step over all ranks, divided by the number of ranks over which gradients
-            are averaged. None: the unmasked tokens of this call.
-        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input.
+        config: what loss to compute; `config.one_pass` says whether in one pass or two.
+        num_items: the `dapo` average's denominator, int, float or 0-d tensor: the unmasked tokens
+            of the whole optimizer step over all ranks, divided by the number of ranks over which
+            gradients are averaged. None: the unmasked tokens of this call.
+        entropy_threshold: with `config.top_entropy_quantile` below 1, the entropy from which on
+            tokens train, a number or 0-d tensor: the quantile over all ranks, say. None: the
+            quantile over this call's tokens.
+        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
+            where the objective tells sequences apart.
         temperature: overrides `config.temperature`: a number, or one value a token in the shape
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
         skip_untrained: leave tokens whose gradient is known to be 0 beforehand (advantage 0, no
-            KL, no entropy term) out of the forward too. The loss and the gradients are the same;
-            their `logps` are 0 and the metrics' means are over the other tokens.
+            KL, no entropy term; in two passes: whole sequences of them) out of the forward too.
+            The gradients are the same; their `logps` are 0, and the metrics' means are over the
+            other tokens.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
@@ -103,8 +113,10 @@ def fused_grpo_loss(
 
     Returns:
         `loss`, a float32 scalar; `metrics`, 0-d tensors that have not been read from the device
-        (means over unmasked tokens): `ratio_mean`, `ratio_max`, `clip_low`, `clip_high`,
-        `entropy`, `tokens`, and `kl` given `ref_logps`; `logps`, float32 in the shape of
+        (means over unmasked tokens): `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample
+        size of the ratios, 1 at best), `entropy`, `zero_gradient` (share of tokens), `kl` and
+        `kl_max` given `ref_logps`, `clip_low` and `clip_high` where the objective clips, and what
+        its options add, by TRL's names (`docs/objectives.md`); `logps`, float32 in the shape of
         `targets`, 0 where masked, detached (for differentiable ones see `linear_logprobs`).
 
     Raises:
@@ -118,15 +130,15 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    check_backward(backward)
-    check_head(hidden, weight, bias, softcap, logit_scale)
-    tiles = select_tiles(backend, hidden.device)
-    V, H = weight.shape
-    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
-    checks = ValueChecks()
-    layout = Layout.of("targets", targets, cu_seqlens, checks)
-    tokens = flat_tokens(config, layout, checks, advantages, mask, old_logps, ref_logps, num_items)
-    check_target_ids(flat_targets, tokens.mask, V, checks)
+    call = check_head_call(
+        hidden, weight, bias, targets, cu_seqlens, softcap, logit_scale, backend, backward
+    )
+    layout, checks, tiles = call.layout, call.checks, call.tiles
+    inputs = flat_tokens(
+        config, layout, checks, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
+        sampling_logps=sampling_logps, num_items=num_items, entropy_threshold=entropy_threshold,
+    )  # fmt: skip
+    check_target_ids(call.targets, inputs.mask, weight.shape[0], checks)
     if temperature is None:
         temperature = config.temperature
     elif config.temperature != 1.0:
@@ -134,21 +146,26 @@ def fused_grpo_loss(
             "temperature: expected None when config.temperature is set; got both "
             f"({config.temperature} in the config)"
         )
-    transform = LogitTransform(
-        None if bias is None else bias.detach().contiguous(),
-        float(logit_scale),
-        softcap,
-        layout.flat_temperature(temperature, tokens.mask, checks),
+    transform = call.transform(bias, temperature, inputs.mask)
+    one_pass = (
+        config.two_pass_reason(
+            has_old_logps=old_logps is not None,
+            has_entropy_threshold=entropy_threshold is not None,
+        )
+        is None
     )
-
-    trained = None
-    if not config.beta and not config.entropy_coef:
-        trained = tokens.advantages != 0
-    wanted = tokens.mask
+    trained = _trained_tokens(config, inputs, one_pass)
     if skip_untrained and trained is not None:
-        wanted = trained if wanted is None else wanted & trained
+        inputs = replace(inputs, mask=trained if inputs.mask is None else inputs.mask & trained)
+
+    if not one_pass:
+        two_pass = LogprobJob(call.targets, inputs.mask, transform, tiles, True, chunk_bytes)
+        logps, entropy, _ = flat_logprobs(hidden, weight, bias, two_pass, checks)
+        loss, metrics = loss_of_tokens(config, inputs, logps, entropy, tiles)
+        return GRPOLossOutput(loss, metrics, logps.detach().reshape(layout.shape))
+
     plan = plan_rows(
-        wanted,
+        inputs.mask,
         trained,
         checks,
         num_tokens=layout.num_tokens,
@@ -156,18 +173,29 @@ def fused_grpo_loss(
         chunk_bytes=chunk_bytes,
     )
     job = _Job(
-        config, tokens, flat_targets, transform, plan, tiles, gemm_dtype(hidden, weight),
+        config, inputs, call.targets, transform, plan, tiles, gemm_dtype(hidden, weight),
         torch.is_grad_enabled(),
     )  # fmt: skip
-    loss, logps, sums, ratio_max = _FusedGRPOLoss.apply(hidden.reshape(-1, H), weight, bias, job)
-    metrics = metrics_from_sums(
-        PolicySums(sums, ratio_max),
-        plan.num_rows,
-        tokens.count,
-        has_entropy=True,
-        has_kl=tokens.ref_logps is not None,
+    loss, *per_token = _FusedGRPOLoss.apply(hidden.reshape(-1, weight.shape[1]), weight, bias, job)
+    return GRPOLossOutput(
+        loss, loss_metrics(config, inputs, *per_token), per_token[0].reshape(layout.shape)
     )
-    return GRPOLossOutput(loss, metrics, logps.reshape(layout.shape))
+
+
+def _trained_tokens(config: GRPOLossConfig, inputs: TokenInputs, one_pass: bool) -> Tensor | None:
+    """Bool `[N]`: the tokens that may have a gradient, as far as that is known beforehand."""
+    if config.beta or config.entropy_coef or callable(config.loss_type):
+        return None
+    trained = inputs.advantages != 0
+    if one_pass:
+        return trained if inputs.correction is None else trained & (inputs.correction != 0)
+    if config.top_entropy_quantile < 1 or inputs.sequences is None:
+        return None
+    # A token of advantage 0 still counts in the mean over its sequence.
+    if inputs.mask is not None:
+        trained = trained & inputs.mask
+    sequences = inputs.sequences
+    return sequences.spread(sequences.sum(trained.float())) > 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +203,7 @@ class _Job:
     """Everything the Function needs that has no gradient."""
 
     config: GRPOLossConfig
-    tokens: TokenInputs
+    inputs: TokenInputs
     targets: Tensor
     transform: LogitTransform
     plan: RowPlan
@@ -185,24 +213,23 @@ class _Job:
 
 
 class _FusedGRPOLoss(torch.autograd.Function):
+    """Returns the loss and, per token and detached, what the metrics are made of.
+
+    That is log-prob, entropy, and the loss's gradients of the two, None where not computed.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
+        wants = [g and job.grad_enabled for g in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            scale = _gradient_scale(job.config, job.tokens)
-            logps, totals, gradients = _loss_and_gradients(
-                hidden,
-                weight,
-                job,
-                scale,
-                [g and job.grad_enabled for g in ctx.needs_input_grad[:3]],
-            )
-        loss = totals.sums[0].clone()
+            scale = power_of_two_scale(_largest_weight(job.config, job.inputs))
+            loss, per_token, gradients = _loss_and_gradients(hidden, weight, job, scale, wants)
         ctx.save_for_backward(scale, *gradients)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.mark_non_differentiable(logps, totals.sums, totals.ratio_max)
-        return loss, logps, totals.sums, totals.ratio_max
+        ctx.mark_non_differentiable(*(x for x in per_token if x is not None))
+        return loss, *per_token
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -215,43 +242,45 @@ class _FusedGRPOLoss(torch.autograd.Function):
         return (*scaled, None)
 
 
-def _gradient_scale(config: GRPOLossConfig, tokens: TokenInputs) -> Tensor:
-    """The power of two, 0-d, that brings the largest weight of a token to between 1 and 2."""
-    largest = (abs(config.entropy_coef) / tokens.count.clamp(min=1)).clamp(min=1e-30)
-    if tokens.weights.numel():
-        largest = largest.maximum(tokens.weights.max())
-    return torch.exp2(-largest.log2().floor())
+def _largest_weight(config: GRPOLossConfig, inputs: TokenInputs) -> Tensor:
+    largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
+    return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor, wants: list[bool]
-) -> tuple[Tensor, PolicySums, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     plan, tiles, config = job.plan, job.tiles, job.config
     head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
     head.want_gradients(wants, partial=plan.num_grad_rows < hidden.shape[0])
-    all_logps = torch.zeros(hidden.shape[0], device=hidden.device)
-    totals = PolicySums.zero(hidden.device)
+    loss, logps, entropy, d_logps, d_entropy = (
+        torch.zeros(shape, device=hidden.device) for shape in ((), *4 * [hidden.shape[:1]])
+    )
     for chunk in plan.chunks():
-        targets = job.targets[chunk.rows]
-        transform = job.transform.at(chunk.rows)
+        rows = chunk.rows
+        targets = job.targets[rows]
+        transform = job.transform.at(rows)
         wants_grad = chunk.needs_grad and any(wants)
 
         hidden_rows = head.rows(chunk)  # [C, H]
         logits = head.logits(hidden_rows)  # [C, V], not yet transformed
         stats = tiles.token_stats(logits, targets, transform, entropy=True)
         policy = tiles.policy_loss(
-            config, job.tokens.at(chunk.rows), stats.logps, stats.entropy, grad=wants_grad
+            config, job.inputs.at(rows), stats.logps, stats.entropy, grad=wants_grad
         )
-        all_logps[chunk.rows] = stats.logps
-        totals += policy.totals
+        loss += policy.loss
+        assert stats.entropy is not None
+        logps[rows], entropy[rows] = stats.logps, stats.entropy
         if wants_grad:
             assert policy.d_logps is not None
-            d_logps = scale * policy.d_logps
-            d_entropy = None if policy.d_entropy is None else scale * policy.d_entropy
+            g = scale * policy.d_logps
+            e = None if policy.d_entropy is None else scale * policy.d_entropy
+            d_logps[rows] = g
+            if e is not None:
+                d_entropy[rows] = e
+            grads = LogitGradInputs(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
             d_logits = head.d_logits_like(logits)
-            grads = LogitGradInputs(
-                stats.logps, stats.logsumexp, d_logps, d_logps, stats.entropy, d_entropy
-            )
             tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
             head.add_gradients(chunk, hidden_rows, d_logits)
-    return all_logps, totals, head.gradients()
+    per_token = (logps, entropy, *((d_logps, d_entropy) if any(wants) else (None, None)))
+    return loss, per_token, head.gradients()

@@ -6,15 +6,18 @@ backward multiplies the stored gradient by the loss's own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .autograd_support import eager_only, refuse_double_backward, scaled_gradient
+from .config import GRPOLossConfig
 from .inputs import Layout, ValueChecks, check_tensor, flat_tokens, flatten
-from .objective import GRPOLossConfig, PolicySums, TokenInputs, metrics_from_sums
-from .tiles import Tiles, select_tiles
+from .metrics import loss_metrics
+from .objective import TokenInputs
+from .tiles import Tiles, select_tiles, torch_tiles
 
 
 class GRPOLossOutput(NamedTuple):
@@ -33,9 +36,11 @@ def grpo_loss(
     *,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -52,13 +57,18 @@ def grpo_loss(
             hold anything, NaN included, in any argument.
         old_logps: the ratio's denominator, a constant of the shape of `logps`; None is on-policy.
         ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
-            not 0, and otherwise used for the `kl` metric alone.
-        entropy: of the shape of `logps`; needed when `config.entropy_coef` is not 0, and
-            otherwise used for the metric alone.
+            not 0, and otherwise used for the `kl` metrics alone.
+        sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
+            none; needed by `config.is_correction`, used by `config.off_policy_threshold`.
+        entropy: of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
+            `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
         config: what loss to compute. Its temperature has been applied already, to the logits.
-        num_items: `dapo`'s denominator, as in `fused_grpo_loss`.
-        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input.
-        backend: `"auto"`, `"triton"` or `"torch"`.
+        num_items: the `dapo` average's denominator, as in `fused_grpo_loss`.
+        entropy_threshold: the entropy above which tokens train, as in `fused_grpo_loss`.
+        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
+            where the objective tells sequences apart.
+        backend: `"auto"`, `"triton"` or `"torch"`, for the objectives that Triton has, those of
+            which `config.one_pass` is true; the others are torch operations in any case.
 
     Returns:
         `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` as
@@ -76,55 +86,89 @@ def grpo_loss(
     tiles = select_tiles(backend, logps.device)
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
-    tokens = flat_tokens(config, layout, checks, advantages, mask, old_logps, ref_logps, num_items)
+    inputs = flat_tokens(
+        config, layout, checks, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
+        sampling_logps=sampling_logps, num_items=num_items, entropy_threshold=entropy_threshold,
+    )  # fmt: skip
     checks.check_without_sync()
+    check_entropy_given(config, entropy)
     flat_entropy = None
     if entropy is not None:
         check_tensor("entropy", entropy, shape=layout.shape, dtypes=dtypes, device=layout.device)
         flat_entropy = flatten(entropy)
-    elif config.entropy_coef:
-        raise ValueError(
-            f"entropy: expected the entropy of every token, as config.entropy_coef = "
-            f"{config.entropy_coef}; got None"
-        )
-    loss, sums, ratio_max = _PolicyLoss.apply(
-        flatten(logps), flat_entropy, config, tokens, tiles, torch.is_grad_enabled()
-    )
-    metrics = metrics_from_sums(
-        PolicySums(sums, ratio_max),
-        tokens.count,
-        tokens.count,
-        has_entropy=entropy is not None,
-        has_kl=ref_logps is not None,
-    )
+    loss, metrics = loss_of_tokens(config, inputs, flatten(logps), flat_entropy, tiles)
     return GRPOLossOutput(loss, metrics, logps.detach().float())
+
+
+def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
+    if entropy is not None:
+        return
+    for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
+        value = getattr(config, name)
+        if value != unused:
+            raise ValueError(
+                f"entropy: expected the entropy of every token, as config.{name} = {value}; "
+                "got None"
+            )
+
+
+def loss_of_tokens(
+    config: GRPOLossConfig,
+    inputs: TokenInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    tiles: Tiles,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics."""
+    reason = config.two_pass_reason(
+        has_old_logps=inputs.old_logps is not None,
+        has_entropy_threshold=inputs.entropy_threshold is not None,
+    )
+    if reason is not None:
+        tiles = torch_tiles
+    job = _Job(config, inputs, tiles, torch.is_grad_enabled())
+    loss, d_logps, d_entropy = _PolicyLoss.apply(logps, entropy, job)
+    metrics = loss_metrics(
+        config,
+        inputs,
+        logps.detach().float(),
+        None if entropy is None else entropy.detach().float(),
+        d_logps,
+        d_entropy,
+    )
+    return loss, metrics
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything the Function needs that has no gradient."""
+
+    config: GRPOLossConfig
+    inputs: TokenInputs
+    tiles: Tiles
+    grad_enabled: bool
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logps: Tensor,
-        entropy: Tensor | None,
-        config: GRPOLossConfig,
-        tokens: TokenInputs,
-        tiles: Tiles,
-        grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad = grad_enabled and any(ctx.needs_input_grad)
+        ctx: Any, logps: Tensor, entropy: Tensor | None, job: _Job
+    ) -> tuple[Tensor | None, ...]:
+        grad = job.grad_enabled and any(ctx.needs_input_grad)
         with torch.autocast(logps.device.type, enabled=False):
-            policy = tiles.policy_loss(
-                config,
-                tokens,
+            policy = job.tiles.policy_loss(
+                job.config,
+                job.inputs,
                 logps.float(),
                 None if entropy is None else entropy.float(),
                 grad=grad,
             )
-        sums, ratio_max = policy.totals
-        ctx.save_for_backward(policy.d_logps, policy.d_entropy)
+        d_logps, d_entropy = policy.d_logps, policy.d_entropy
+        ctx.save_for_backward(d_logps, d_entropy)
         ctx.dtypes = (logps.dtype, None if entropy is None else entropy.dtype)
-        ctx.mark_non_differentiable(sums, ratio_max)
-        return sums[0].clone(), sums, ratio_max
+        shown = [None if x is None else x.clone() for x in (d_logps, d_entropy)]
+        ctx.mark_non_differentiable(*(x for x in shown if x is not None))
+        return policy.loss, *shown
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,4 +177,4 @@ class _PolicyLoss(torch.autograd.Function):
             scaled_gradient(stored, d_loss, dtype)
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None)
+        return (*scaled, None)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .objective import GRPOLossConfig, TokenInputs, aggregation_weights, check_number
+from .config import GRPOLossConfig, check_number
+from .objective import Sequences, TokenInputs, aggregation_weights, with_known_correction
 
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,8 +88,7 @@ class Layout:
 
     shape: torch.Size
     device: torch.device
-    num_sequences: int | None
-    sequence_ids: Tensor | None  # int64 [N]
+    sequences: Sequences | None
 
     @property
     def num_tokens(self) -> int:
@@ -103,10 +103,10 @@ class Layout:
             )
         if cu_seqlens is None:
             if x.ndim == 1:
-                return Layout(x.shape, x.device, None, None)
+                return Layout(x.shape, x.device, None)
             B, T = x.shape
             ids = torch.arange(B, device=x.device).repeat_interleave(T, output_size=B * T)
-            return Layout(x.shape, x.device, B, ids)
+            return Layout(x.shape, x.device, Sequences(ids, B))
         if x.ndim == 2:
             raise ValueError(
                 "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
@@ -116,6 +116,8 @@ class Layout:
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
             raise ValueError(f"cu_seqlens: expected shape [B + 1]; got {list(cu_seqlens.shape)}")
         N = x.shape[0]
+        if N and cu_seqlens.numel() == 1:
+            raise ValueError(f"cu_seqlens: expected to end at N = {N}; got no sequence at all")
         bounds = torch.stack([cu_seqlens[0], N - cu_seqlens[-1]]) != 0
         checks.add(
             torch.cat([bounds, cu_seqlens.diff() < 0]),
@@ -124,8 +126,8 @@ class Layout:
         )
         positions = torch.arange(N, device=x.device, dtype=cu_seqlens.dtype)
         ids = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
-        num_sequences = cu_seqlens.numel() - 1
-        return Layout(x.shape, x.device, num_sequences, ids.clamp(max=max(num_sequences - 1, 0)))
+        count = cu_seqlens.numel() - 1
+        return Layout(x.shape, x.device, Sequences(ids.clamp(max=max(count - 1, 0)), count))
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """A constant of one value a token, `[N]`."""
@@ -150,23 +152,22 @@ class Layout:
         """`[N]` from `[B]`, `[B, T]` or `[N]`."""
         x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
         x = x.detach().to(dtype)
+        sequences = self.sequences
         if x.shape == self.shape:
-            if len(self.shape) == 1 and self.num_sequences == self.num_tokens:
-                assert self.sequence_ids is not None
+            if len(self.shape) == 1 and sequences and sequences.count == self.num_tokens:
                 checks.add(
-                    self.sequence_ids != torch.arange(self.num_tokens, device=self.device),
+                    sequences.ids != torch.arange(self.num_tokens, device=self.device),
                     f"advantages: expected no doubt whether {list(x.shape)} is one a sequence or "
                     "one a token; got as many sequences as tokens, some of them empty: pass one a "
                     "token with the empty sequences removed from cu_seqlens",
                 )
             return flatten(x)
-        if x.ndim == 1 and self.sequence_ids is not None and x.shape[0] == self.num_sequences:
-            # Nothing to index where no token is, and perhaps no sequence either.
-            return x[self.sequence_ids] if self.num_tokens else x.new_zeros(0)
+        if x.ndim == 1 and sequences and x.shape[0] == sequences.count:
+            return sequences.spread(x)
         if len(self.shape) == 2:
             expected = f"[{self.shape[0]}] or {list(self.shape)}"
-        elif self.num_sequences is not None:
-            expected = f"[{self.num_sequences}] (one a sequence) or {list(self.shape)}"
+        elif sequences:
+            expected = f"[{sequences.count}] (one a sequence) or {list(self.shape)}"
         else:
             expected = f"{list(self.shape)}, or one a sequence together with cu_seqlens"
         raise ValueError(f"advantages: expected shape {expected}; got {list(x.shape)}")
@@ -199,23 +200,32 @@ def flat_tokens(
     checks: ValueChecks,
     advantages: object,
     mask: Tensor | None,
-    old_logps: object,
-    ref_logps: object,
+    *,
     num_items: float | Tensor | None,
+    entropy_threshold: float | Tensor | None,
     dtype: torch.dtype = torch.float32,
+    **constants: object,
 ) -> TokenInputs:
-    """The constants of a policy loss, checked, flat, with the weight of every token."""
+    """The constants of a policy loss, checked, flat, with the weight of every token.
+
+    `constants`: `old_logps`, `ref_logps` and `sampling_logps`, None where not given.
+    """
     if not isinstance(config, GRPOLossConfig):
         raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
-    if config.beta and ref_logps is None:
+    if config.beta and constants["ref_logps"] is None:
         raise ValueError(
             f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
             "; got None"
         )
-    if config.needs_sequences and layout.num_sequences is None:
+    if config.is_correction != "none" and constants["sampling_logps"] is None:
         raise ValueError(
-            f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} counts "
-            "sequences and the input is packed; got None"
+            "sampling_logps: expected the sampler's log-probs, as config.is_correction = "
+            f"{config.is_correction!r}; got None"
+        )
+    if config.needs_sequences and layout.sequences is None:
+        raise ValueError(
+            f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} with these "
+            "options tells sequences apart and the input is packed; got None"
         )
     _check_num_items(config, num_items, checks)
     flat_mask = layout.flat_mask(mask, checks)
@@ -223,25 +233,43 @@ def flat_tokens(
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
         mask_float = flat_mask.to(dtype)
-    weights = aggregation_weights(
-        config, mask_float, layout.sequence_ids, layout.num_sequences, num_items
-    )
-    return TokenInputs(
+    flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
+    inputs = TokenInputs(
         advantages=layout.flat_advantages(advantages, checks, dtype),
-        weights=weights,
+        weights=aggregation_weights(config, mask_float, layout.sequences, num_items),
         count=mask_float.sum(),
         mask=flat_mask,
-        old_logps=None if old_logps is None else layout.flat("old_logps", old_logps, dtype),
-        ref_logps=None if ref_logps is None else layout.flat("ref_logps", ref_logps, dtype),
+        entropy_threshold=_entropy_threshold(config, entropy_threshold, mask_float),
+        sequences=layout.sequences,
+        **flat,
     )
+    return with_known_correction(config, inputs)
+
+
+def _entropy_threshold(config: GRPOLossConfig, threshold: object, like: Tensor) -> Tensor | None:
+    if threshold is None:
+        return None
+    if config.top_entropy_quantile == 1.0:
+        raise ValueError(
+            "entropy_threshold: expected None, as config.top_entropy_quantile = 1.0 trains every "
+            f"token; got {threshold!r}"
+        )
+    if isinstance(threshold, Tensor):
+        if threshold.ndim != 0:
+            raise ValueError(
+                f"entropy_threshold: expected a 0-d tensor; got shape {list(threshold.shape)}"
+            )
+        return threshold.detach().to(like)
+    check_number("entropy_threshold", threshold)
+    return torch.full((), threshold, dtype=like.dtype, device=like.device)  # type: ignore[call-overload]
 
 
 def _check_num_items(config: GRPOLossConfig, num_items: object, checks: ValueChecks) -> None:
     if num_items is None:
         return
-    if config.loss_type != "dapo":
+    if config.average != "dapo":
         raise ValueError(
-            "num_items: expected None, as only loss_type='dapo' divides by it; got "
+            "num_items: expected None, as only the 'dapo' average divides by it; got "
             f"{num_items!r} with loss_type={config.loss_type!r}"
         )
     if isinstance(num_items, Tensor):

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd_support import eager_only, refuse_double_backward
+from .autograd_support import (
+    eager_only,
+    power_of_two_scale,
+    refuse_double_backward,
+    scaled_gradient,
+)
 from .inputs import (
     Layout,
     ValueChecks,
@@ -95,63 +100,107 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    check_backward(backward)
-    check_head(hidden, weight, bias, softcap, logit_scale)
-    tiles = select_tiles(backend, hidden.device)
-    V, H = weight.shape
-    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
-    checks = ValueChecks()
-    layout = Layout.of("targets", targets, None, checks)
+    call = check_head_call(
+        hidden, weight, bias, targets, None, softcap, logit_scale, backend, backward
+    )
+    layout, checks = call.layout, call.checks
     flat_mask = layout.flat_mask(mask, checks)
-    check_target_ids(flat_targets, flat_mask, V, checks)
-    transform = LogitTransform(
-        None if bias is None else bias.detach().contiguous(),
-        float(logit_scale),
-        softcap,
-        layout.flat_temperature(temperature, flat_mask, checks),
-    )
-    plan = plan_rows(
-        flat_mask,
-        None,
-        checks,
-        num_tokens=layout.num_tokens,
-        weight=weight,
-        chunk_bytes=chunk_bytes,
-    )
-    dtype = gemm_dtype(hidden, weight)
-    job = _Job(flat_targets, flat_mask, transform, plan, tiles, dtype, entropy, chunk_bytes)
-    logps, entropies, logsumexp = _LinearLogprobs.apply(hidden.reshape(-1, H), weight, bias, job)
+    check_target_ids(call.targets, flat_mask, weight.shape[0], checks)
+    transform = call.transform(bias, temperature, flat_mask)
+    job = LogprobJob(call.targets, flat_mask, transform, call.tiles, entropy, chunk_bytes)
+    logps, entropies, logsumexp = flat_logprobs(hidden, weight, bias, job, checks)
     return LogprobOutput(
         logps.reshape(layout.shape),
-        entropies.reshape(layout.shape) if entropy else None,
+        None if entropies is None else entropies.reshape(layout.shape),
         logsumexp.reshape(layout.shape),
     )
 
 
+class HeadCall(NamedTuple):
+    """The arguments that every call over a linear head shares, checked."""
+
+    tiles: Tiles
+    targets: Tensor  # int64 [N]
+    layout: Layout
+    checks: ValueChecks
+    logit_scale: float
+    softcap: float | None
+
+    def transform(
+        self, bias: Tensor | None, temperature: float | Tensor, mask: Tensor | None
+    ) -> LogitTransform:
+        return LogitTransform(
+            None if bias is None else bias.detach().contiguous(),
+            self.logit_scale,
+            self.softcap,
+            self.layout.flat_temperature(temperature, mask, self.checks),
+        )
+
+
+def check_head_call(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    cu_seqlens: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    backend: str,
+    backward: str,
+) -> HeadCall:
+    check_backward(backward)
+    check_head(hidden, weight, bias, softcap, logit_scale)
+    tiles = select_tiles(backend, hidden.device)
+    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, cu_seqlens, checks)
+    return HeadCall(tiles, flat_targets, layout, checks, float(logit_scale), softcap)
+
+
 @dataclass(frozen=True)
-class _Job:
-    """Everything the Function needs that has no gradient."""
+class LogprobJob:
+    """Everything the Function needs that has no gradient, flat; `mask` None is all rows."""
 
     targets: Tensor
     mask: Tensor | None
     transform: LogitTransform
-    plan: RowPlan
     tiles: Tiles
-    dtype: torch.dtype
     entropy: bool
     chunk_bytes: int | None
+
+
+def flat_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LogprobJob, checks: ValueChecks
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and logsumexp of the rows of `hidden [..., H]`, each `[N]`."""
+    hidden = hidden.reshape(-1, weight.shape[1])
+    plan = plan_rows(
+        job.mask,
+        None,
+        checks,
+        num_tokens=hidden.shape[0],
+        weight=weight,
+        chunk_bytes=job.chunk_bytes,
+    )
+    return _LinearLogprobs.apply(hidden, weight, bias, job, plan)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        job: LogprobJob,
+        plan: RowPlan,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         logps = torch.zeros(hidden.shape[0], device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
-        head = HeadChunks(hidden, weight, job.dtype, job.plan.largest_chunk)
+        dtype = gemm_dtype(hidden, weight)
+        head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in job.plan.chunks():
+            for chunk in plan.chunks():
                 rows = chunk.rows
                 logits = head.logits(head.rows(chunk))  # [C, V], not yet transformed
                 stats = job.tiles.token_stats(
@@ -163,7 +212,7 @@ class _LinearLogprobs(torch.autograd.Function):
         # Kept apart from the outputs, which the caller may change in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         ctx.save_for_backward(hidden, weight, bias, *kept)
-        ctx.job = job
+        ctx.job, ctx.dtype = job, dtype
         ctx.set_materialize_grads(False)
         return logps, entropy if job.entropy else None, logsumexp
 
@@ -173,7 +222,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         hidden, weight, bias, logps, logsumexp, entropy = ctx.saved_tensors
-        job: _Job = ctx.job
+        job: LogprobJob = ctx.job
         d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
         d_prob = d_logps if d_logsumexp is None else d_logps - d_logsumexp.float()
         needed = (d_logps != 0) | (d_prob != 0)
@@ -191,7 +240,11 @@ class _LinearLogprobs(torch.autograd.Function):
             weight=weight,
             chunk_bytes=job.chunk_bytes,
         )
-        head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
+        given = [x for x in (d_logps, d_prob, d_entropy) if x is not None]
+        scale = _power_of_two_scale_of(given, needed)
+        d_logps, d_prob = scale * d_logps, scale * d_prob
+        d_entropy = None if d_entropy is None else scale * d_entropy
+        head = HeadChunks(hidden, weight, ctx.dtype, plan.largest_chunk)
         head.want_gradients(ctx.needs_input_grad[:3], partial=plan.num_rows < hidden.shape[0])
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in plan.chunks():
@@ -209,10 +262,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 )
                 job.tiles.logit_grads_(logits, targets, job.transform.at(rows), grads, d_logits)
                 head.add_gradients(chunk, hidden_rows, d_logits)
-        d_hidden, d_weight, d_bias = head.gradients()
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
+        dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        unscaled = (
+            scaled_gradient(gradient, 1 / scale, dtype)
+            for gradient, dtype in zip(head.gradients(), dtypes, strict=True)
         )
+        return (*unscaled, None, None)
+
+
+def _power_of_two_scale_of(gradients: list[Tensor], needed: Tensor) -> Tensor:
+    # Rows that are not needed may be given anything, NaN included.
+    peaks = [torch.where(needed, x, 0.0).abs().amax() for x in gradients if x.numel()]
+    return power_of_two_scale(torch.stack(peaks).amax() if peaks else needed.new_ones(()))

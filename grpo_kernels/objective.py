@@ -1,135 +1,68 @@
-"""The GRPO objective: its configuration, per-token terms, normaliser and metrics, defined once.
+"""The objective: per-token terms, corrections, averages and metrics, defined once.
 
 Every path of the library computes this definition: the reference in float64, the torch tiles by
-differentiating it, the Triton policy-loss kernel by a hand-written copy that tests hold to it.
+differentiating it, the Triton policy-loss kernel by a hand-written copy of its token-local part
+that tests hold to it.
 
 With log-prob l, old log-prob l_old (l itself, detached, when absent), reference log-prob l_ref,
-advantage A and mask m of a token:
+the sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its
+sequence, B sequences, sg = detach:
 
-    r       = exp(l - l_old)
-    x       = -min(min(r, delta) * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A)
-    KL (k3) = exp(d) - d - 1,  d = l_ref - l
-    loss    = sum_i w_i * (x_i + beta * KL_i) - entropy_coef * sum_i m_i * E_i / sum_i m_i
+    r    = exp(l - l_old), or of its mean over the sequence
+    x    = surrogate(r, A, l)                              below, in `_surrogate`
+    s    = off-policy mask * entropy mask * rho            detached, `surrogate_scale`
+    KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction
+    loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
 
-The loss types differ in the weight w of a token (B sequences, L the sequence's unmasked tokens):
+The average is all in the weight w of a token:
 
     grpo     m / (B * max(L, 1))                     mean over sequences of the mean over tokens
     bnpo     m / max(sum m, 1)                       mean over the tokens of this batch
     dr_grpo  m / (B * max_completion_length)         constant denominator, no length bias
     dapo     m / max(num_items, 1)                   mean over the tokens of the optimizer step
+    luspo    m / B                                   mean over sequences of the sum over tokens
 
 References: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; Dr. GRPO, arXiv:2503.20783; two-sided
-clipping (delta), arXiv:2505.07291; the k3 estimator, http://joschu.net/blog/kl-approx.html.
+clipping (delta), arXiv:2505.07291; dual clip, arXiv:1912.09729; the k estimators,
+http://joschu.net/blog/kl-approx.html; KL bias correction and off-policy mask, arXiv:2512.02556;
+entropy mask, arXiv:2506.01939; of the surrogates, beside each.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-IMPORTANCE_SAMPLING_LEVELS = ("token",)
-KL_ESTIMATORS = ("k3",)
+from .config import GRPOLossConfig
+
+# Of a log-ratio: e^80 is far beyond any use, and still no infinity that 0 would turn into NaN.
+_MAX_LOG_RATIO = 80.0
+_KL_LOG_RATIO = 20.0
+_VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GRPOLossConfig:
-    """What loss to compute; names and defaults follow TRL's `GRPOConfig`. Validated when made.
+@dataclass(frozen=True)
+class Sequences:
+    """Which of `count` sequences each token belongs to: `ids`, int64 `[N]`."""
 
-    Args:
-        loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"` or `"dapo"`: how tokens are averaged.
-        beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
-        epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped.
-        epsilon_high: upper clip range, >= 0; None takes `epsilon`.
-        delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None is none.
-        importance_sampling_level: `"token"`.
-        temperature: what the logits were divided by when sampling, > 0. Acts where log-probs are
-            made (`fused_grpo_loss`); `grpo_loss` is given log-probs and has no use for it.
-        kl_estimator: `"k3"`.
-        entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
-        max_completion_length: the T of `dr_grpo`'s denominator; required by it, refused by others.
+    ids: Tensor
+    count: int
 
-    Raises:
-        ValueError: an unknown name, a value outside its range, an option the loss type lacks.
-        TypeError: a value of the wrong type.
-    """
+    def sum(self, x: Tensor) -> Tensor:
+        """Sums `x [N]` over each sequence, `[B]`.
 
-    loss_type: str = "dapo"
-    beta: float = 0.0
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    importance_sampling_level: str = "token"
-    temperature: float = 1.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    max_completion_length: int | None = None
+        In float64, whose rounding the order of a GPU's atomic additions does not survive.
+        """
+        total = x.new_zeros(self.count, dtype=torch.float64)
+        return total.index_add(0, self.ids, x.double()).to(x.dtype)
 
-    def __post_init__(self) -> None:
-        _check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        _check_choice(
-            "importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS
-        )
-        _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        names = {"loss_type", "importance_sampling_level", "kl_estimator"}
-        optional = {"epsilon_high", "delta", "max_completion_length"}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in names or (value is None and field.name in optional):
-                continue
-            check_number(field.name, value)
-        _check_range("beta", self.beta, self.beta >= 0, ">= 0")
-        _check_range("epsilon", self.epsilon, 0 <= self.epsilon <= 1, "in [0, 1]")
-        if self.epsilon_high is not None:
-            _check_range("epsilon_high", self.epsilon_high, self.epsilon_high >= 0, ">= 0")
-        if self.delta is not None:
-            _check_range("delta", self.delta, self.delta > 1, "> 1")
-        _check_range("temperature", self.temperature, self.temperature > 0, "> 0")
-        length = self.max_completion_length
-        if self.loss_type == "dr_grpo" and length is None:
-            raise ValueError(
-                "max_completion_length: expected a positive int, as loss_type='dr_grpo' divides "
-                "by it; got None"
-            )
-        if self.loss_type != "dr_grpo" and length is not None:
-            raise ValueError(
-                "max_completion_length: expected None, as only loss_type='dr_grpo' uses it; "
-                f"got {length} with loss_type={self.loss_type!r}"
-            )
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """The interval `(1 - epsilon, 1 + epsilon_high)` the ratio is clipped to."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return 1.0 - self.epsilon, 1.0 + high
-
-    @property
-    def needs_sequences(self) -> bool:
-        """Whether the normaliser counts sequences, so that packed input needs `cu_seqlens`."""
-        return self.loss_type in ("grpo", "dr_grpo")
-
-
-def check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number; got {value}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
-
-
-def _check_range(name: str, value: float, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected a number {expected}; got {value}")
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """Gives every token its sequence's value, `[N]` from `[B]`."""
+        return per_sequence[self.ids]
 
 
 @dataclass(frozen=True)
@@ -137,7 +70,8 @@ class TokenInputs:
     """What is known of every token before its log-prob is, flat `[N]`.
 
     `count` is 0-d, the number of unmasked tokens. `mask` None means that every token counts;
-    values at masked tokens are never used.
+    values at masked tokens are never used. `correction` is the sampler's importance weight where
+    it is known beforehand, `entropy_threshold` 0-d.
     """
 
     advantages: Tensor
@@ -146,118 +80,353 @@ class TokenInputs:
     mask: Tensor | None = None
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
+    correction: Tensor | None = None
+    entropy_threshold: Tensor | None = None
+    sequences: Sequences | None = None
 
     def at(self, rows: Tensor | slice) -> TokenInputs:
-        """The tokens of `rows`, all of which must be unmasked."""
+        """The tokens of `rows`, all of which must be unmasked; sequences are not told apart."""
+
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[rows]
+
         return TokenInputs(
             advantages=self.advantages[rows],
             weights=self.weights[rows],
             count=self.count,
-            old_logps=None if self.old_logps is None else self.old_logps[rows],
-            ref_logps=None if self.ref_logps is None else self.ref_logps[rows],
+            old_logps=pick(self.old_logps),
+            ref_logps=pick(self.ref_logps),
+            sampling_logps=pick(self.sampling_logps),
+            correction=pick(self.correction),
+            entropy_threshold=self.entropy_threshold,
         )
 
 
-class PolicySums(NamedTuple):
-    """The loss and the sums its metrics are made of, additive over chunks of tokens."""
+@dataclass(frozen=True)
+class Tokens:
+    """What an objective sees: flat `[N]`, with zeros where the mask is 0.
 
-    sums: Tensor  # [len(SUM_NAMES)]
-    ratio_max: Tensor  # []
+    `logps` and `entropy` carry gradients, the rest are constants; `old_logps` is `logps`, detached,
+    where none were given; `mask` is 0 and 1 in the dtype of `logps`.
+    """
 
-    def __add__(self, other: PolicySums) -> PolicySums:  # type: ignore[override]
-        return PolicySums(self.sums + other.sums, self.ratio_max.maximum(other.ratio_max))
+    logps: Tensor
+    old_logps: Tensor
+    advantages: Tensor
+    mask: Tensor
+    entropy: Tensor | None = None
+    ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
+    sequences: Sequences | None = None
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """`logps - old_logps`."""
+        return self.logps - self.old_logps
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """`exp(log_ratio)`, finite whatever came."""
+        return _exp(self.log_ratio)
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """The sum of `x [N]` over the unmasked tokens of each token's sequence, `[N]`."""
+        sequences = self._known_sequences()
+        return sequences.spread(sequences.sum(_select(self.mask, x)))
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """The mean of `x [N]` over the unmasked tokens of each token's sequence, `[N]`."""
+        sequences = self._known_sequences()
+        lengths = sequences.sum(self.mask).clamp(min=1)
+        return sequences.spread(sequences.sum(_select(self.mask, x)) / lengths)
+
+    def _known_sequences(self) -> Sequences:
+        if self.sequences is None:
+            raise ValueError(
+                "cu_seqlens: expected offsets [B + 1], as the objective tells sequences apart and "
+                "the input is packed; got None"
+            )
+        return self.sequences
 
     @staticmethod
-    def zero(device: torch.device) -> PolicySums:
-        return PolicySums(
-            torch.zeros(len(SUM_NAMES), device=device), torch.zeros((), device=device)
+    def of(inputs: TokenInputs, logps: Tensor, entropy: Tensor | None) -> Tokens:
+        # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
+        mask = inputs.mask
+
+        def clean(x: Tensor) -> Tensor:
+            return x if mask is None else _select(mask, x)
+
+        def clean_given(x: Tensor | None) -> Tensor | None:
+            return None if x is None else clean(x)
+
+        logps = clean(logps)
+        return Tokens(
+            logps=logps,
+            old_logps=logps.detach() if inputs.old_logps is None else clean(inputs.old_logps),
+            advantages=clean(inputs.advantages),
+            mask=torch.ones_like(logps) if mask is None else mask.to(logps.dtype),
+            entropy=clean_given(entropy),
+            ref_logps=clean_given(inputs.ref_logps),
+            sampling_logps=clean_given(inputs.sampling_logps),
+            sequences=inputs.sequences,
         )
-
-
-SUM_NAMES = ("loss", "ratio_mean", "clip_low", "clip_high", "entropy", "kl")
 
 
 def policy_loss(
-    config: GRPOLossConfig, tokens: TokenInputs, logps: Tensor, entropy: Tensor | None
-) -> PolicySums:
-    """The objective over `logps [N]` and `entropy [N]`; `sums[0]` is the differentiable loss.
+    config: GRPOLossConfig, inputs: TokenInputs, logps: Tensor, entropy: Tensor | None
+) -> Tensor:
+    """The objective over `logps [N]` and `entropy [N]`, a differentiable scalar.
 
-    All tensors share one dtype, float32 or float64.
+    All tensors share one dtype, float32 or float64. Over chunks of tokens it is additive, if the
+    objective is token-local.
     """
-    old_logps, ref_logps, mask = tokens.old_logps, tokens.ref_logps, tokens.mask
-    if mask is not None:
-        # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
-        logps = _select(mask, logps)
-        entropy = None if entropy is None else _select(mask, entropy)
-        old_logps = None if old_logps is None else _select(mask, old_logps)
-        ref_logps = None if ref_logps is None else _select(mask, ref_logps)
-    advantages = tokens.advantages if mask is None else _select(mask, tokens.advantages)
+    tokens = Tokens.of(inputs, logps, entropy)
+    ratio = importance_ratio(config, tokens)
+    scale, chosen = surrogate_scale(config, inputs, tokens)
+    per_token = _surrogate(config, inputs, tokens, ratio)
+    if scale is not None:
+        per_token = per_token * scale
+    if config.beta:
+        per_token = per_token + config.beta * kl_terms(config, tokens, ratio)
+    loss = (inputs.weights * per_token).sum()
+    if config.entropy_coef and tokens.entropy is not None:
+        count = inputs.count
+        entropy = tokens.entropy
+        if chosen is not None:
+            count, entropy = chosen.sum(), _select(chosen, entropy)
+        loss = loss - config.entropy_coef * entropy.sum() / count.clamp(min=1)
+    return loss
 
+
+def importance_ratio(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """`r [N]`, with its gradient."""
+    if config.ratio_level == "token":
+        return tokens.ratio
+    mean = tokens.sequence_mean(tokens.log_ratio)
+    if config.loss_type == "gspo_token":
+        # The sequence's ratio, and the gradient of the token's own.
+        return _exp(tokens.logps - tokens.logps.detach() + mean.detach())
+    return _exp(mean)
+
+
+def _surrogate(
+    config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens, ratio: Tensor
+) -> Tensor:
+    """The loss of each token, `[N]`, before corrections."""
+    A = tokens.advantages
     low, high = config.clip_range
-    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
-    bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
-    per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
-    kl = None
-    if ref_logps is not None:
-        d = ref_logps - logps
-        kl = torch.expm1(d) - d
-        if config.beta:
-            per_token = per_token + config.beta * kl
-    loss = (tokens.weights * per_token).sum()
-    if config.entropy_coef and entropy is not None:
-        loss = loss - config.entropy_coef * entropy.sum() / tokens.count.clamp(min=1)
+    match config.surrogate:
+        case "clip":  # arXiv:2402.03300; sequence ratios, arXiv:2507.18071; luspo, 2602.05261
+            bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
+            x = -torch.minimum(bounded * A, ratio.clamp(low, high) * A)
+            if config.dual_clip is not None:
+                cap = -config.dual_clip * A
+                x = torch.where((A < 0) & (x > cap), cap, x)
+            return x
+        case "cispo":  # arXiv:2506.13585
+            return -ratio.detach().clamp(max=config.epsilon_high) * A * tokens.logps
+        case "sapo":  # arXiv:2511.20347
+            tau = _either(A > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, A)
+            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
+        case "vespo":  # arXiv:2602.10693
+            return -vespo_weights(config, inputs, tokens) * A * tokens.logps
+        case "gmpo":  # arXiv:2507.20673; the product of clipped ratios, its mean in log space
+            d, sign = tokens.log_ratio, A.sign()
+            clipped = d.clamp(-config.epsilon, config.upper_epsilon)
+            return -A * _exp(tokens.sequence_mean(sign * torch.minimum(sign * d, sign * clipped)))
+        case "reinforce":
+            return -A * tokens.logps
+        case "dppo_tv":  # arXiv:2602.04879
+            low_cut, high_cut = clipped_tokens(config, tokens, ratio)
+            weight = ratio.detach().clamp(max=config.dppo_ratio_max)
+            return -A * weight.masked_fill(low_cut | high_cut, 0.0) * tokens.logps
+        case _:
+            assert callable(config.loss_type)
+            return _checked(config.loss_type(tokens), tokens)
 
-    with torch.no_grad():
-        counted = ratio if mask is None else _select(mask, ratio)
-        zero = loss.new_zeros(())
-        sums = [
-            counted.sum(),
-            ((ratio < low) & (advantages < 0)).sum(),
-            ((ratio > high) & (advantages > 0)).sum(),
-            zero if entropy is None else entropy.sum(),
-            zero if kl is None else kl.sum(),
-        ]
-        ratio_max = counted.max() if counted.numel() else zero
-    stacked = torch.stack([loss, *(s.to(loss.dtype) for s in sums)])
-    return PolicySums(stacked, ratio_max)
+
+def _checked(x: object, tokens: Tokens) -> Tensor:
+    expected = "loss_type: expected the callable to return the loss of every token, "
+    shape = tokens.logps.shape
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{expected}a tensor {list(shape)}; got {type(x).__name__}")
+    if x.shape != shape:
+        raise ValueError(f"{expected}shape {list(shape)}; got {list(x.shape)}")
+    if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
+        raise ValueError(f"{expected}with a gradient for tokens.logps or tokens.entropy; got none")
+    # What it made of masked tokens is nobody's business, NaN included.
+    return _select(tokens.mask, x)
+
+
+@torch.no_grad()
+def vespo_weights(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor:
+    """phi(w) = e^lambda * w^k * e^(-lambda * w), w the ratio of the whole sequence; `[N]`."""
+    low, high = _VESPO_LOG_RANGE
+    log_w = tokens.sequence_sum(tokens.log_ratio.clamp(-high, high))
+    rho = correction(config, inputs, tokens)
+    if rho is not None:
+        log_w = log_w + tokens.sequence_sum(rho.log().clamp(low, high))
+    log_w = log_w.clamp(low, high)
+    positive = tokens.advantages >= 0
+    k = _either(positive, config.vespo_k_pos, config.vespo_k_neg, log_w)
+    decay = _either(positive, config.vespo_lambda_pos, config.vespo_lambda_neg, log_w)
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+@torch.no_grad()
+def clipped_tokens(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens the lower and the upper bound cut off from their gradient, bool `[N]`."""
+    A = tokens.advantages
+    if config.surrogate == "gmpo":
+        moved, low, high = tokens.log_ratio, -config.epsilon, config.upper_epsilon
+    elif config.surrogate == "dppo_tv":
+        moved = tokens.logps.exp() - tokens.old_logps.exp()
+        low, high = -config.epsilon, config.upper_epsilon
+        return (moved < low) & (A <= 0), (moved > high) & (A > 0)
+    else:
+        moved, (low, high) = ratio, config.clip_range
+    return (moved < low) & (A < 0), (moved > high) & (A > 0)
+
+
+@torch.no_grad()
+def surrogate_scale(
+    config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens
+) -> tuple[Tensor | None, Tensor | None]:
+    """What multiplies the surrogate, `[N]`, and the tokens that the entropy mask leaves.
+
+    None where it is 1 and all of them. Constants: no gradient flows here.
+    """
+    scale, chosen = None, None
+    if config.off_policy_threshold is not None:
+        scale = on_policy(config, tokens).to(tokens.logps.dtype)
+    if config.top_entropy_quantile < 1:
+        chosen = high_entropy(config, inputs, tokens)
+        scale = chosen if scale is None else scale * chosen
+    rho = None if config.surrogate == "vespo" else correction(config, inputs, tokens)
+    if rho is not None:
+        scale = rho if scale is None else scale * rho
+    return scale, chosen
+
+
+def on_policy(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """Bool `[N]`: advantage >= 0, or the sequence's sampler still close to the policy."""
+    assert config.off_policy_threshold is not None
+    sampler = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+    # A token the sampler has no log-prob of is no evidence.
+    drift = (sampler - tokens.logps.detach()).nan_to_num(nan=0.0)
+    return (tokens.advantages >= 0) | (tokens.sequence_mean(drift) <= config.off_policy_threshold)
+
+
+def high_entropy(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor:
+    """0 or 1, `[N]`: the unmasked tokens of the top quantile of entropy."""
+    assert tokens.entropy is not None
+    entropy, threshold = tokens.entropy.detach(), inputs.entropy_threshold
+    if threshold is None:
+        threshold = masked_quantile(entropy, tokens.mask, 1 - config.top_entropy_quantile)
+    return (entropy >= threshold).to(entropy.dtype) * tokens.mask
+
+
+def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
+    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading how many there are."""
+    if not x.numel():
+        return x.new_zeros(())
+    ordered = torch.where(mask != 0, x, torch.inf).sort().values
+    position = q * (mask.sum(dtype=torch.float64) - 1).clamp(min=0)
+    below = position.floor()
+    above = position.ceil().long()
+    return torch.lerp(ordered[below.long()], ordered[above], (position - below).to(x.dtype))
+
+
+def correction(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor | None:
+    if config.is_correction == "none":
+        return None
+    return sampler_correction(config, tokens) if inputs.correction is None else inputs.correction
+
+
+@torch.no_grad()
+def sampler_correction(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence's sum, bounded."""
+    assert tokens.sampling_logps is not None
+    # NaN is a token the sampler has no log-prob of: no correction.
+    log_w = (tokens.old_logps.detach() - tokens.sampling_logps).nan_to_num(nan=0.0)
+    if config.is_correction.startswith("sequence"):
+        log_w = tokens.sequence_sum(log_w)
+    w, low, high = _exp(log_w), config.is_clip_min, config.is_clip_max
+    if config.is_correction.endswith("truncate"):
+        return w.clamp(low, high)
+    outside = (w < (-math.inf if low is None else low)) | (w > (math.inf if high is None else high))
+    return w.masked_fill(outside, 0.0)
+
+
+def with_known_correction(config: GRPOLossConfig, inputs: TokenInputs) -> TokenInputs:
+    """`inputs` with the correction, where old log-probs make it a constant."""
+    if config.is_correction == "none" or inputs.old_logps is None:
+        return inputs
+    tokens = Tokens.of(inputs, inputs.old_logps, None)
+    return replace(inputs, correction=sampler_correction(config, tokens))
+
+
+def kl_terms(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> Tensor:
+    """The KL of each token to the reference as it enters the loss, `[N]`."""
+    assert tokens.ref_logps is not None
+    kl = kl_estimate(config.kl_estimator, tokens.ref_logps - tokens.logps, config.kl_clamp)
+    return kl * ratio if config.use_bias_correction_kl else kl
+
+
+def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
+    """An estimate of KL(policy || reference) from `d = ref_logps - logps`, elementwise."""
+    if clamp is not None:
+        d = d.clamp(-_KL_LOG_RATIO, _KL_LOG_RATIO)
+    match estimator.rstrip("+"):
+        case "k1":
+            kl = -d
+        case "abs":
+            kl = d.abs()
+        case "k2":
+            kl = d.square() / 2
+        case _:
+            kl = torch.expm1(d) - d
+    if clamp is not None:
+        kl = kl.clamp(-clamp, clamp)
+    if estimator.endswith("+"):
+        k2 = kl_estimate("k2", d, clamp)
+        kl = kl.detach() + (k2 - k2.detach())
+    return kl
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
+
+
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    # In the dtype of `like`, where torch.where of two numbers takes the default one.
+    return torch.where(condition, torch.full_like(like, yes), no)
 
 
 def _select(mask: Tensor, x: Tensor) -> Tensor:
-    return torch.where(mask, x, torch.zeros_like(x))
+    return torch.where(mask != 0, x, torch.zeros_like(x))
 
 
 def aggregation_weights(
     config: GRPOLossConfig,
     mask: Tensor,
-    sequence_ids: Tensor | None,
-    num_sequences: int | None,
+    sequences: Sequences | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
     """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype."""
-    if config.loss_type == "dapo":
+    if config.average == "dapo":
         if isinstance(num_items, (int, float)):
             return mask / max(num_items, 1)
         total = mask.sum() if num_items is None else num_items.to(mask)
         return mask / total.clamp(min=1)
-    if config.loss_type == "bnpo":
+    if config.average == "bnpo":
         return mask / mask.sum().clamp(min=1)
-    assert sequence_ids is not None and num_sequences is not None
-    if config.loss_type == "dr_grpo":
+    assert sequences is not None
+    if config.average == "dr_grpo":
         assert config.max_completion_length is not None
-        return mask / max(num_sequences * config.max_completion_length, 1)
-    lengths = mask.new_zeros(num_sequences).index_add(0, sequence_ids, mask)
-    return mask / (num_sequences * lengths.clamp(min=1)[sequence_ids])
-
-
-def metrics_from_sums(
-    totals: PolicySums, evaluated: int | Tensor, tokens: Tensor, *, has_entropy: bool, has_kl: bool
-) -> dict[str, Tensor]:
-    """Means over the `evaluated` tokens; what was not computed is absent rather than 0."""
-    count = evaluated.clamp(min=1) if isinstance(evaluated, Tensor) else max(evaluated, 1)
-    named = dict(zip(SUM_NAMES, (totals.sums / count).unbind(), strict=True))
-    del named["loss"]
-    if not has_entropy:
-        del named["entropy"]
-    if not has_kl:
-        del named["kl"]
-    return {**named, "ratio_max": totals.ratio_max, "tokens": tokens}
+        return mask / max(sequences.count * config.max_completion_length, 1)
+    if config.average == "luspo":
+        return mask / max(sequences.count, 1)
+    lengths = sequences.sum(mask).clamp(min=1)
+    return mask / (sequences.count * sequences.spread(lengths))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .grpo_loss import GRPOLossOutput
+from .config import GRPOLossConfig
+from .grpo_loss import GRPOLossOutput, check_entropy_given
 from .inputs import Layout, ValueChecks, flat_tokens
 from .linear_logprobs import LogprobOutput
-from .objective import GRPOLossConfig, metrics_from_sums, policy_loss
+from .metrics import loss_metrics
+from .objective import policy_loss
 
 
 def linear_logits(
@@ -86,35 +88,40 @@ def grpo_loss(
     *,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> GRPOLossOutput:
     """`grpo_kernels.objective` over all tokens at once, differentiated by autograd."""
     layout = Layout.of("logps", logps, cu_seqlens, ValueChecks())
-    tokens = flat_tokens(
-        config,
-        layout,
-        ValueChecks(),
-        advantages,
-        mask,
-        old_logps,
-        ref_logps,
-        num_items,
-        dtype=logps.dtype,
-    )
-    totals = policy_loss(
-        config, tokens, logps.reshape(-1), None if entropy is None else entropy.reshape(-1)
-    )
-    metrics = metrics_from_sums(
-        totals._replace(sums=totals.sums.detach()),
-        tokens.count,
-        tokens.count,
-        has_entropy=entropy is not None,
-        has_kl=ref_logps is not None,
-    )
-    return GRPOLossOutput(totals.sums[0], metrics, logps.detach())
+    inputs = flat_tokens(
+        config, layout, ValueChecks(), advantages, mask, old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        entropy_threshold=entropy_threshold, dtype=logps.dtype,
+    )  # fmt: skip
+    check_entropy_given(config, entropy)
+    flat = logps.reshape(-1)
+    flat_entropy = None if entropy is None else entropy.reshape(-1)
+    loss = policy_loss(config, inputs, flat, flat_entropy)
+    d_logps, d_entropy = _gradients(loss, flat, flat_entropy)
+    metrics = loss_metrics(config, inputs, flat, flat_entropy, d_logps, d_entropy)
+    return GRPOLossOutput(loss, metrics, logps.detach())
+
+
+def _gradients(
+    loss: Tensor, logps: Tensor, entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The loss's own, for the metric that counts tokens without any."""
+    if not loss.requires_grad:
+        return None, None
+    wanted = [x for x in (logps, entropy) if x is not None and x.requires_grad]
+    gradients = iter(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
+    d_logps = next(gradients) if logps.requires_grad else None
+    d_entropy = next(gradients) if entropy is not None and entropy.requires_grad else None
+    return torch.zeros_like(logps) if d_logps is None else d_logps, d_entropy
 
 
 def fused_grpo_loss(
@@ -126,9 +133,11 @@ def fused_grpo_loss(
     *,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
     bias: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
+    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
@@ -151,9 +160,11 @@ def fused_grpo_loss(
         mask,
         old_logps=old_logps,
         ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
         entropy=out.entropy,
         config=config,
         num_items=num_items,
+        entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )
 

@@ -1,25 +1,33 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
+import dataclasses
+
 import pytest
 import torch
-from batches import assert_matches, config, make_batch, packed, relative_error, run_fused
+from batches import (
+    HEAD,
+    OBJECTIVES,
+    Result,
+    assert_matches,
+    config,
+    make_batch,
+    packed,
+    relative_error,
+    run_fused,
+)
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels.row_chunks import HeadChunks
 
 BACKENDS = ("torch", "triton")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 CHUNK = 4 * 1003 * 5  # five rows at a time: several chunks, the last one short
 
-# id: (config, call options)
+# id: (config, call options); what belongs to the head. The objective's own are in OBJECTIVES.
 OPTIONS = {
     "on_policy": ({}, {}),
     "old_logps": ({}, {"old_logps": True}),
-    "clip_asymmetric": ({"epsilon": 0.1, "epsilon_high": 0.28}, {"old_logps": True}),
-    "no_clip_range": ({"epsilon": 0.0}, {"old_logps": True}),
-    "delta": ({"delta": 1.1, "epsilon": 0.4}, {"old_logps": True}),
-    "kl": ({"beta": 0.1}, {"ref_logps": True}),
-    "kl_metric_only": ({}, {"ref_logps": True}),
     "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, {"old_logps": True, "ref_logps": True}),
     "entropy": ({"entropy_coef": 0.05}, {"old_logps": True}),
     "temperature": ({"temperature": 0.7}, {"old_logps": True}),
@@ -41,10 +49,15 @@ OPTIONS = {
 }
 
 
+def objective_options(name):
+    config_options, tensors = OBJECTIVES[name]
+    return {"config": config(**config_options), "bias": True, **dict.fromkeys(tensors, True)}
+
+
 def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
     expected = run_fused(batch, exact=True, **options, **kwargs)
     actual = run_fused(batch, exact=False, **options, **kwargs)
-    assert_matches(actual, expected, tolerance, logps=1e-4)
+    assert_matches(actual, expected, tolerance, logps=1e-4, rounded_to=batch.hidden.dtype)
     return actual
 
 
@@ -55,6 +68,38 @@ def test_padded(loss_type, option, backend):
     config_options, options = OPTIONS[option]
     options = {**options, "config": config(loss_type=loss_type, **config_options)}
     expect_equal(make_batch(), options, backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives(objective, backend, layout):
+    """In one pass or two, as the objective has it."""
+    batch = make_batch(B=6, T=11)
+    batch = packed(batch) if layout == "packed" else batch
+    expect_equal(batch, objective_options(objective), backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_linear_logprobs_then_grpo_loss(objective):
+    """The same from the two halves."""
+    options = objective_options(objective)
+    batch, cfg = make_batch(B=6, T=11), options.pop("config")
+    expected = run_fused(batch, exact=True, config=cfg, **options)
+    head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
+    out = linear_logprobs(
+        head["hidden"], head["weight"], batch.targets, bias=head["bias"], mask=batch.mask,
+        entropy=True,
+    )  # fmt: skip
+    constants = {n: getattr(batch, n) for n in options if n != "bias"}
+    loss = grpo_loss(
+        out.logps, batch.advantages, batch.mask, entropy=out.entropy, config=cfg, **constants
+    )
+    loss.loss.backward()
+    actual = Result(
+        loss.loss.detach(), loss.metrics, loss.logps, {n: x.grad for n, x in head.items()}
+    )
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 
 @pytest.mark.parametrize("option", ("on_policy", "everything"))
@@ -118,6 +163,17 @@ def test_beats_bf16_eager_by_far():
         mine = relative_error(ours.gradients[name], expected.gradients[name])
         print(f"d_{name} error: eager bf16 {eager:.1e}, ours {mine:.1e}")
         assert mine <= 2.5e-3 and mine <= eager / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cuda_objectives(backend, objective, dtype):
+    batch = make_batch(B=6, T=11, V=5003).to("cuda", dtype)
+    options = {**objective_options(objective), "scale": 4.0}
+    tolerance = 6e-3 if dtype == torch.bfloat16 else TOLERANCE[dtype]
+    expect_equal(batch, options, tolerance=tolerance, backend=backend, chunk_bytes=CHUNK * 5)
 
 
 @pytest.mark.gpu
@@ -218,9 +274,81 @@ def test_skip_untrained_changes_neither_loss_nor_gradient(loss_type, backend):
     assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 
+@pytest.mark.parametrize("per_token", (False, True), ids=("per_sequence", "per_token"))
+@pytest.mark.parametrize(
+    "objective", ("gspo", "gmpo", "vespo", "is_sequence_truncate", "off_policy")
+)
+def test_skip_untrained_where_sequences_matter(objective, per_token):
+    """A token of advantage 0 counts in its sequence's ratio: it is left out with all of it only."""
+    batch = make_batch(B=6, T=11)
+    if per_token:
+        sparse = torch.rand(6, 11, generator=torch.Generator().manual_seed(0)) < 0.5
+        batch.advantages = batch.advantages[:, None] * sparse
+    options = objective_options(objective)
+    options["config"] = dataclasses.replace(options["config"], beta=0.0)
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, skip_untrained=True, **options)
+    skipped = batch.mask & (actual.logps == 0)
+    assert skipped.any()
+    expected.logps[skipped] = 0
+    actual.metrics = expected.metrics = {}
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
+    made = []
+    original = HeadChunks.logits
+    monkeypatch.setattr(
+        HeadChunks, "logits", lambda self, rows: made.append(len(rows)) or original(self, rows)
+    )
+    options = objective_options(objective)
+    batch, cfg = make_batch(), options["config"]
+    run_fused(batch, exact=False, **options)
+    one_pass = cfg.two_pass_reason(has_old_logps="old_logps" in options) is None
+    assert one_pass == (cfg.one_pass and objective != "is_sequence_on_policy")
+    tokens = int(batch.mask.sum())
+    if one_pass:
+        assert sum(made) == tokens
+    else:  # the second time those that turned out to have a gradient
+        assert tokens < sum(made) <= 2 * tokens
+
+
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("bonus", (0.0, 0.1))
+def test_entropy_threshold_from_elsewhere(bonus, layout):
+    """The quantile over all ranks, say; one pass, unless a bonus averages over the chosen."""
+    batch = make_batch(B=6, T=11)
+    cfg = config(top_entropy_quantile=0.5, entropy_coef=bonus)
+    own = run_fused(batch, exact=True, config=cfg, old_logps=True)
+    batch = packed(batch) if layout == "packed" else batch
+    for threshold in (1.0, torch.tensor(2.0)):
+        options = {"config": cfg, "old_logps": True, "entropy_threshold": threshold}
+        out = expect_equal(batch, options, chunk_bytes=CHUNK)
+        assert 0 < out.metrics["entropy_kept"] < 1
+        assert out.metrics["entropy_kept"] != own.metrics["entropy_kept"]
+
+
+def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
+    """Sequences that the sampler's mismatch masks are out of the gradient GEMMs beforehand."""
+    batch = make_batch(B=6, T=11)
+    batch.sampling_logps[0] -= 5.0
+    sizes = []
+    original = HeadChunks.add_gradients
+    monkeypatch.setattr(
+        HeadChunks,
+        "add_gradients",
+        lambda self, chunk, *args: sizes.append(chunk.size) or original(self, chunk, *args),
+    )
+    options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
+    expect_equal(batch, {**options, "old_logps": True})
+    trained = batch.mask & (batch.advantages != 0)[:, None]
+    assert trained[0].any() and sum(sizes) <= int(trained[1:].sum())
+
+
 @pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", (*LOSS_TYPES, "luspo", "gspo", "gmpo", "vespo", "cispo"))
 def test_nothing_to_learn(loss_type, zero, backend):
     """Loss 0, zero gradients, and still connected to the graph."""
     batch = make_batch(B={"no_sequences": 0}.get(zero, 4), T={"no_tokens": 0}.get(zero, 9))

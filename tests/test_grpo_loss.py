@@ -2,25 +2,9 @@
 
 import pytest
 import torch
-from batches import INF, NAN, Result, assert_matches, config, make_batch, packed
+from batches import INF, NAN, OBJECTIVES, Result, assert_matches, config, make_batch, packed
 
 from grpo_kernels import grpo_loss, reference
-
-OPTIONS = {
-    "on_policy": ({}, ()),
-    "old_logps": ({}, ("old_logps",)),
-    "clip_asymmetric": ({"epsilon": 0.1, "epsilon_high": 0.28}, ("old_logps",)),
-    "delta": ({"delta": 1.1, "epsilon": 0.4}, ("old_logps",)),
-    "kl": ({"beta": 0.1}, ("ref_logps",)),
-    "kl_metric_only": ({}, ("old_logps", "ref_logps")),
-    "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, ("old_logps", "ref_logps")),
-    "entropy": ({"entropy_coef": 0.05}, ("old_logps", "entropy")),
-    "entropy_metric_only": ({}, ("entropy",)),
-    "everything": (
-        {"beta": 0.1, "entropy_coef": 0.05, "delta": 1.5},
-        ("old_logps", "ref_logps", "entropy"),
-    ),
-}
 
 
 def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
@@ -47,34 +31,44 @@ def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
     return Result(out.loss.detach(), out.metrics, torch.zeros(0), grads)
 
 
+def both(batch, objective, *, loss_type=None, tolerance=1e-5, dtype=torch.float32, **kwargs):
+    options, names = OBJECTIVES[objective]
+    if loss_type is not None:
+        options = {**options, "loss_type": loss_type}
+    cfg = config(**options)
+    # Entropy is given always: where the loss does not use it, it must have no gradient.
+    names = (*names, "entropy")
+    expected = run(batch, cfg, names, exact=True, dtype=dtype)
+    actual = run(batch, cfg, names, exact=False, dtype=dtype, **kwargs)
+    assert_matches(actual, expected, tolerance, logps=0.0)
+    return actual
+
+
 @pytest.mark.parametrize("layout", ("padded", "packed"))
 @pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
-def test_against_reference(loss_type, option, backend, layout):
-    options, names = OPTIONS[option]
-    cfg = config(loss_type=loss_type, **options)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_against_reference(objective, backend, layout):
     batch = make_batch(B=5, T=67)
     batch = packed(batch) if layout == "packed" else batch
-    expected = run(batch, cfg, names, exact=True)
-    actual = run(batch, cfg, names, exact=False, backend=backend)
-    assert_matches(actual, expected, 1e-5, logps=0.0)
-    masked = ~batch.mask
-    assert (actual.gradients["logps"][masked] == 0).all()
+    actual = both(batch, objective, backend=backend)
+    assert (actual.gradients["logps"][~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("objective", ("on_policy", "kl_old_delta", "entropy", "sequence"))
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "luspo"))
+def test_averages(loss_type, objective, backend):
+    both(make_batch(B=5, T=67), objective, loss_type=loss_type, backend=backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo"))
-def test_cuda(loss_type, option, backend, dtype):
-    options, names = OPTIONS[option]
-    cfg = config(loss_type=loss_type, **options)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_cuda(objective, backend, dtype):
     batch = make_batch(B=5, T=1067).to("cuda", torch.float32)
-    expected = run(batch, cfg, names, exact=True, dtype=dtype)
-    actual = run(batch, cfg, names, exact=False, dtype=dtype, backend=backend)
-    assert_matches(actual, expected, 2.5e-3 if dtype != torch.float32 else 1e-5, logps=0.0)
+    tolerance = 2.5e-3 if dtype != torch.float32 else 1e-5
+    both(batch, objective, tolerance=tolerance, dtype=dtype, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ("torch", "triton"))

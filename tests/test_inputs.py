@@ -146,7 +146,7 @@ FUSED = {
     "num_items_for_grpo": (
         {"config": GRPOLossConfig(loss_type="grpo"), "num_items": 5},
         ValueError,
-        "num_items: expected None, as only loss_type='dapo' divides by it; got 5 with loss_type='g",
+        "num_items: expected None, as only the 'dapo' average divides by it; got 5 with",
     ),
     "num_items_negative": (
         {"num_items": -1},
@@ -176,7 +176,44 @@ FUSED = {
     "cu_seqlens_missing": (
         {"packed": True, "config": GRPOLossConfig(loss_type="grpo")},
         ValueError,
-        r"cu_seqlens: expected offsets \[B \+ 1\], as loss_type='grpo' counts sequences",
+        r"cu_seqlens: expected offsets \[B \+ 1\], as loss_type='grpo' with these",
+    ),
+    "cu_seqlens_of_no_sequence": (
+        {
+            "packed": True,
+            "cu_seqlens": torch.tensor([0]),
+            "config": GRPOLossConfig(loss_type="grpo"),
+        },
+        ValueError,
+        "cu_seqlens: expected to end at N = 6; got no sequence at all",
+    ),
+    "sampling_logps_missing": (
+        {"config": GRPOLossConfig(is_correction="token_mask")},
+        ValueError,
+        "sampling_logps: expected the sampler's log-probs, as config.is_correction = 'token_mask'",
+    ),
+    "sampling_logps_shape": (
+        {"sampling_logps": torch.zeros(B, T + 1)},
+        ValueError,
+        r"sampling_logps: expected shape \[2, 3\]; got \[2, 4\]",
+    ),
+    "entropy_threshold_without_quantile": (
+        {"entropy_threshold": 1.0},
+        ValueError,
+        "entropy_threshold: expected None, as config.top_entropy_quantile = 1.0 trains every token",
+    ),
+    "entropy_threshold_shape": (
+        {
+            "entropy_threshold": torch.ones(2),
+            "config": GRPOLossConfig(top_entropy_quantile=0.2),
+        },
+        ValueError,
+        r"entropy_threshold: expected a 0-d tensor; got shape \[2\]",
+    ),
+    "gspo_packed_without_sequences": (
+        {"packed": True, "config": GRPOLossConfig(loss_type="gspo", aggregation="dapo")},
+        ValueError,
+        "cu_seqlens: expected offsets .* tells sequences apart",
     ),
     "cu_seqlens_end": (
         {"packed": True, "cu_seqlens": torch.tensor([0, 3, 5])},

@@ -8,15 +8,51 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import selective_log_softmax
+from grpo_kernels.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
 
 # New examples at every run but in CI, which judges a change and not its luck. The poisoned-memory
 # fixture is the same for every example.
 SETTINGS = settings(
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
-    max_examples=60,
+    max_examples=300,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
+
+@st.composite
+def objectives(draw, has_reference: bool, entropies_differ: bool) -> dict:
+    """Options of any loss type that go together."""
+    loss_type = draw(st.sampled_from(LOSS_TYPES))
+    options = {
+        "loss_type": loss_type,
+        "entropy_coef": draw(st.sampled_from((0.0, 0.01))),
+        "is_correction": draw(st.sampled_from(IS_CORRECTIONS)),
+        "off_policy_threshold": draw(st.sampled_from((None, 0.0, 0.05))),
+    }
+    if entropies_differ:
+        options["top_entropy_quantile"] = draw(st.sampled_from((1.0, 1.0, 0.45)))
+    if has_reference:
+        options |= {
+            "beta": draw(st.sampled_from((0.0, 0.05))),
+            "kl_estimator": draw(st.sampled_from(KL_ESTIMATORS)),
+            "kl_clamp": draw(st.sampled_from((None, 0.3))),
+            "use_bias_correction_kl": draw(st.booleans()),
+        }
+    clips = loss_type in (*AGGREGATIONS, "gspo", "gspo_token")
+    if clips or loss_type in ("gmpo", "dppo_tv"):
+        options["epsilon"] = draw(st.sampled_from((0.1, 0.2, 0.5)))
+        options["epsilon_high"] = draw(st.sampled_from((None, 0.28)))
+    if clips:
+        options["delta"] = draw(st.sampled_from((None, 1.4)))
+        options["dual_clip"] = None if options["delta"] else draw(st.sampled_from((None, 1.3)))
+    if clips or loss_type == "cispo":
+        options["importance_sampling_level"] = draw(st.sampled_from(("token", "sequence")))
+    if loss_type not in (*AGGREGATIONS, "gmpo"):
+        options["aggregation"] = draw(st.sampled_from((None, *AGGREGATIONS)))
+    if loss_type == "vespo" and options["is_correction"].startswith("sequence"):
+        options["is_correction"] = "none"
+    return options
 
 
 @st.composite
@@ -37,19 +73,12 @@ def problems(draw) -> tuple[Batch, dict]:
         batch.advantages = batch.advantages[:, None] * torch.rand(batch.mask.shape, generator=seed)
     names = ("old_logps", "ref_logps", "bias", "temperature")
     options = {name: draw(st.booleans()) for name in names}
-    loss_type = draw(st.sampled_from(("grpo", "bnpo", "dr_grpo", "dapo")))
-    options["config"] = config(
-        loss_type=loss_type,
-        beta=draw(st.sampled_from((0.0, 0.05))) if options["ref_logps"] else 0.0,
-        epsilon=draw(st.sampled_from((0.1, 0.2, 0.5))),
-        epsilon_high=draw(st.sampled_from((None, 0.28))),
-        delta=draw(st.sampled_from((None, 1.4))),
-        entropy_coef=draw(st.sampled_from((0.0, 0.01))),
-    )
+    options["config"] = config(**draw(objectives(options["ref_logps"], batch.hidden.shape[-1] > 3)))
+    options["sampling_logps"] = options["config"].is_correction != "none" or draw(st.booleans())
     # Well above the logits: where tanh saturates, 1 - tanh^2 has lost its digits, as in eager.
     options["softcap"] = draw(st.sampled_from((None, 45.0)))
     options["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
-    if loss_type == "dapo":
+    if options["config"].average == "dapo":
         options["num_items"] = draw(st.sampled_from((None, 13)))
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:

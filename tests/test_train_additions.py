@@ -60,7 +60,7 @@ def test_trains_and_reports(tiny_model, tmp_path, monkeypatch, capsys, real_memo
         "step", "reward", "correct", "loss", "kl", "entropy", "completion_length", "seconds",
         "head_mib", "grad_norm", "ratio_mean", "ratio_max", "clip_low", "clip_high", "tokens",
     }  # fmt: skip
-    assert set(rows[0]) == expected
+    assert expected <= set(rows[0])
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[0]["ratio_mean"] == 1
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "27 held-out problems, greedy: reward" in capsys.readouterr().out
@@ -133,12 +133,6 @@ def test_mask_ends_with_the_first_end_of_sequence(tiny_model, tmp_path):
 )
 def test_score(text, reward, correct):
     assert example.score(text, 12) == (pytest.approx(reward), correct)
-
-
-def test_group_advantages():
-    advantages = example.group_advantages(torch.tensor([1.0, 0, 0, 1, 0.5, 0.5, 0.5, 0.5]), 4)
-    expected = torch.tensor([0.5, -0.5, -0.5, 0.5]) / (torch.tensor([1.0, 0, 0, 1]).std() + 1e-4)
-    torch.testing.assert_close(advantages, torch.cat([expected, torch.zeros(4)]))
 
 
 def test_problems_are_held_out():

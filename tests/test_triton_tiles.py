@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import config, relative_error
+from batches import OBJECTIVES, config, relative_error
 
-from grpo_kernels.objective import TokenInputs
+from grpo_kernels.objective import Sequences, TokenInputs, with_known_correction
 from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles, triton_tiles
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -108,24 +108,62 @@ def test_in_place(tiles, dtype, device):
     assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
 
 
+def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(7, tokens, generator=g).to(device)
+    constants = {"old_logps": 0.3 * x[3], "ref_logps": x[4], "sampling_logps": 0.3 * x[6]}
+    inputs = TokenInputs(
+        advantages=x[0].masked_fill(x[0].abs() < 0.1, 0.0), weights=x[1].abs(),
+        count=torch.tensor(float(tokens), device=device), mask=x[2] > -1,
+        sequences=Sequences(torch.arange(tokens, device=device) // 50, tokens // 50 + 1),
+        **{name: constants[name] for name in names},
+    )  # fmt: skip
+    # Log-probs are negative; a few tokens have moved so far that their ratio overflows.
+    logps = (0.2 * x[5] - 0.5).index_fill(0, torch.arange(0, tokens, 97, device=device), 150.0)
+    return inputs, logps, x[5].abs()
+
+
+def assert_policies_agree(cfg, inputs, logps, entropy):
+    inputs = with_known_correction(cfg, inputs)
+    results = [
+        tiles.policy_loss(cfg, inputs, logps, entropy, grad=True)
+        for tiles in (torch_tiles, triton_tiles)
+    ]
+    for a, b in zip(*results, strict=True):
+        if a is None:
+            assert b is None
+        else:
+            torch.testing.assert_close(b, a, rtol=2e-5, atol=1e-6 * float(a.abs().amax()))
+    return results[0]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", (0, 1, 255, 256, 257, 1000))
 def test_policy_loss(tokens, device):
-    g = torch.Generator().manual_seed(tokens)
-    x = torch.randn(6, tokens, generator=g).to(device)
-    inputs = TokenInputs(
-        advantages=x[0], weights=x[1].abs(), count=torch.tensor(float(tokens), device=device),
-        mask=x[2] > -1, old_logps=0.3 * x[3], ref_logps=x[4],
-    )  # fmt: skip
     cfg = config(beta=0.1, delta=1.7, entropy_coef=0.3, epsilon_high=0.4)
-    results = [
-        tiles.policy_loss(cfg, inputs, 0.2 * x[5], x[5].abs(), grad=True)
-        for tiles in (torch_tiles, triton_tiles)
-    ]
-    for a, b in zip(*(r.totals for r in results), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-4)
-    torch.testing.assert_close(results[0].d_logps, results[1].d_logps, rtol=2e-5, atol=1e-6)
-    torch.testing.assert_close(results[0].d_entropy, results[1].d_entropy)
+    inputs, logps, entropy = policy_inputs(tokens, device)
+    if not tokens:
+        for tiles in (torch_tiles, triton_tiles):
+            result = tiles.policy_loss(cfg, inputs, logps, entropy, grad=True)
+            assert result.loss == 0 and result.d_logps.shape == result.d_entropy.shape == (0,)
+        return
+    assert_policies_agree(cfg, inputs, logps.clamp(max=3.0), entropy)
+
+
+TOKEN_LOCAL = [name for name, (options, _) in OBJECTIVES.items() if config(**options).one_pass]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("objective", TOKEN_LOCAL)
+def test_token_local_objectives(objective, device):
+    options, names = OBJECTIVES[objective]
+    if objective == "is_sequence_on_policy":
+        pytest.skip("takes old_logps to be token-local")
+    inputs, logps, entropy = policy_inputs(1000, device, names)
+    cfg = config(**options)
+    logps = logps.clamp(max=3.0) if cfg.beta else logps
+    result = assert_policies_agree(cfg, inputs, logps, entropy)
+    assert result.loss.isfinite() and result.d_logps.isfinite().all() and result.d_logps.any()
 
 
 COMPILE = """
@@ -168,9 +206,13 @@ for arch in (80, 90, 100):
         for logits, out in (("fp32", "bf16"), ("fp32", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")):
             types = {"logits_ptr": "*" + logits, "out_ptr": "*" + out}
             compile_for(arch, t.logit_grads_kernel, 8, flags | {"NARROWS": logits != out}, types)
-        flags = dict(HAS_MASK=on, HAS_OLD=on, HAS_REF=on, HAS_ENTROPY=on, HAS_GRAD=on)
-        flags |= {"NUM_SUMS": 6, "BLOCK_N": t._BLOCK_N}
-        compile_for(arch, t.policy_loss_kernel, 4, flags)
+        flags = dict(HAS_MASK=on, HAS_OLD=on, HAS_KL=on, HAS_ENTROPY=on, HAS_GRAD=on)
+        flags |= dict(HAS_KL_CLAMP=on, HAS_KL_RATIO=on, HAS_SCALE=on, BLOCK_N=t._BLOCK_N)
+        for surrogate in ("clip", "cispo", "sapo", "reinforce", "dppo_tv"):
+            estimators = ("k1", "abs", "k2", "k3", "k1+", "k3+") if on else ("k3",)
+            for estimator in estimators if surrogate == "clip" else ("k3",):
+                flags |= dict(SURROGATE=surrogate, KL_ESTIMATOR=estimator)
+                compile_for(arch, t.policy_loss_kernel, 4, flags)
 print("compiled")
 """
 

@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from ..objective import GRPOLossConfig, PolicySums, TokenInputs
+from ..config import GRPOLossConfig
+from ..objective import TokenInputs
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -66,9 +67,9 @@ class LogitGradInputs(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """The loss over some tokens: sums, and the gradient of `sums[0]`, float32 `[C]`."""
+    """The loss over some tokens, float32 0-d, and its gradients, float32 `[C]`."""
 
-    totals: PolicySums
+    loss: Tensor
     d_logps: Tensor | None
     d_entropy: Tensor | None
 
@@ -97,13 +98,16 @@ class Tiles(Protocol):
     def policy_loss(
         self,
         config: GRPOLossConfig,
-        tokens: TokenInputs,
+        inputs: TokenInputs,
         logps: Tensor,
         entropy: Tensor | None,
         *,
         grad: bool,
     ) -> PolicyLoss:
-        """The objective over `logps [C]` with its gradient."""
+        """The objective over `logps [C]` with its gradients, if they are asked for.
+
+        Triton has the token-local objectives (`config.two_pass_reason`), torch all.
+        """
         ...
 
 

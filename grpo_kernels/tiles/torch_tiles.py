@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import objective
-from ..objective import GRPOLossConfig, TokenInputs
+from ..config import GRPOLossConfig
+from ..objective import TokenInputs
 from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
 
 _CPU_BLOCK_BYTES = 1 << 20
@@ -94,7 +95,7 @@ def logit_grads_(
 
 def policy_loss(
     config: GRPOLossConfig,
-    tokens: TokenInputs,
+    inputs: TokenInputs,
     logps: Tensor,
     entropy: Tensor | None,
     *,
@@ -102,17 +103,17 @@ def policy_loss(
 ) -> PolicyLoss:
     if not grad:
         with torch.no_grad():
-            return PolicyLoss(objective.policy_loss(config, tokens, logps, entropy), None, None)
+            return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
     with torch.enable_grad():
         logps = logps.detach().requires_grad_()
         wanted = [logps]
-        if config.entropy_coef and entropy is not None:
+        if entropy is not None and (config.entropy_coef or callable(config.loss_type)):
             entropy = entropy.detach().requires_grad_()
             wanted.append(entropy)
-        totals = objective.policy_loss(config, tokens, logps, entropy)
-        gradients = torch.autograd.grad(totals.sums[0], wanted)
-    totals = totals._replace(sums=totals.sums.detach())
-    return PolicyLoss(totals, gradients[0], gradients[1] if len(gradients) > 1 else None)
+        loss = objective.policy_loss(config, inputs, logps, entropy)
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    d_logps = torch.zeros_like(logps) if gradients[0] is None else gradients[0]
+    return PolicyLoss(loss.detach(), d_logps, gradients[1] if len(gradients) > 1 else None)
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:

@@ -11,13 +11,13 @@ Backward, given dL/dl (d_logps), its softmax part (d_prob) and dL/dE (d_entropy)
     dL/dz_j = d_logps * 1[j = y] - p_j * (d_prob + d_entropy * (z_j - lse + E))
     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
 
-The policy-loss kernel is the objective of `grpo_kernels.objective` and its derivative by hand.
+The policy-loss kernel is the token-local part of `grpo_kernels.objective` and its derivative by
+hand; what only scales the surrogate (corrections) is taken from there.
 The running rescale of S is that of online softmax, arXiv:1805.02867.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..objective import SUM_NAMES, GRPOLossConfig, PolicySums, TokenInputs
+from ..config import GRPOLossConfig
+from ..objective import TokenInputs, Tokens, surrogate_scale
 from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
 
 # Per program, 8 warps: the most that no configuration spills registers at.
 _STATS_BLOCK_V = 4096
 _GRADS_BLOCK_V = 2048
 _BLOCK_N = 256
+# Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
+_FAR = 1e35
 
 
 @triton.jit
@@ -176,14 +179,77 @@ def logit_grads_kernel(
 
 
 @triton.jit
+def _kl(d, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr):
+    """The estimate of a token's KL from d = ref_logps - logps, and its derivative by logps."""
+    wanders = d != d
+    if HAS_CLAMP:
+        wanders = (d < -20.0) | (d > 20.0)
+        d = tl.minimum(tl.maximum(d, -20.0), 20.0)
+    if ESTIMATOR == "k1" or ESTIMATOR == "k1+":
+        kl, slope = -d, tl.full(d.shape, 1.0, tl.float32)
+    elif ESTIMATOR == "abs":
+        kl = tl.abs(d)
+        slope = tl.where(d > 0.0, -1.0, tl.where(d < 0.0, 1.0, 0.0))
+    elif ESTIMATOR == "k2":
+        kl, slope = 0.5 * d * d, -d
+    else:
+        kl, slope = _expm1_minus(d), -_expm1(d)
+    # What the gradient is taken of: for k1+ and k3+ not what the value is.
+    source = kl
+    if ESTIMATOR == "k1+" or ESTIMATOR == "k3+":
+        source, slope = 0.5 * d * d, -d
+    if HAS_CLAMP:
+        flat = wanders | (source < -kl_clamp) | (source > kl_clamp)
+        slope = tl.where(flat, 0.0, slope)
+        kl = tl.minimum(tl.maximum(kl, -kl_clamp), kl_clamp)
+    return kl, slope
+
+
+@triton.jit
+def _surrogate(
+    logps, old_logps, ratio, flows, advantages, low, high, ratio_max, dual_clip, tau_pos, tau_neg,
+    SURROGATE: tl.constexpr,
+):  # fmt: skip
+    """The loss of a token and its derivative by its log-prob; `flows`: dr/dl is r, not 0."""
+    if SURROGATE == "clip":
+        bounded = tl.minimum(ratio, ratio_max) * advantages
+        clipped = tl.minimum(tl.maximum(ratio, low), high) * advantages
+        loss = -tl.minimum(bounded, clipped)
+        # The branch the minimum takes decides which bound cuts the gradient off.
+        within = (ratio >= low) & (ratio <= high)
+        flows = flows & tl.where(bounded <= clipped, ratio <= ratio_max, within)
+        cap = -dual_clip * advantages
+        capped = (advantages < 0.0) & (loss > cap)
+        loss = tl.where(capped, cap, loss)
+        d_logps = tl.where(flows & ~capped, -advantages * ratio, 0.0)
+    elif SURROGATE == "sapo":
+        tau = tl.where(advantages > 0.0, tau_pos, tau_neg)
+        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
+        loss = -4.0 / tau * gate * advantages
+        d_logps = tl.where(flows, -4.0 * gate * (1.0 - gate) * ratio * advantages, 0.0)
+    else:
+        weight = tl.full(logps.shape, 1.0, tl.float32)
+        if SURROGATE != "reinforce":
+            weight = tl.minimum(ratio, ratio_max)
+        if SURROGATE == "dppo_tv":
+            moved = tl.exp(logps) - tl.exp(old_logps)
+            cut = tl.where(advantages > 0.0, moved > high, moved < low)
+            weight = tl.where(cut, 0.0, weight)
+        d_logps = -weight * advantages
+        loss = d_logps * logps
+    return loss, d_logps
+
+
+@triton.jit
 def policy_loss_kernel(
-    logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, entropy_ptr,
-    count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,
+    logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, scale_ptr,
+    entropy_ptr, count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,
     N,
-    low, high, delta, beta, entropy_coef,
-    HAS_MASK: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_GRAD: tl.constexpr, NUM_SUMS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    low, high, ratio_max, dual_clip, tau_pos, tau_neg, beta, kl_clamp, entropy_coef,
+    SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_OLD: tl.constexpr, HAS_KL: tl.constexpr, HAS_KL_CLAMP: tl.constexpr,
+    HAS_KL_RATIO: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_GRAD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -199,23 +265,27 @@ def policy_loss_kernel(
     if HAS_OLD:
         old_logps = tl.load(old_logps_ptr + offs_n, mask=mask_n, other=0.0)
 
-    ratio = tl.exp(logps - old_logps)
-    bounded = tl.minimum(ratio, delta)
-    clipped = tl.minimum(tl.maximum(ratio, low), high)
-    per_token = -tl.minimum(bounded * advantages, clipped * advantages)
-    # The branch the minimum takes decides which bound cuts the gradient off.
-    takes_bounded = bounded * advantages <= clipped * advantages
-    within = (ratio >= low) & (ratio <= high)
-    flows = tl.where(takes_bounded, ratio <= delta, within)
-    d_logps = tl.where(flows, -advantages * ratio, 0.0)
-    kl = tl.zeros_like(logps)
-    if HAS_REF:
+    # Above e^80 a ratio is worth its bound, and finite.
+    log_ratio = logps - old_logps
+    flows = log_ratio <= 80.0
+    ratio = tl.exp(tl.minimum(log_ratio, 80.0))
+    per_token, d_logps = _surrogate(
+        logps, old_logps, ratio, flows, advantages,
+        low, high, ratio_max, dual_clip, tau_pos, tau_neg, SURROGATE,
+    )  # fmt: skip
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
+        per_token *= scale
+        d_logps *= scale
+    if HAS_KL:
         d = tl.load(ref_logps_ptr + offs_n, mask=mask_n, other=0.0) - logps
-        kl = _expm1_minus(d)
+        kl, slope = _kl(d, kl_clamp, KL_ESTIMATOR, HAS_KL_CLAMP)
+        if HAS_KL_RATIO:
+            slope = ratio * (slope + tl.where(flows, kl, 0.0))
+            kl *= ratio
         per_token += beta * kl
-        d_logps -= beta * _expm1(d)
+        d_logps += beta * slope
     loss = weights * per_token
-    entropy = tl.zeros_like(logps)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + offs_n, mask=mask_n, other=0.0)
         d_entropy = -entropy_coef / tl.maximum(tl.load(count_ptr), 1.0)
@@ -224,20 +294,9 @@ def policy_loss_kernel(
             tl.store(d_entropy_ptr + offs_n, tl.where(mask_n, d_entropy, 0.0), mask=inside)
     if HAS_GRAD:
         tl.store(d_logps_ptr + offs_n, weights * d_logps, mask=inside)
-
-    counted = tl.where(mask_n, ratio, 0.0)
-    clip_low = tl.where((ratio < low) & (advantages < 0.0), 1.0, 0.0)
-    clip_high = tl.where((ratio > high) & (advantages > 0.0), 1.0, 0.0)
-    # One row of partial sums a program, in the order of SUM_NAMES, the largest ratio last: summed
-    # outside, so that the result does not depend on the order in which programs run.
-    row_ptr = partials_ptr + block * (NUM_SUMS + 1)
-    tl.store(row_ptr, tl.sum(loss, axis=0))
-    tl.store(row_ptr + 1, tl.sum(counted, axis=0))
-    tl.store(row_ptr + 2, tl.sum(clip_low, axis=0))
-    tl.store(row_ptr + 3, tl.sum(clip_high, axis=0))
-    tl.store(row_ptr + 4, tl.sum(entropy, axis=0))
-    tl.store(row_ptr + 5, tl.sum(kl, axis=0))
-    tl.store(row_ptr + NUM_SUMS, tl.max(counted, axis=0))
+    # One partial sum a program: summed outside, so that the result does not depend on the order
+    # in which programs run.
+    tl.store(partials_ptr + block, tl.sum(loss, axis=0))
 
 
 def token_stats(
@@ -287,39 +346,55 @@ def logit_grads_(
 
 def policy_loss(
     config: GRPOLossConfig,
-    tokens: TokenInputs,
+    inputs: TokenInputs,
     logps: Tensor,
     entropy: Tensor | None,
     *,
     grad: bool,
 ) -> PolicyLoss:
     count = logps.shape[0]
-    has_entropy_grad = grad and entropy is not None and config.entropy_coef != 0.0
+    has_entropy = entropy is not None and config.entropy_coef != 0.0
     if count == 0:
-        totals = PolicySums.zero(logps.device)
-        return PolicyLoss(totals, logps if grad else None, logps if has_entropy_grad else None)
+        return PolicyLoss(logps.sum(), logps if grad else None, logps if has_entropy else None)
+    scale, _ = surrogate_scale(config, inputs, Tokens.of(inputs, logps, entropy))
     blocks = triton.cdiv(count, _BLOCK_N)
-    partials = logps.new_empty((blocks, len(SUM_NAMES) + 1))
+    partials = logps.new_empty(blocks)
     d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
-    low, high = config.clip_range
-    delta = math.inf if config.delta is None else float(config.delta)
     with _device_of(logps):
         policy_loss_kernel[(blocks,)](
-            logps, tokens.advantages, tokens.weights,
-            logps if tokens.mask is None else tokens.mask,
-            logps if tokens.old_logps is None else tokens.old_logps,
-            logps if tokens.ref_logps is None else tokens.ref_logps,
-            logps if entropy is None else entropy,
-            tokens.count, d_logps, d_entropy, partials,
+            logps, inputs.advantages, inputs.weights,
+            *(logps if x is None else x for x in (
+                inputs.mask, inputs.old_logps, inputs.ref_logps, scale, entropy,
+            )),
+            inputs.count, d_logps, d_entropy, partials,
             count,
-            low, high, delta, float(config.beta), float(config.entropy_coef),
-            HAS_MASK=tokens.mask is not None, HAS_OLD=tokens.old_logps is not None,
-            HAS_REF=tokens.ref_logps is not None,
-            HAS_ENTROPY=entropy is not None, HAS_GRAD=grad, NUM_SUMS=len(SUM_NAMES),
+            *_policy_scalars(config),
+            SURROGATE=config.surrogate, KL_ESTIMATOR=config.kl_estimator,
+            HAS_MASK=inputs.mask is not None, HAS_OLD=inputs.old_logps is not None,
+            HAS_KL=config.beta != 0.0, HAS_KL_CLAMP=config.kl_clamp is not None,
+            HAS_KL_RATIO=config.use_bias_correction_kl, HAS_SCALE=scale is not None,
+            HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
             BLOCK_N=_BLOCK_N, num_warps=4,
         )  # fmt: skip
-    totals = PolicySums(partials[:, :-1].sum(0), partials[:, -1].amax())
-    return PolicyLoss(totals, d_logps if grad else None, d_entropy if has_entropy_grad else None)
+    return PolicyLoss(
+        partials.sum(), d_logps if grad else None, d_entropy if grad and has_entropy else None
+    )
+
+
+def _policy_scalars(config: GRPOLossConfig) -> tuple[float, ...]:
+    """From low to entropy_coef, as the kernel takes them; a bound that is not there is `_FAR`."""
+    low, high = config.clip_range
+    ratio_max = config.delta
+    if config.surrogate == "cispo":
+        ratio_max = config.epsilon_high
+    elif config.surrogate == "dppo_tv":
+        low, high, ratio_max = -config.epsilon, config.upper_epsilon, config.dppo_ratio_max
+    return (
+        low, high,
+        *(_FAR if bound is None else float(bound) for bound in (ratio_max, config.dual_clip)),
+        float(config.sapo_temperature_pos), float(config.sapo_temperature_neg),
+        float(config.beta), float(config.kl_clamp or 0.0), float(config.entropy_coef),
+    )  # fmt: skip
 
 
 def _device_of(x: Tensor) -> Any:
