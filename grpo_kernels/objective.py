@@ -334,8 +334,9 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
     position = q * (mask.sum(dtype=torch.float64) - 1).clamp(min=0)
     below = position.floor()
-    above = position.ceil().long()
-    return torch.lerp(ordered[below.long()], ordered[above], (position - below).to(x.dtype))
+    # Not ordered[below], which would read the index from the device.
+    ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())
+    return torch.lerp(ends[0], ends[1], (position - below).to(x.dtype))
 
 
 def correction(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor | None:

@@ -1,0 +1,66 @@
+"""No call waits for the device, beyond the one transfer of its row counts.
+
+Fake tensors have no values: whoever asks for one (item, an `if`, a 0-d tensor as an index) raises,
+which on a GPU would be a wait.
+"""
+
+import sys
+
+import pytest
+import torch
+from batches import OBJECTIVES, config
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels.inputs import ValueChecks
+from grpo_kernels.row_chunks import RowPlan
+from grpo_kernels.tiles import torch_tiles
+
+B, T, H, V = 3, 5, 8, 11
+# The torch tiles compare addresses to see whether they work in place.
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+
+
+@pytest.fixture(autouse=True)
+def without_the_one_transfer(monkeypatch):
+    """And without the looks at values that only a CPU takes."""
+
+    def plan_rows(wanted, with_grad, checks, *, num_tokens, **_):
+        return RowPlan(None, num_tokens, num_tokens, 4)
+
+    for name in ("fused_grpo_loss", "linear_logprobs"):  # the module, not its function
+        monkeypatch.setattr(sys.modules[f"grpo_kernels.{name}"], "plan_rows", plan_rows)
+    monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
+    monkeypatch.setattr(torch_tiles, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
+
+
+@pytest.mark.parametrize("call", (grpo_loss, fused_grpo_loss))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_reads_nothing(objective, call):
+    options, names = OBJECTIVES[objective]
+    cfg = config(**options)
+    with FakeTensorMode():
+        kwargs = {name: torch.ones(B, T) for name in names}
+        mask = torch.ones(B, T, dtype=torch.bool)
+        if cfg.average == "dapo":
+            kwargs["num_items"] = torch.ones(())
+        if call is grpo_loss:
+            head = (torch.ones(B, T, requires_grad=True),)
+            kwargs["entropy"] = torch.ones(B, T)
+        else:
+            weight = torch.ones(V, H, requires_grad=True)
+            targets = torch.ones(B, T, dtype=torch.long)
+            head = (torch.ones(B, T, H, requires_grad=True), weight, targets)
+        out = call(*head, torch.ones(B), mask, config=cfg, **kwargs)
+        out.loss.backward()
+        assert head[0].grad.shape == head[0].shape
+        with pytest.raises(DataDependentOutputException):
+            out.loss.item()
+
+
+def test_log_probs_read_nothing():
+    with FakeTensorMode():
+        hidden = torch.ones(B, T, H, requires_grad=True)
+        targets = torch.ones(B, T, dtype=torch.long)
+        out = linear_logprobs(hidden, torch.ones(V, H), targets, entropy=True)
+        (out.logps + out.entropy).sum().backward()
