@@ -101,7 +101,6 @@ def group_advantages(
         mean = of_group.mean(values)
         normalised = (values - mean) / (of_group.std(values, mean) + eps)
         equal = of_group.all_equal(values)
-        normalised = normalised.masked_fill(equal & ~values.isnan(), 0.0)
         total = (normalised * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
         advantages = (total - total.nanmean()) / (_std(total) + eps)
     # A std over one value is NaN, and so is an unscorable completion's advantage.

@@ -74,15 +74,16 @@ class GRPOLossConfig:
             averages), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
             `"reinforce"`, `"dppo_tv"`; or an objective of your own, a callable that takes
             `grpo_kernels.objective.Tokens` and returns the loss of every token, `[N]`, before
-            corrections, KL and averaging.
+            corrections, KL and averaging. Gradients flow to log-probs and entropy, not to
+            parameters it may hold itself.
         beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
         epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. For `gmpo` a
             bound on the log-ratio (its paper has 0.4), for `dppo_tv` on the probability's change.
         epsilon_high: upper clip range, >= 0; None takes `epsilon`. For `cispo` the largest weight
             itself, which has no default (ScaleRL has 5.0).
         delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None is none.
-        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None is none. It does
-            what `delta` does by another name: one of them at a time.
+        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None is none. Not
+            together with `delta`, which bounds the same and the unclipped ratio of A > 0 besides.
         importance_sampling_level: `"token"`, or `"sequence"`, where one ratio, the exponential of
             the mean log-ratio, stands for all tokens of a sequence (`gspo` implies it).
         aggregation: how the tokens' losses are averaged, named as the loss type that introduced
@@ -104,7 +105,8 @@ class GRPOLossConfig:
         is_clip_max: upper bound of that weight; None is none.
         is_clip_min: lower bound of that weight; None is none.
         off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
-            to policy exceeds this; None drops none.
+            to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
+            `old_logps`, else the policy itself, which drops none.
         sapo_temperature_pos: slope of `sapo`'s gate where A > 0.
         sapo_temperature_neg: slope of `sapo`'s gate elsewhere.
         vespo_k_pos: exponent of `vespo`'s weight where A >= 0; `vespo_k_neg` elsewhere.
@@ -179,6 +181,15 @@ class GRPOLossConfig:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def scales_surrogate(self) -> bool:
+        """Whether a correction multiplies the tokens' losses."""
+        return (
+            self.is_correction != "none"
+            or self.off_policy_threshold is not None
+            or self.top_entropy_quantile < 1
+        )
+
+    @property
     def one_pass(self) -> bool:
         """Whether `fused_grpo_loss` makes the logits once (3 GEMMs) instead of twice (4).
 
@@ -231,7 +242,7 @@ class GRPOLossConfig:
 
     def _check_types(self) -> None:
         if not callable(self.loss_type):
-            check_choice("loss_type", self.loss_type, (*LOSS_TYPES, "or a callable"))
+            check_choice("loss_type", self.loss_type, LOSS_TYPES, hint=" or a callable")
         check_choice(
             "importance_sampling_level", self.importance_sampling_level, ("token", "sequence")
         )
@@ -326,6 +337,6 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a finite number; got {value}")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}{hint}; got {value!r}")

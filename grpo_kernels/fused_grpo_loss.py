@@ -87,7 +87,8 @@ def fused_grpo_loss(
         ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
             not 0, and otherwise used for the `kl` metrics alone.
         sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
-            none; needed by `config.is_correction`, used by `config.off_policy_threshold`.
+            none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
+            otherwise by the metrics alone.
         bias: `[V]` or None.
         config: what loss to compute; `config.one_pass` says whether in one pass or two.
         num_items: the `dapo` average's denominator, int, float or 0-d tensor: the unmasked tokens
@@ -102,10 +103,10 @@ def fused_grpo_loss(
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
-        skip_untrained: leave tokens whose gradient is known to be 0 beforehand (advantage 0, no
-            KL, no entropy term; in two passes: whole sequences of them) out of the forward too.
-            The gradients are the same; their `logps` are 0, and the metrics' means are over the
-            other tokens.
+        skip_untrained: leave tokens whose gradient is known to be 0 beforehand (advantage or
+            sampler's correction 0, no KL, no entropy term; in two passes: whole sequences of
+            advantage 0) out of the forward too. The gradients are the same; their `logps` are 0,
+            and the metrics are over the other tokens.
         backward: `"exact"`.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's

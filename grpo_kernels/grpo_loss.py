@@ -1,7 +1,7 @@
 """From log-probs to the GRPO loss: ratio, clip, KL and masked mean, with their gradient.
 
-The formulas are in `grpo_kernels.objective`. One kernel gives value, gradient and metrics; the
-backward multiplies the stored gradient by the loss's own.
+The formulas are in `grpo_kernels.objective`. One kernel, or torch operations where the objective
+is not token-local, gives value and gradient; the backward multiplies the gradient by the loss's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def grpo_loss(
         ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
             not 0, and otherwise used for the `kl` metrics alone.
         sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
-            none; needed by `config.is_correction`, used by `config.off_policy_threshold`.
+            none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
+            otherwise by the metrics alone.
         entropy: of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
         config: what loss to compute. Its temperature has been applied already, to the logits.

@@ -76,10 +76,10 @@ class ValueChecks:
     def check_without_sync(self) -> None:
         """On a CPU raises; on a GPU leaves a device-side assertion, as torch's own gather does."""
         for count, message in zip(self.counts, self.messages, strict=True):
-            if count.device.type == "cpu":
-                self.raise_for([int(c) for c in self.counts])
-            else:
+            if count.device.type != "cpu":
                 torch._assert_async(count == 0, message)
+            elif int(count):
+                raise ValueError(f"{message} ({int(count)} of them)")
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def flat_tokens(
             f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} with these "
             "options tells sequences apart and the input is packed; got None"
         )
-    _check_num_items(config, num_items, checks)
+    num_items = _num_items(config, num_items, layout.device, checks)
     flat_mask = layout.flat_mask(mask, checks)
     if flat_mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
@@ -239,14 +239,16 @@ def flat_tokens(
         weights=aggregation_weights(config, mask_float, layout.sequences, num_items),
         count=mask_float.sum(),
         mask=flat_mask,
-        entropy_threshold=_entropy_threshold(config, entropy_threshold, mask_float),
+        entropy_threshold=_entropy_threshold(config, entropy_threshold, mask_float, checks),
         sequences=layout.sequences,
         **flat,
     )
     return with_known_correction(config, inputs)
 
 
-def _entropy_threshold(config: GRPOLossConfig, threshold: object, like: Tensor) -> Tensor | None:
+def _entropy_threshold(
+    config: GRPOLossConfig, threshold: object, like: Tensor, checks: ValueChecks
+) -> Tensor | None:
     if threshold is None:
         return None
     if config.top_entropy_quantile == 1.0:
@@ -254,32 +256,44 @@ def _entropy_threshold(config: GRPOLossConfig, threshold: object, like: Tensor) 
             "entropy_threshold: expected None, as config.top_entropy_quantile = 1.0 trains every "
             f"token; got {threshold!r}"
         )
-    if isinstance(threshold, Tensor):
-        if threshold.ndim != 0:
-            raise ValueError(
-                f"entropy_threshold: expected a 0-d tensor; got shape {list(threshold.shape)}"
-            )
-        return threshold.detach().to(like)
-    check_number("entropy_threshold", threshold)
-    return torch.full((), threshold, dtype=like.dtype, device=like.device)  # type: ignore[call-overload]
+    number = _scalar("entropy_threshold", threshold, like.device)
+    if isinstance(number, Tensor):
+        checks.add(number.isnan(), "entropy_threshold: expected a number; got NaN")
+        return number.to(like.dtype)
+    return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
-def _check_num_items(config: GRPOLossConfig, num_items: object, checks: ValueChecks) -> None:
+def _num_items(
+    config: GRPOLossConfig, num_items: object, device: torch.device, checks: ValueChecks
+) -> float | Tensor | None:
     if num_items is None:
-        return
+        return None
     if config.average != "dapo":
         raise ValueError(
             "num_items: expected None, as only the 'dapo' average divides by it; got "
             f"{num_items!r} with loss_type={config.loss_type!r}"
         )
-    if isinstance(num_items, Tensor):
-        if num_items.ndim != 0:
-            raise ValueError(f"num_items: expected a 0-d tensor; got shape {list(num_items.shape)}")
-        checks.add(~(num_items >= 0), "num_items: expected a number >= 0; got another")
-        return
-    check_number("num_items", num_items)
-    if num_items < 0:  # type: ignore[operator]
-        raise ValueError(f"num_items: expected a number >= 0; got {num_items}")
+    number = _scalar("num_items", num_items, device)
+    if isinstance(number, Tensor):
+        checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")
+    elif number < 0:
+        raise ValueError(f"num_items: expected a number >= 0; got {number}")
+    return number
+
+
+def _scalar(name: str, value: object, device: torch.device) -> float | Tensor:
+    """A number, or a 0-d tensor on `device`; one on the CPU can be read without waiting."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0:
+            raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
+        if value.device == device:
+            return value.detach()
+        if value.device.type != "cpu":
+            raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
+        value = value.item()
+    check_number(name, value)
+    assert isinstance(value, (int, float))
+    return value
 
 
 def check_head(

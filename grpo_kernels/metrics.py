@@ -1,6 +1,7 @@
 """What a loss tells about itself: 0-d tensors, none of them read from the device.
 
-Names are TRL's where TRL has one. A metric that does not apply is absent rather than 0.
+Names are TRL's where TRL has one. A metric that does not apply is absent rather than 0; the clip
+shares, which every loss has, are 0 where nothing is clipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from .objective import (
     vespo_weights,
 )
 
+_DIFFERENCE = "sampling/sampling_logp_difference"
+_WEIGHT = "sampling/importance_sampling_ratio"
+
 
 @torch.no_grad()
 def loss_metrics(
@@ -36,109 +40,112 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where it was not computed.
     """
     tokens = Tokens.of(inputs, logps, entropy)
-    over = _Over(tokens)
+    mask = tokens.mask != 0
     ratio = importance_ratio(config, tokens)
-    metrics = {
-        "tokens": inputs.count,
-        "ratio_mean": over.mean(ratio),
-        "ratio_max": over.max(ratio),
-        "ess": over.effective_sample_size(ratio),
-    }
-    metrics |= _clip_metrics(config, tokens, ratio, over)
+    # Per token `[N]`, by name: what is averaged over tokens, over sequences, and what is maximised.
+    means = {"ratio_mean": ratio}
+    by_sequence: dict[str, Tensor] = {}
+    maxima = {"ratio_max": ratio}
     if tokens.ref_logps is not None:
-        kl = kl_terms(config, tokens, ratio)
-        metrics |= {"kl": over.mean(kl), "kl_max": over.max(kl)}
+        means["kl"] = maxima["kl_max"] = kl_terms(config, tokens, ratio)
     if tokens.entropy is not None:
-        metrics["entropy"] = over.mean(tokens.entropy)
+        means["entropy"] = tokens.entropy
     if d_logps is not None:
         still = d_logps == 0
-        if d_entropy is not None:
-            still &= d_entropy == 0
-        metrics["zero_gradient"] = over.mean(still)
+        means["zero_gradient"] = still if d_entropy is None else still & (d_entropy == 0)
+    low, high = clipped_tokens(config, tokens, ratio)
+    clips = means if config.ratio_level == "token" else by_sequence
+    clips |= {"clip_low": low, "clip_high": high}
     if config.surrogate == "vespo":
-        phi = vespo_weights(config, inputs, tokens)
-        metrics["vespo/phi_seq_mean"] = over.mean_of_sequences(phi)
+        by_sequence["vespo/phi_seq_mean"] = vespo_weights(config, inputs, tokens)
     if config.off_policy_threshold is not None:
-        metrics["off_policy_dropped"] = over.mean(~on_policy(config, tokens))
+        means["off_policy_dropped"] = ~on_policy(config, tokens)
     if config.top_entropy_quantile < 1:
-        metrics["entropy_kept"] = over.mean(high_entropy(config, inputs, tokens))
-    return metrics | _sampling_metrics(config, inputs, tokens, over)
+        means["entropy_kept"] = high_entropy(config, inputs, tokens)
+    if tokens.sampling_logps is not None:
+        # A token the sampler has no log-prob of (NaN) is no part of the mean.
+        gap = (tokens.old_logps - tokens.sampling_logps).abs()
+        means["scored"], gap = ~gap.isnan(), gap.nan_to_num(nan=0.0)
+        means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap
+    rho = correction(config, inputs, tokens)
+    if rho is not None:
+        of = by_sequence if config.is_correction.startswith("sequence") else means
+        of[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
+        maxima[f"{_WEIGHT}/min"] = -rho
+
+    metrics = {"tokens": inputs.count, **_maxima(maxima, mask)}
+    # Relative to the largest, so that no square overflows.
+    scaled = ratio / metrics["ratio_max"].clamp(min=torch.finfo(ratio.dtype).tiny)
+    means |= {"weight": scaled, "squared": scaled.square()}
+    metrics |= _means(means, mask) | _means_of_sequences(by_sequence, tokens)
+    squared = metrics.pop("squared").clamp(min=torch.finfo(ratio.dtype).tiny)
+    metrics["ess"] = metrics.pop("weight").square() / squared
+    if "scored" in metrics:
+        share = metrics.pop("scored").clamp(min=torch.finfo(ratio.dtype).tiny)
+        metrics[f"{_DIFFERENCE}/mean"] = metrics[f"{_DIFFERENCE}/mean"] / share
+    if rho is not None:
+        metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
+    return metrics | _clip_metrics(config, tokens, metrics, low, high)
 
 
 def _clip_metrics(
-    config: GRPOLossConfig, tokens: Tokens, ratio: Tensor, over: _Over
+    config: GRPOLossConfig, tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
 ) -> dict[str, Tensor]:
-    mean = over.mean if config.ratio_level == "token" else over.mean_of_sequences
+    """TRL's names for the clip shares, and the extremes over sequences."""
+    clip_low, clip_high = metrics["clip_low"], metrics["clip_high"]
     if config.surrogate == "cispo":
-        assert config.epsilon_high is not None
-        return {"cispo_clip_ratio": mean((ratio > config.epsilon_high) & (tokens.advantages > 0))}
+        return {"cispo_clip_ratio": clip_high}
     if config.surrogate not in ("clip", "gmpo", "dppo_tv"):
         return {}
-    low, high = clipped_tokens(config, tokens, ratio)
-    clip_low, clip_high = mean(low), mean(high)
-    metrics = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
+    named = {
         "clip_ratio/low_mean": clip_low,
         "clip_ratio/high_mean": clip_high,
         "clip_ratio/region_mean": clip_low + clip_high,
     }
     if tokens.sequences is not None:
-        metrics["clip_ratio/low_min"] = -over.max(-tokens.sequence_mean(low.to(ratio.dtype)))
-        metrics["clip_ratio/high_max"] = over.max(tokens.sequence_mean(high.to(ratio.dtype)))
-    return metrics
+        shares, occupied = _shares_of_sequences({"low": low, "high": high}, tokens)
+        shares[0].neg_()
+        lowest, highest = _largest(shares, occupied)
+        named |= {"clip_ratio/low_min": -lowest, "clip_ratio/high_max": highest}
+    return named
 
 
-def _sampling_metrics(
-    config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens, over: _Over
-) -> dict[str, Tensor]:
-    if tokens.sampling_logps is None:
+def _means(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Over the tokens of `mask`, 0 over none: one sum for all of them."""
+    sums = torch.where(mask, _stack(named), 0).sum(1)
+    return dict(zip(named, (sums / mask.sum().clamp(min=1)).unbind(), strict=True))
+
+
+def _maxima(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    return dict(zip(named, _largest(_stack(named), mask).unbind(), strict=True))
+
+
+def _largest(x: Tensor, mask: Tensor) -> Tensor:
+    """The maximum of each row of `x [K, N]` over `mask [N]`, 0 over none."""
+    if not x.shape[1]:
+        return x.new_zeros(x.shape[0])
+    largest = torch.where(mask, x, -torch.inf).amax(1)
+    return torch.where(mask.any(), largest, 0)
+
+
+def _means_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
+    """Over the sequences that have a token, of the means over their tokens."""
+    if not named:
         return {}
-    gap = (tokens.old_logps - tokens.sampling_logps).abs()
-    # A token the sampler has no log-prob of (NaN) is no part of the mean.
-    scored = _Over(tokens, ~gap.isnan())
-    name = "sampling/sampling_logp_difference"
-    metrics = {f"{name}/mean": scored.mean(gap), f"{name}/max": scored.max(gap)}
-    rho = correction(config, inputs, tokens)
-    if rho is not None:
-        by_sequence = config.is_correction.startswith("sequence")
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/min"] = -over.max(-rho)
-        metrics[f"{name}/mean"] = over.mean_of_sequences(rho) if by_sequence else over.mean(rho)
-        metrics[f"{name}/max"] = over.max(rho)
-    return metrics
+    shares, occupied = _shares_of_sequences(named, tokens)
+    means = shares.sum(1) / occupied.sum().clamp(min=1)
+    return dict(zip(named, means.unbind(), strict=True))
 
 
-class _Over:
-    """Means and maxima over unmasked tokens, of them those `among`; 0 over none."""
+def _shares_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The means over each sequence `[K, B]`, and which sequences have a token `[B]`."""
+    sequences = tokens.sequences
+    assert sequences is not None
+    lengths = sequences.sum(tokens.mask)
+    sums = sequences.sum(torch.where(tokens.mask != 0, _stack(named), 0))
+    return sums / lengths.clamp(min=1), lengths > 0
 
-    def __init__(self, tokens: Tokens, among: Tensor | None = None) -> None:
-        self.tokens, self.dtype = tokens, tokens.logps.dtype
-        self.mask = tokens.mask != 0
-        if among is not None:
-            self.mask = self.mask & among
-        self.count = self.mask.sum().clamp(min=1)
 
-    def mean(self, x: Tensor) -> Tensor:
-        return torch.where(self.mask, x, 0).sum(dtype=torch.float64).to(self.dtype) / self.count
-
-    def max(self, x: Tensor) -> Tensor:
-        if not x.numel():
-            return x.new_zeros(())
-        largest = torch.where(self.mask, x, -torch.inf).amax()
-        return torch.where(self.mask.any(), largest, 0.0)
-
-    def mean_of_sequences(self, x: Tensor) -> Tensor:
-        """The mean over sequences, those with a token, of the mean of `x` over their tokens."""
-        sequences = self.tokens.sequences
-        assert sequences is not None
-        lengths = sequences.sum(self.mask.to(self.dtype))
-        sums = sequences.sum(torch.where(self.mask, x, 0).to(self.dtype))
-        return (sums / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
-
-    def effective_sample_size(self, w: Tensor) -> Tensor:
-        """(sum w)^2 / (n sum w^2): 1 where all weights are equal, 1 / n where one is all."""
-        w = torch.where(self.mask, w, 0)
-        w = w / self.max(w).clamp(min=torch.finfo(w.dtype).tiny)
-        squares = w.square().sum()
-        return w.sum().square() / (self.count * squares.clamp(min=torch.finfo(w.dtype).tiny))
+def _stack(named: dict[str, Tensor]) -> Tensor:
+    dtype = torch.promote_types(torch.float32, next(iter(named.values())).dtype)
+    return torch.stack([x.to(dtype) for x in named.values()])

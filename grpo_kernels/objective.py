@@ -1,4 +1,4 @@
-"""The objective: per-token terms, corrections, averages and metrics, defined once.
+"""The objective: per-token terms, corrections and averages, defined once.
 
 Every path of the library computes this definition: the reference in float64, the torch tiles by
 differentiating it, the Triton policy-loss kernel by a hand-written copy of its token-local part
@@ -53,12 +53,13 @@ class Sequences:
     count: int
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sums `x [N]` over each sequence, `[B]`.
+        """Sums `x [..., N]` over each sequence, `[..., B]`.
 
-        In float64, whose rounding the order of a GPU's atomic additions does not survive.
+        In float64 where there is one: a GPU adds in any order, and the differences that makes are
+        then rounded away.
         """
-        total = x.new_zeros(self.count, dtype=torch.float64)
-        return total.index_add(0, self.ids, x.double()).to(x.dtype)
+        total = _wide(x).new_zeros(*x.shape[:-1], self.count)
+        return total.index_add(-1, self.ids, _wide(x)).to(x.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Gives every token its sequence's value, `[N]` from `[B]`."""
@@ -108,7 +109,8 @@ class Tokens:
     """What an objective sees: flat `[N]`, with zeros where the mask is 0.
 
     `logps` and `entropy` carry gradients, the rest are constants; `old_logps` is `logps`, detached,
-    where none were given; `mask` is 0 and 1 in the dtype of `logps`.
+    where none were given; `mask` is 0 and 1 in the dtype of `logps`; `entropy` is None where
+    `grpo_loss` was given none.
     """
 
     logps: Tensor
@@ -120,12 +122,12 @@ class Tokens:
     sampling_logps: Tensor | None = None
     sequences: Sequences | None = None
 
-    @cached_property
+    @property
     def log_ratio(self) -> Tensor:
         """`logps - old_logps`."""
         return self.logps - self.old_logps
 
-    @cached_property
+    @property
     def ratio(self) -> Tensor:
         """`exp(log_ratio)`, finite whatever came."""
         return _exp(self.log_ratio)
@@ -138,8 +140,11 @@ class Tokens:
     def sequence_mean(self, x: Tensor) -> Tensor:
         """The mean of `x [N]` over the unmasked tokens of each token's sequence, `[N]`."""
         sequences = self._known_sequences()
-        lengths = sequences.sum(self.mask).clamp(min=1)
-        return sequences.spread(sequences.sum(_select(self.mask, x)) / lengths)
+        return sequences.spread(sequences.sum(_select(self.mask, x)) / self._lengths)
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        return self._known_sequences().sum(self.mask).clamp(min=1)
 
     def _known_sequences(self) -> Sequences:
         if self.sequences is None:
@@ -256,7 +261,7 @@ def _checked(x: object, tokens: Tokens) -> Tensor:
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
         raise ValueError(f"{expected}with a gradient for tokens.logps or tokens.entropy; got none")
     # What it made of masked tokens is nobody's business, NaN included.
-    return _select(tokens.mask, x)
+    return _select(tokens.mask, x.to(tokens.logps.dtype))
 
 
 @torch.no_grad()
@@ -278,14 +283,18 @@ def vespo_weights(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -
 def clipped_tokens(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens the lower and the upper bound cut off from their gradient, bool `[N]`."""
     A = tokens.advantages
-    if config.surrogate == "gmpo":
-        moved, low, high = tokens.log_ratio, -config.epsilon, config.upper_epsilon
-    elif config.surrogate == "dppo_tv":
-        moved = tokens.logps.exp() - tokens.old_logps.exp()
-        low, high = -config.epsilon, config.upper_epsilon
-        return (moved < low) & (A <= 0), (moved > high) & (A > 0)
-    else:
-        moved, (low, high) = ratio, config.clip_range
+    low, high = -config.epsilon, config.upper_epsilon
+    match config.surrogate:
+        case "clip":
+            moved, (low, high) = ratio, config.clip_range
+        case "gmpo":
+            moved = tokens.log_ratio
+        case "dppo_tv":
+            moved = tokens.logps.exp() - tokens.old_logps.exp()
+        case "cispo":
+            moved, low = ratio, -math.inf
+        case _:
+            moved, low, high = ratio, -math.inf, math.inf
     return (moved < low) & (A < 0), (moved > high) & (A > 0)
 
 
@@ -309,12 +318,13 @@ def surrogate_scale(
     return scale, chosen
 
 
+@torch.no_grad()
 def on_policy(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """Bool `[N]`: advantage >= 0, or the sequence's sampler still close to the policy."""
     assert config.off_policy_threshold is not None
     sampler = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
     # A token the sampler has no log-prob of is no evidence.
-    drift = (sampler - tokens.logps.detach()).nan_to_num(nan=0.0)
+    drift = (sampler - tokens.logps).nan_to_num(nan=0.0)
     return (tokens.advantages >= 0) | (tokens.sequence_mean(drift) <= config.off_policy_threshold)
 
 
@@ -332,7 +342,7 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     if not x.numel():
         return x.new_zeros(())
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
-    position = q * (mask.sum(dtype=torch.float64) - 1).clamp(min=0)
+    position = q * (_wide(mask).sum() - 1).clamp(min=0)
     below = position.floor()
     # Not ordered[below], which would read the index from the device.
     ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())
@@ -394,6 +404,11 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
         k2 = kl_estimate("k2", d, clamp)
         kl = kl.detach() + (k2 - k2.detach())
     return kl
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, but on devices that have none."""
+    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -105,6 +105,10 @@ def test_equal_rewards_are_exactly_zero(reward, scale):
     assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all()
     one = group_advantages(rewards[:, None].expand(14, 2), 7, aggregation="normalize_then_sum")
     assert (one[:7] == 0).all() and (one[7:] != 0).all()
+    # Also where another function did not apply to the group.
+    two = torch.stack([rewards, torch.cat([torch.full((7,), NAN), torch.rand(7)])], 1)
+    one = group_advantages(two, 7, aggregation="normalize_then_sum")
+    assert (one[:7] == 0).all() and (one[7:] != 0).all()
 
 
 def test_group_of_one_and_batch_of_one():

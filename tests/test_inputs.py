@@ -1,5 +1,7 @@
 """Bad input gets an error that names the argument, what was expected and what came."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -202,6 +204,14 @@ FUSED = {
         ValueError,
         "entropy_threshold: expected None, as config.top_entropy_quantile = 1.0 trains every token",
     ),
+    "entropy_threshold_nan": (
+        {
+            "entropy_threshold": torch.tensor(float("nan")),
+            "config": GRPOLossConfig(top_entropy_quantile=0.2),
+        },
+        ValueError,
+        "entropy_threshold: expected a number; got NaN",
+    ),
     "entropy_threshold_shape": (
         {
             "entropy_threshold": torch.ones(2),
@@ -383,3 +393,18 @@ def test_out_of_range_ids_raise_on_cuda_too():
     }
     with pytest.raises(ValueError, match="targets: expected ids in"):
         fused_grpo_loss(**arguments)
+
+
+def test_a_number_on_the_cpu_serves_tensors_elsewhere(monkeypatch):
+    """A trainer's `num_items` often is; reading it waits for nothing."""
+    # The meta device stands for another one, and has no autocast.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    config = GRPOLossConfig(top_entropy_quantile=0.5)
+    logps = torch.zeros(2, 3, device="meta")
+    out = grpo_loss(
+        logps, torch.zeros(2, device="meta"), entropy=logps, num_items=torch.tensor(7),
+        entropy_threshold=torch.tensor(0.5), config=config,
+    )  # fmt: skip
+    assert out.loss.device.type == "meta"
+    with pytest.raises(ValueError, match="num_items: expected a tensor on cpu; got one on meta"):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(2), num_items=torch.zeros((), device="meta"))

@@ -59,7 +59,7 @@ def test_zero_gradient_counts_what_trains():
     advantages = [1.0, 0.0]
     assert metrics_of([[0.0, 0.0], [0.0, 0.0]], advantages)["zero_gradient"] == 0.5
     m = metrics_of([[0.0] * 2] * 2, advantages, entropy=[[1.0] * 2] * 2, entropy_coef=0.1)
-    assert "zero_gradient" in m
+    assert m["zero_gradient"] == 0  # the entropy's
     with torch.no_grad():
         assert "zero_gradient" not in grpo_loss(torch.zeros(2, 2), torch.ones(2)).metrics
 
@@ -81,6 +81,19 @@ def test_sampler():
     assert m[f"{name}/max"] == pytest.approx(1.2)
 
 
+def test_sampler_by_sequence():
+    """A sequence counts once, however long it is."""
+    m = metrics_of(
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
+        old_logps=[[0.0, 0.0, 0.0], [-1.0, 7.0, 7.0]],
+        sampling_logps=[[0.1, -0.3, math.nan], [0.0, 7.0, 7.0]],
+        is_correction="sequence_mask", is_clip_min=0.5,
+    )  # fmt: skip
+    name = "sampling/importance_sampling_ratio"
+    assert m[f"{name}/mean"] == pytest.approx(math.exp(0.2) / 2)
+    assert m[f"{name}/min"] == 0 and m[f"{name}/max"] == pytest.approx(math.exp(0.2))
+
+
 def test_masks_are_counted():
     options = {"old_logps": [[0.0, 0.0], [0.0, 0.0]], "sampling_logps": [[0.0] * 2, [0.5] * 2]}
     m = metrics_of([[0.0] * 2] * 2, [-1.0, -1.0], off_policy_threshold=0.2, **options)
@@ -95,9 +108,9 @@ def test_absent_where_it_does_not_apply():
     absent = {"kl", "kl_max", "entropy", "zero_gradient", "off_policy_dropped", "entropy_kept"}
     assert not absent & set(out.metrics)
     m = metrics_of([[0.0]], [1.0], loss_type="reinforce")
-    assert not any("clip" in name for name in m)
+    assert m["clip_low"] == m["clip_high"] == 0 and not any("clip_ratio" in name for name in m)
     m = metrics_of([[1.0]], [1.0], loss_type="cispo", epsilon_high=2.0, old_logps=[[0.0]])
-    assert m["cispo_clip_ratio"] == 1 and "clip_high" not in m
+    assert m["cispo_clip_ratio"] == m["clip_high"] == 1 and m["clip_low"] == 0
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from batches import config, make_batch, packed, relative_error
 
-from grpo_kernels import GRPOLossConfig, grpo_loss, reference
+from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
+from grpo_kernels.config import KL_ESTIMATORS
+from grpo_kernels.config import LOSS_TYPES as ALL_LOSS_TYPES
+from grpo_kernels.objective import masked_quantile
 
 
 def clamp(x, low, high):
@@ -26,8 +29,9 @@ class ByHand:
     """
 
     def __init__(self, cfg, fixed, old, ref, roll, advantages, entropy, num_items=None):
-        self.cfg, self.fixed, self.ref, self.roll = cfg, fixed, ref, roll
+        self.cfg, self.fixed, self.ref = cfg, fixed, ref
         self.old = fixed if old is None else old
+        self.roll = self.old if roll is None else roll
         self.A, self.entropy, self.num_items = advantages, entropy, num_items
         self.high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
         every = sorted(e for row in entropy for e in row)
@@ -64,7 +68,7 @@ class ByHand:
         return self.cfg.top_entropy_quantile == 1 or entropy >= self.threshold
 
     def token(self, logps, i, t):
-        cfg, A = self.cfg, self.A[i]
+        cfg, A = self.cfg, self.A[i][t]
         x = self.surrogate(logps, i, t)
         if cfg.off_policy_threshold is not None and A < 0:
             drift = [
@@ -88,7 +92,7 @@ class ByHand:
         return math.exp(logps[i][t] - self.old[i][t])
 
     def surrogate(self, logps, i, t):
-        cfg, A, logp = self.cfg, self.A[i], logps[i][t]
+        cfg, A, logp = self.cfg, self.A[i][t], logps[i][t]
         r, frozen = self.ratio(logps, i, t), self.ratio(self.fixed, i, t)
         if cfg.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"):
             bounded = r if cfg.delta is None else min(r, cfg.delta)
@@ -110,10 +114,11 @@ class ByHand:
             decay = cfg.vespo_lambda_pos if A >= 0 else cfg.vespo_lambda_neg
             return -math.exp(decay + k * log_w - decay * math.exp(log_w)) * A * logp
         if cfg.loss_type == "gmpo":
-            s = sign(A)
-            d = [a - b for a, b in zip(logps[i], self.old[i], strict=True)]
-            low, high = -cfg.epsilon, self.high
-            return -A * math.exp(fmean(s * min(s * x, s * clamp(x, low, high)) for x in d))
+            terms = []
+            for a, b, other in zip(logps[i], self.old[i], self.A[i], strict=True):
+                s, d = sign(other), a - b
+                terms.append(s * min(s * d, s * clamp(d, -cfg.epsilon, self.high)))
+            return -A * math.exp(fmean(terms))
         if cfg.loss_type == "reinforce":
             return -A * logp
         assert cfg.loss_type == "dppo_tv"
@@ -217,10 +222,11 @@ def lists_of(batch, *tensors):
     ]
 
 
+@pytest.mark.parametrize("per_token", (False, True), ids=("per_sequence", "per_token"))
 @pytest.mark.parametrize("on_policy", (False, True), ids=("off_policy", "on_policy"))
 @pytest.mark.parametrize("options", CASES, ids=name_of)
-def test_by_hand(options, on_policy):
-    """Value and gradient."""
+def test_by_hand(options, on_policy, per_token):
+    """Value and gradient; advantages per sequence and per token."""
     cfg = config(**options)
     batch = make_batch(B=5, T=7, seed=3)
     g = torch.Generator().manual_seed(3)
@@ -231,14 +237,24 @@ def test_by_hand(options, on_policy):
     old, ref, roll, lists, entropies = lists_of(
         batch, batch.old_logps, batch.ref_logps, batch.sampling_logps, logps, entropy
     )
+    advantages = batch.advantages
+    if per_token:
+        advantages = advantages[:, None] + torch.randn(5, 7, generator=g)
+    (per_token_advantages,) = lists_of(batch, advantages.reshape(5, -1).expand(5, 7))
     by_hand = ByHand(
-        cfg, lists, None if on_policy else old, ref, roll, batch.advantages.double().tolist(),
-        entropies, num_items,
-    )  # fmt: skip
+        cfg,
+        lists,
+        None if on_policy else old,
+        ref,
+        roll,
+        per_token_advantages,
+        entropies,
+        num_items,
+    )
     leaf = logps.requires_grad_()
     uses_sampler = cfg.is_correction != "none" or cfg.off_policy_threshold is not None
     out = reference.grpo_loss(
-        leaf, batch.advantages, batch.mask, ref_logps=batch.ref_logps, entropy=entropy,
+        leaf, advantages, batch.mask, ref_logps=batch.ref_logps, entropy=entropy,
         old_logps=None if on_policy else batch.old_logps, num_items=num_items, config=cfg,
         sampling_logps=batch.sampling_logps if uses_sampler else None,
     )  # fmt: skip
@@ -259,9 +275,58 @@ def test_by_hand(options, on_policy):
 
 
 def test_every_loss_type_is_tried():
-    from grpo_kernels.config import LOSS_TYPES as ALL
+    assert set(LOSS_TYPES) == set(ALL_LOSS_TYPES)
 
-    assert set(LOSS_TYPES) == set(ALL)
+
+def test_off_policy_by_old_logps():
+    """Where the sampler's log-probs are not known, the old policy is the sampler."""
+    old = torch.zeros(3, 2)
+    logps = torch.tensor([[-0.1, -0.5], [-0.1, -0.1], [-0.5, -0.5]], requires_grad=True)
+    advantages = torch.tensor([-1.0, -1.0, 1.0])
+    cfg = config(off_policy_threshold=0.2, loss_type="reinforce")
+    out = grpo_loss(logps, advantages, old_logps=old, config=cfg)
+    out.loss.backward()
+    assert (logps.grad[0] == 0).all() and (logps.grad[1:] != 0).all()
+    assert out.metrics["off_policy_dropped"].item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_clamp_keeps_the_log_ratio_within_20(estimator, backend):
+    """Of d = 30 it makes 20, without a gradient, before any exp."""
+    logps = torch.tensor([[-31.0, -1.0, -1.0]], requires_grad=True)
+    ref = torch.tensor([[-1.0, -31.0, -1.5]])
+    cfg = config(
+        beta=1.0, kl_estimator=estimator, kl_clamp=1e30, use_bias_correction_kl=False,
+        loss_type="reinforce",
+    )  # fmt: skip
+    grpo_loss(logps, torch.zeros(1), ref_logps=ref, config=cfg, backend=backend).loss.backward()
+    assert (logps.grad[0, :2] == 0).all() and logps.grad[0, 2] != 0
+    kl = per_token_kl(logps.detach(), ref, estimator=estimator, clamp=1e30)[0]
+    values = {"k1": (-20, 20), "abs": (20, 20), "k2": (200, 200)}
+    expected = values.get(estimator.rstrip("+"), (math.exp(20) - 21, math.exp(-20) + 19))
+    assert kl[:2].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_vespo_log_weight_ends_at_20():
+    """Of the token and of the sequence; seen with a decay that lets so large a weight count."""
+    cfg = config(loss_type="vespo", vespo_k_pos=0.5, vespo_lambda_pos=1e-9)
+    for log_ratios, log_w in (([25.0], 20), ([15.0, 15.0], 20), ([25.0, -8.0], 12)):
+        old = torch.full((1, len(log_ratios)), -40.0)
+        logps = old + torch.tensor([log_ratios])
+        out = reference.grpo_loss(logps.double(), torch.ones(1), old_logps=old, config=cfg)
+        phi = math.exp(1e-9 + 0.5 * log_w - 1e-9 * math.exp(log_w))
+        assert out.metrics["vespo/phi_seq_mean"].item() == pytest.approx(phi, rel=1e-6)
+
+
+@pytest.mark.parametrize("mask", (None, 0.3))
+@pytest.mark.parametrize("q", (0.0, 0.2, 0.5, 0.77, 1.0))
+def test_masked_quantile(q, mask):
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(101, generator=g, dtype=torch.float64)
+    mask = torch.ones(101) if mask is None else (torch.rand(101, generator=g) < mask).float()
+    expected = torch.quantile(x[mask != 0], q)
+    torch.testing.assert_close(masked_quantile(x, mask, q), expected)
 
 
 def test_clip_metrics_count_only_where_the_clip_bites():

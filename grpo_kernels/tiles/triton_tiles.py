@@ -179,12 +179,27 @@ def logit_grads_kernel(
 
 
 @triton.jit
+def _min(x, y):
+    # NaN if either is, as in torch: the hardware's own minimum would hide it.
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _max(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _clamp(x, low, high):
+    return _min(_max(x, low), high)
+
+
+@triton.jit
 def _kl(d, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr):
     """The estimate of a token's KL from d = ref_logps - logps, and its derivative by logps."""
-    wanders = d != d
     if HAS_CLAMP:
         wanders = (d < -20.0) | (d > 20.0)
-        d = tl.minimum(tl.maximum(d, -20.0), 20.0)
+        d = _clamp(d, -20.0, 20.0)
     if ESTIMATOR == "k1" or ESTIMATOR == "k1+":
         kl, slope = -d, tl.full(d.shape, 1.0, tl.float32)
     elif ESTIMATOR == "abs":
@@ -201,7 +216,7 @@ def _kl(d, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr):
     if HAS_CLAMP:
         flat = wanders | (source < -kl_clamp) | (source > kl_clamp)
         slope = tl.where(flat, 0.0, slope)
-        kl = tl.minimum(tl.maximum(kl, -kl_clamp), kl_clamp)
+        kl = _clamp(kl, -kl_clamp, kl_clamp)
     return kl, slope
 
 
@@ -212,9 +227,9 @@ def _surrogate(
 ):  # fmt: skip
     """The loss of a token and its derivative by its log-prob; `flows`: dr/dl is r, not 0."""
     if SURROGATE == "clip":
-        bounded = tl.minimum(ratio, ratio_max) * advantages
-        clipped = tl.minimum(tl.maximum(ratio, low), high) * advantages
-        loss = -tl.minimum(bounded, clipped)
+        bounded = _min(ratio, ratio_max) * advantages
+        clipped = _clamp(ratio, low, high) * advantages
+        loss = -_min(bounded, clipped)
         # The branch the minimum takes decides which bound cuts the gradient off.
         within = (ratio >= low) & (ratio <= high)
         flows = flows & tl.where(bounded <= clipped, ratio <= ratio_max, within)
@@ -226,11 +241,11 @@ def _surrogate(
         tau = tl.where(advantages > 0.0, tau_pos, tau_neg)
         gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
         loss = -4.0 / tau * gate * advantages
-        d_logps = tl.where(flows, -4.0 * gate * (1.0 - gate) * ratio * advantages, 0.0)
+        d_logps = -4.0 * gate * (1.0 - gate) * ratio * advantages
     else:
         weight = tl.full(logps.shape, 1.0, tl.float32)
         if SURROGATE != "reinforce":
-            weight = tl.minimum(ratio, ratio_max)
+            weight = _min(ratio, ratio_max)
         if SURROGATE == "dppo_tv":
             moved = tl.exp(logps) - tl.exp(old_logps)
             cut = tl.where(advantages > 0.0, moved > high, moved < low)
@@ -268,7 +283,7 @@ def policy_loss_kernel(
     # Above e^80 a ratio is worth its bound, and finite.
     log_ratio = logps - old_logps
     flows = log_ratio <= 80.0
-    ratio = tl.exp(tl.minimum(log_ratio, 80.0))
+    ratio = tl.exp(_min(log_ratio, 80.0))
     per_token, d_logps = _surrogate(
         logps, old_logps, ratio, flows, advantages,
         low, high, ratio_max, dual_clip, tau_pos, tau_neg, SURROGATE,
@@ -288,7 +303,7 @@ def policy_loss_kernel(
     loss = weights * per_token
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + offs_n, mask=mask_n, other=0.0)
-        d_entropy = -entropy_coef / tl.maximum(tl.load(count_ptr), 1.0)
+        d_entropy = -entropy_coef / _max(tl.load(count_ptr), 1.0)
         loss += tl.where(mask_n, d_entropy * entropy, 0.0)
         if HAS_GRAD:
             tl.store(d_entropy_ptr + offs_n, tl.where(mask_n, d_entropy, 0.0), mask=inside)
@@ -356,7 +371,9 @@ def policy_loss(
     has_entropy = entropy is not None and config.entropy_coef != 0.0
     if count == 0:
         return PolicyLoss(logps.sum(), logps if grad else None, logps if has_entropy else None)
-    scale, _ = surrogate_scale(config, inputs, Tokens.of(inputs, logps, entropy))
+    scale = None
+    if config.scales_surrogate:
+        scale, _ = surrogate_scale(config, inputs, Tokens.of(inputs, logps, entropy))
     blocks = triton.cdiv(count, _BLOCK_N)
     partials = logps.new_empty(blocks)
     d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
@@ -390,7 +407,7 @@ def _policy_scalars(config: GRPOLossConfig) -> tuple[float, ...]:
     elif config.surrogate == "dppo_tv":
         low, high, ratio_max = -config.epsilon, config.upper_epsilon, config.dppo_ratio_max
     return (
-        low, high,
+        float(low), float(high),
         *(_FAR if bound is None else float(bound) for bound in (ratio_max, config.dual_clip)),
         float(config.sapo_temperature_pos), float(config.sapo_temperature_neg),
         float(config.beta), float(config.kl_clamp or 0.0), float(config.entropy_coef),
