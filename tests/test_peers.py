@@ -41,9 +41,13 @@ CORRECTIONS = {
 }
 
 
-def batch_of(seed=4) -> Batch:
-    """Six sequences of different lengths, one of them all masked, one with a hole."""
-    return make_batch(B=6, T=13, seed=seed)
+def batch_of(seed=5) -> Batch:
+    """Sixteen sequences of different lengths, one of them all masked, one with a hole."""
+    batch, g = make_batch(B=16, T=13, seed=seed), torch.Generator().manual_seed(seed)
+    # Whole sequences have moved, too, so that their ratios are clipped.
+    noise = 0.3 * torch.randn(16, 13, generator=g) + 0.25 * torch.randn(16, 1, generator=g)
+    batch.old_logps, batch.sampling_logps = batch.old_logps + noise, batch.sampling_logps + noise
+    return batch
 
 
 def options_of(loss_type, level, delta, beta, correction):
@@ -186,8 +190,9 @@ def by_trl(cfg, batch, num_items=None, *, head=False) -> Result:
 
 def log_prob_leaves(batch, dtype=torch.float64):
     g = torch.Generator().manual_seed(1)
-    noise = (0.2 * torch.randn(2, *batch.mask.shape, generator=g)).double()
-    logps = clean(batch.old_logps, batch.mask) + noise[0]
+    noise = (0.4 * torch.randn(2, *batch.mask.shape, generator=g)).double()
+    shift = 0.25 * torch.randn(len(batch.mask), 1, generator=g)
+    logps = clean(batch.old_logps, batch.mask) + noise[0] + shift
     return {x: y.to(dtype).requires_grad_() for x, y in (("l", logps), ("e", 2 + noise[1]))}
 
 
@@ -216,6 +221,23 @@ def assert_same(ours, theirs, tolerance):
             assert mine is None or not mine.any(), name
             continue
         assert mine is not None and relative_error(mine, expected) <= tolerance, name
+
+
+def test_the_batch_has_everything():
+    """Padding, an all-masked row, a hole, every sign, tokens clipped on either side or not."""
+    batch = batch_of()
+    lengths = batch.mask.sum(1)
+    assert (lengths == 0).any() and len(lengths.unique()) > 3
+    assert batch.mask[0].diff().int().abs().sum() >= 2 and batch.sampling_logps[0, 0].isnan()
+    for sign in (-1, 0, 1):
+        assert (batch.advantages.sign() == sign).any()
+    for level in ("token", "sequence"):
+        for call in (grpo_loss, fused_grpo_loss):
+            cfg = config(loss_type="grpo", importance_sampling_level=level, epsilon_high=0.28)
+            metrics = by_us(cfg, batch, call).metrics
+            assert metrics["clip_low"] > 0 and metrics["clip_high"] > 0
+            assert metrics["clip_low"] + metrics["clip_high"] < 0.7
+            assert metrics["ratio_max"] > 1.35
 
 
 CASES = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from batches import config, make_batch, relative_error, run_fused
-from test_fused_grpo_loss import CHUNK, expect_equal
+from test_fused_grpo_loss import CHUNK, expect_equal, objective_options
 
 from grpo_kernels import row_chunks
 from grpo_kernels.tiles import torch_tiles, triton_tiles
@@ -73,6 +73,26 @@ def test_ignored_constants(field, monkeypatch):
     monkeypatch.setattr(torch_tiles, "policy_loss", damaged)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
+@pytest.mark.parametrize("damage", (0.0, -1.0, 0.98), ids=("zero", "flip", "two_percent_less"))
+@pytest.mark.parametrize("objective", ("gspo", "vespo", "cispo", "is_sequence_mask", "top_entropy"))
+def test_damaged_objective(objective, damage, tiles, monkeypatch):
+    """In one pass and in two."""
+    options = objective_options(objective)
+    used = tiles if options["config"].one_pass else torch_tiles  # where the others are computed
+    original = used.policy_loss
+
+    def damaged(*args, **kwargs):
+        policy = original(*args, **kwargs)
+        d_logps = policy.d_logps
+        return policy._replace(d_logps=None if d_logps is None else damage * d_logps)
+
+    monkeypatch.setattr(used, "policy_loss", damaged)
+    backend = tiles.__name__.rsplit(".", 1)[1].split("_")[0]
+    with pytest.raises(AssertionError):
+        expect_equal(make_batch(B=6, T=11), options, backend=backend)
 
 
 def test_unwritten_memory(monkeypatch):
