@@ -1,74 +1,51 @@
 """Forward and backward of the loss head: time, extra peak memory and error, side by side.
 
-    python -m benchmarks.head [--workload smollm qwen05] [--device cpu|cuda] [--json out.json]
+    python -m benchmarks.head [--workload smollm rollout] [--device cpu|cuda] [--json out.json]
+    python -m benchmarks.head --workload dense --shapes 8192,151936,896 --peers TRL Liger
 
-Every contender gets the same inputs. Its gradients are compared with float64 on a few sequences
-first; one that is wrong gets a row that says so, never a time. Times are taken in turns (a round
-runs each contender once) and given as median [20th, 80th percentile]. Memory is the peak beyond
-the inputs, in a fresh process for each contender.
+Every contender gets the same inputs. Its loss and gradients are compared with float64 on a few
+sequences first; one that is wrong, and one that is not there, gets a row that says so, never a
+time. Times are taken in turns (a round runs each contender once, forward alone and forward with
+backward) and given as median [20th, 80th percentile]. Memory is the peak beyond the inputs, in a
+fresh process for each contender.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.memory import PeakMemory
-from benchmarks.workloads import WORKLOADS, Workload
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from benchmarks.workloads import SYNTHETIC, WORKLOADS, Workload, make
+from grpo_kernels import reference
 
-Loss = Callable[[Workload], Tensor]
 CHECKED_SEQUENCES = 2
-# Relative to the norm of the float64 gradient of the same inputs.
+# Relative to the norm of the float64 gradient of the same inputs; of the loss, to the mean size
+# of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-
-
-def eager(w: Workload) -> Tensor:
-    """Materialised logits, log_softmax, gather."""
-    logps = (w.hidden @ w.weight.T).float().log_softmax(-1).gather(-1, w.targets[..., None])
-    return reference.grpo_loss(logps.squeeze(-1), w.advantages, old_logps=w.old_logps).loss
-
-
-def eager_logsumexp(w: Workload) -> Tensor:
-    """Materialised logits, target logit minus logsumexp, as some trainers write it."""
-    logits = (w.hidden @ w.weight.T).float()
-    logps = logits.gather(-1, w.targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
-    return reference.grpo_loss(logps, w.advantages, old_logps=w.old_logps).loss
-
-
-def one_pass(w: Workload) -> Tensor:
-    return fused_grpo_loss(w.hidden, w.weight, w.targets, w.advantages, old_logps=w.old_logps).loss
-
-
-def two_passes(w: Workload) -> Tensor:
-    logps = linear_logprobs(w.hidden, w.weight, w.targets).logps
-    return grpo_loss(logps, w.advantages, old_logps=w.old_logps).loss
-
-
-BASELINE = "eager, log_softmax"
-CONTENDERS: dict[str, Loss] = {
-    BASELINE: eager,
-    "eager, logsumexp": eager_logsumexp,
-    "ours, one pass": one_pass,
-    "ours, two passes": two_passes,
-}
+FLOOR = "bare GEMMs"
+ERRORS = ("loss", "d_hidden", "d_weight")
 
 
 def bare_gemms(w: Workload) -> None:
-    """The three products alone, in chunks and into buffers that are there already: the floor."""
+    """The three products of the tokens that count, into buffers that are there: the floor."""
     hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
+    if w.mask is not None:
+        hidden = hidden[w.mask.flatten()]
     chunks = hidden.split(512 if hidden.device.type == "cpu" else 4096)
     logits = hidden.new_zeros(len(chunks[0]), weight.shape[0])
     d_hidden, d_weight = torch.zeros_like(chunks[0]), torch.zeros_like(weight)
@@ -86,24 +63,25 @@ def with_grad(w: Workload) -> Workload:
     return w
 
 
-def errors(loss: Loss, w: Workload) -> dict[str, float]:
-    """Relative errors of loss and gradients against float64, on a few sequences."""
-    w = w.head_of(CHECKED_SEQUENCES)
-    exact = Workload(
-        w.name, w.hidden.detach().double(), w.weight.detach().double(), w.targets,
-        w.advantages.double(), w.old_logps.double(),
-    )  # fmt: skip
-    mine = Workload(**{**vars(w), "hidden": w.hidden.detach().clone(), "weight": w.weight.detach()})
-    reference.fused_grpo_loss(
-        with_grad(exact).hidden, exact.weight, exact.targets, exact.advantages,
+def errors(loss: Callable[[Workload], Tensor], w: Workload) -> dict[str, float]:
+    """Of the loss, and relative ones of the gradients, against float64 on a few sequences."""
+    trained = torch.arange(len(w.advantages), device=w.advantages.device)
+    if w.mask is not None:
+        trained = trained[(w.advantages != 0) & w.mask.any(1)]
+    w = w.sequences(trained[:CHECKED_SEQUENCES]).each(Tensor.detach)
+    exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
+    mine = with_grad(w.each(torch.clone))
+    truth = reference.fused_grpo_loss(
+        exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask,
         old_logps=exact.old_logps,
-    ).loss.backward()  # fmt: skip
-    loss(with_grad(mine)).backward()
-    result = {}
+    ).loss  # fmt: skip
+    truth.backward()
+    value = loss(mine)
+    value.backward()
+    result = {"loss": abs(value.item() - truth.item())}
     for name in ("hidden", "weight"):
-        truth, grad = getattr(exact, name).grad, getattr(mine, name).grad
-        result[f"d_{name}"] = float((grad.double() - truth).norm() / truth.norm())
-    w.weight.requires_grad_(False).grad = None
+        expected, grad = getattr(exact, name).grad, getattr(mine, name).grad
+        result[f"d_{name}"] = float((grad.double() - expected).norm() / expected.norm())
     return result
 
 
@@ -119,22 +97,24 @@ def time_once(run: Callable[[], Any], device: torch.device) -> float:
 
 def times(
     names: list[str], w: Workload, rounds: int, device: torch.device
-) -> dict[str, list[float]]:
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of each contender and of the bare GEMMs, in turns, after one round unmeasured."""
-    taken: dict[str, list[float]] = {name: [] for name in ("bare GEMMs", *names)}
-
-    def run(name: str) -> None:
-        if name in CONTENDERS:
-            CONTENDERS[name](w).backward()
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "forward_seconds": []} for name in (FLOOR, *names)
+    }
+    runs = [(round_, name) for round_ in range(rounds + 1) for name in taken]
+    for round_, name in tqdm(runs, desc="timing", disable=None):
+        with_grad(w)
+        if name == FLOOR:
+            measured = {"seconds": time_once(lambda: bare_gemms(w), device)}
         else:
-            bare_gemms(w)
-
-    for round_ in range(rounds + 1):
-        for name in taken:
-            with_grad(w)
-            seconds = time_once(functools.partial(run, name), device)
-            if round_:
-                taken[name].append(seconds)
+            loss = CONTENDERS[name].loss
+            with torch.no_grad():
+                forward = time_once(lambda loss=loss: loss(w), device)  # type: ignore[misc]
+            both = time_once(lambda loss=loss: loss(w).backward(), device)  # type: ignore[misc]
+            measured = {"seconds": both, "forward_seconds": forward}
+        for key, seconds in measured.items() if round_ else ():
+            taken[name][key].append(seconds)
     return taken
 
 
@@ -144,6 +124,8 @@ def extra_memory(name: str, args: argparse.Namespace, workload: str) -> int:
         sys.executable, "-m", "benchmarks.head", "--measure-memory-of", name,
         "--workload", workload, "--device", str(args.device), "--dtype", args.dtype,
     ]  # fmt: skip
+    if args.shapes:
+        command += ["--shapes", ",".join(map(str, args.shapes))]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"memory of {name!r}: {run.stderr[-2000:]}")
@@ -151,67 +133,90 @@ def extra_memory(name: str, args: argparse.Namespace, workload: str) -> int:
 
 
 def measure_memory(name: str, w: Workload, device: torch.device) -> int:
+    loss = CONTENDERS[name].loss
     # Libraries load and thread pools start on the first call, at a size that costs nothing.
-    tiny = Workload(
-        "warm-up", w.hidden[:1, :2], w.weight[:64], w.targets[:1, :2] % 64, w.advantages[:1],
-        w.old_logps[:1, :2],
-    )  # fmt: skip
-    tiny.hidden, tiny.weight = tiny.hidden.clone(), tiny.weight.clone()
-    CONTENDERS[name](with_grad(tiny)).backward()
+    tiny = w.sequences(slice(1)).each(Tensor.detach)
+    tiny.weight = w.weight.detach()[:64].clone()
+    tiny.targets = tiny.targets % 64
+    loss(with_grad(tiny.each(torch.clone))).backward()
     with PeakMemory(device) as memory:
-        CONTENDERS[name](with_grad(w)).backward()
+        loss(with_grad(w)).backward()
     if memory.extra_bytes is None:
         raise OSError(f"this system does not tell the peak memory of work on {device}")
     return memory.extra_bytes
 
 
 def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a contender: its `status` is "ok", "wrong" or why it is absent."""
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    w = WORKLOADS[workload]().to(device, dtype)
+    w = make(workload, args.shapes).to(device, dtype)
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
     rows: list[dict[str, Any]] = []
-    for name in CONTENDERS:
-        row: dict[str, Any] = {
-            "workload": w.describe(),
-            "name": name,
-            **errors(CONTENDERS[name], w),
-        }
-        row["ok"] = max(row["d_hidden"], row["d_weight"]) <= TOLERANCE[dtype]
+    for name in args.contenders:
+        row: dict[str, Any] = {"workload": w.describe(), "name": name}
+        row["status"] = CONTENDERS[name].absent(device) or check(name, w, row)
         rows.append(row)
-    sound = [row for row in rows if row["ok"]]
+    sound = [row for row in rows if row["status"] == "ok"]
     taken = times([row["name"] for row in sound], w, args.rounds, device)
+    flop = 6 * w.tokens * w.weight.numel()
     del w
     for row in sound:
-        row["seconds"] = taken[row["name"]]
+        row |= taken[row["name"]]
+        row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
         row["extra_bytes"] = extra_memory(row["name"], args, workload)
-    rows.append({"name": "bare GEMMs", "ok": True, "seconds": taken["bare GEMMs"]})
+    seconds = taken[FLOOR]["seconds"]
+    tflops = flop / statistics.median(seconds) / 1e12
+    rows.append({"name": FLOOR, "status": "ok", "seconds": seconds, "tflops": tflops})
     print_table(rows)
     return rows
 
 
+def check(name: str, w: Workload, row: dict[str, Any]) -> str:
+    """Fills in the row's errors; what a peer raises is its row, not the end of the run."""
+    try:
+        row |= errors(CONTENDERS[name].loss, w)
+    except Exception as error:
+        if name in (BASELINE, *OURS):
+            raise
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
+    sound = max(row[key] for key in ERRORS) <= TOLERANCE[w.hidden.dtype]
+    return "ok" if sound else "wrong"
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
-    base = next(row for row in rows if row["name"] == BASELINE)
+    base = next((r for r in rows if r["name"] == BASELINE and r["status"] == "ok"), None)
     floor = statistics.median(rows[-1]["seconds"])
     print(
-        f"{'':22}{'seconds':>8} {'[p20, p80]':>15} {'x eager':>8} {'x GEMMs':>8}"
-        f" {'extra MiB':>10} {'x eager':>8} {'dH error':>9} {'dW error':>9}"
+        f"{'':19}{'seconds':>8} {'[p20, p80]':>15} {'x eager':>8} {'x GEMMs':>8} {'forward':>8}"
+        f" {'TFLOP/s':>8} {'extra MiB':>10} {'x eager':>8} {'loss err':>8} {'dH err':>8}"
+        f" {'dW err':>8}"
     )
     for row in rows:
-        if not row["ok"]:
-            print(f"{row['name']:22}wrong: errors {row['d_hidden']:.1e}, {row['d_weight']:.1e}")
+        if row["status"] != "ok":
+            told = [f"{key} {row[key]:.1e}" for key in ERRORS if key in row]
+            print(f"{row['name']:19}{row['status']}{': off by ' if told else ''}{', '.join(told)}")
             continue
-        seconds = sorted(row["seconds"])
-        median = statistics.median(seconds)
-        low, high = (seconds[round(q * (len(seconds) - 1))] for q in (0.2, 0.8))
-        line = f"{row['name']:22}{median:8.2f} {f'[{low:.2f}, {high:.2f}]':>15}"
-        if base["ok"]:
-            line += f" {median / statistics.median(base['seconds']):8.2f}"
+        median, low, high = spread(row["seconds"])
+        line = f"{row['name']:19}{median:8.3g} {f'[{low:.3g}, {high:.3g}]':>15}"
+        line += f" {median / spread(base['seconds'])[0]:8.2f}" if base else f"{'':9}"
         line += f" {median / floor:8.2f}"
+        if row.get("forward_seconds"):
+            line += f" {statistics.median(row['forward_seconds']):8.3g}"
+        else:
+            line += f"{'':9}"
+        line += f" {row['tflops']:8.3g}"
         if "extra_bytes" in row:
-            share = row["extra_bytes"] / base["extra_bytes"] if base["ok"] else float("nan")
+            share = row["extra_bytes"] / base["extra_bytes"] if base else float("nan")
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
-            line += f" {row['d_hidden']:9.1e} {row['d_weight']:9.1e}"
+            line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
         print(line)
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    ordered = sorted(values)
+    low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
+    return statistics.median(ordered), low, high
 
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
@@ -243,7 +248,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.head", description=(__doc__ or "").split("\n")[0]
     )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    default = ["smollm", "rollout", "flat", "qwen05"]
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=default)
+    parser.add_argument(
+        "--shapes",
+        type=_shape,
+        metavar="N,V,H",
+        help="of the synthetic workloads, instead of theirs",
+    )
+    parser.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="beside eager and ours, those whose name begins "
+        "so (default: all; none given: none)",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
@@ -254,25 +270,43 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.dtype = "bfloat16" if torch.device(args.device).type == "cuda" else "float32"
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
+    fixed = [name for name in args.workload if name not in SYNTHETIC]
+    if args.shapes and fixed:
+        parser.error(f"--shapes: expected synthetic workloads only; got {', '.join(fixed)}")
+    always = (BASELINE, *OURS)
+    peers = [""] if args.peers is None else args.peers
+    for peer in peers:
+        if not any(name.lower().startswith(peer.lower()) for name in CONTENDERS):
+            parser.error(f"--peers: expected the beginning of {', '.join(CONTENDERS)}; got {peer}")
+    begins = tuple(peer.lower() for peer in peers)
+    args.contenders = [n for n in CONTENDERS if n in always or n.lower().startswith(begins)]
     return args
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    N, V, H = (int(part) for part in text.split(","))
+    if min(N, V, H) < 1:
+        raise ValueError
+    return N, V, H
 
 
 def main() -> None:
     args = parse_args()
+    # Of peers, about how they are called here.
+    warnings.filterwarnings("ignore", category=UserWarning)
     if args.measure_memory_of:
         device = torch.device(args.device)
-        w = WORKLOADS[args.workload[0]]().to(device, getattr(torch, args.dtype))
+        w = make(args.workload[0], args.shapes).to(device, getattr(torch, args.dtype))
         print(measure_memory(args.measure_memory_of, w, device))
         return
     result = {**header(args), "rows": []}
     print(" | ".join(f"{k}: {v}" for k, v in result.items() if k != "rows"))
     for workload in args.workload:
         result["rows"] += run_workload(workload, args)
-    line = json.dumps(result)
-    print(f"\n{line}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        if args.json:  # after each workload, so that an interrupted run leaves what it has
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{json.dumps(result)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +35,7 @@ PROMPTS = (
 
 @dataclass
 class Workload:
-    """A batch of `N` tokens, all of which count, as one sequence a row."""
+    """A batch of `B x T` positions, of which those of `mask` count (None: all)."""
 
     name: str
     hidden: Tensor  # [B, T, H]
@@ -41,33 +43,33 @@ class Workload:
     targets: Tensor  # [B, T]
     advantages: Tensor  # [B]
     old_logps: Tensor  # [B, T]
+    mask: Tensor | None = None  # [B, T], bool
+
+    @property
+    def tokens(self) -> int:
+        """How many count."""
+        return self.targets.numel() if self.mask is None else int(self.mask.sum())
 
     def describe(self) -> str:
-        B, T, H = self.hidden.shape
+        (B, T, H), V = self.hidden.shape, self.weight.shape[0]
         dtype = str(self.hidden.dtype).removeprefix("torch.")
-        return f"{self.name}: N = {B * T:,}, V = {self.weight.shape[0]:,}, H = {H:,}, {dtype}"
+        counted = "" if self.mask is None else f" of {B * T:,} positions"
+        return f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Workload:
-        return Workload(
-            self.name,
-            self.hidden.to(device, dtype),
-            self.weight.to(device, dtype),
-            self.targets.to(device),
-            self.advantages.to(device),
-            self.old_logps.to(device),
-        )
+        moved = self.each(lambda x: x.to(device))
+        moved.hidden, moved.weight = moved.hidden.to(dtype), moved.weight.to(dtype)
+        return moved
 
-    def head_of(self, sequences: int) -> Workload:
-        """The first few sequences."""
-        part = slice(sequences)
-        return Workload(
-            self.name,
-            self.hidden[part],
-            self.weight,
-            self.targets[part],
-            self.advantages[part],
-            self.old_logps[part],
-        )
+    def each(self, change: Callable[[Tensor], Tensor]) -> Workload:
+        """With every tensor changed."""
+        tensors = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Workload(**{**vars(self), **tensors})
+
+    def sequences(self, which: slice | Tensor) -> Workload:
+        """Some of them, with the whole head."""
+        weight = self.weight
+        return self.each(lambda x: x if x is weight else x[which])
 
 
 def smollm_samples() -> Workload:
@@ -110,16 +112,62 @@ def _sample_smollm() -> dict[str, Tensor]:
 
 
 def synthetic(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> Workload:
-    """Random states and head with peaked logits: each state leans towards its target's row.
+    """Random states and head whose softmax has the profile of the demo model's own samples.
 
-    With weights of unit-variance logits per unit of state, logits of the target stand about 9
-    above a noise of standard deviation 2, which gives an entropy of roughly 2 nats, as a small
-    model's own samples have, where independent noise alone would give log V.
+    Words come in clusters of some 200 that share half of their direction, W_v = (u_c + e_v) / 2^.5;
+    a state leans towards a cluster, by 10 and by ln V beyond the demo's vocabulary, so that the
+    other clusters together keep a few percent, and towards one word of it by 2 to 10, and has
+    noise of 1.2 to 2.6. Targets are drawn from the softmax, as a sampler draws them.
+
+    `python -m benchmarks.workloads` prints the profile of this and of the real one: mean entropy
+    3.1 and 2.8, 154 and 142 words a row above 2^-12, 4 % and 6 % of the probability below.
     """
     g = torch.Generator().manual_seed(seed)
-    weight = torch.randn(V, H, generator=g) / H**0.5
-    targets = torch.randint(0, V, (N // T, T), generator=g)
-    hidden = 11.5 * weight[targets] + 2.0 * torch.randn(N // T, T, H, generator=g)
+    clusters = max(1, V // 200)
+    of = torch.arange(V) % clusters
+    shared, own = torch.randn(clusters, H, generator=g), torch.randn(V, H, generator=g)
+    words = torch.randint(0, V, (N,), generator=g)
+    lean, noise = (low + span * torch.rand(N, 1, generator=g) for low, span in ((2, 8), (1.2, 1.4)))
+    pull = 10 + math.log(V / 49_152)
+    hidden = (pull * shared[of[words]] + lean * own[words]) / (H / 2) ** 0.5
+    hidden += noise * torch.randn(N, H, generator=g)
+    weight = own.add_(shared[of]).mul_((0.5 / H) ** 0.5)
+    return _sampled(name, hidden.view(N // T, T, H), weight, seed)
+
+
+def flat(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> Workload:
+    """Random states and weight, a nearly uniform softmax: the worst case for whoever samples it."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(N // T, T, H, generator=g), torch.randn(V, H, generator=g)
+    return _sampled(name, hidden, weight.mul_(H**-0.5), seed)
+
+
+def rollout(name: str, N: int, V: int, H: int, T: int = 256, seed: int = 0) -> Workload:
+    """What a GRPO step looks like: groups of 8 completions of one prompt.
+
+    Lengths are long-tailed (log-normal, cut at T), some 40 % of the positions padding; half of the
+    groups have equal rewards, so advantage 0; in a quarter of the sequences a tool spoke for an
+    eighth of T.
+    """
+    w = synthetic(name, N, V, H, T, seed)
+    B, g = N // T, torch.Generator().manual_seed(seed)
+    lengths = (0.55 * T * torch.exp(0.6 * torch.randn(B, generator=g))).clamp(4, T).long()
+    position = torch.arange(T)
+    mask = position < lengths[:, None]
+    begin = torch.randint(0, T // 2, (B, 1), generator=g)
+    spoke = (torch.rand(B, 1, generator=g) < 0.25) & (position >= begin)
+    w.mask = mask & ~(spoke & (position < begin + T // 8))
+    equal = torch.arange(B) // 8 % 2 == 1
+    w.advantages = w.advantages.masked_fill(equal, 0.0)
+    return w
+
+
+@torch.no_grad()
+def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
+    g = torch.Generator().manual_seed(seed)
+    rows = hidden.flatten(0, 1).split(256)
+    drawn = [torch.multinomial((h @ weight.T).softmax(-1), 1, generator=g) for h in rows]
+    targets = torch.cat(drawn).view(hidden.shape[:2])
     return Workload(name, hidden, weight, targets, **_policy_inputs(hidden, weight, targets, seed))
 
 
@@ -138,7 +186,48 @@ def _policy_inputs(
     }
 
 
-WORKLOADS = {
-    "smollm": smollm_samples,
-    "qwen05": lambda: synthetic("qwen05", N=4096, V=151_936, H=896),
+DEMO_V, DEMO_H, QWEN_V = 49_152, 576, 151_936
+# name: how it is made, and its (N, V, H) unless another is asked for
+SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
+    "dense": (synthetic, (2048, DEMO_V, DEMO_H)),
+    "rollout": (rollout, (4096, DEMO_V, DEMO_H)),
+    "flat": (flat, (2048, DEMO_V, DEMO_H)),
+    "qwen05": (synthetic, (4096, QWEN_V, 896)),
+    "qwen15": (synthetic, (4096, QWEN_V, 1536)),
+    "qwen7": (synthetic, (4096, QWEN_V, 3584)),
+    "qwen14": (synthetic, (4096, QWEN_V, 5120)),
 }
+WORKLOADS = ("smollm", *SYNTHETIC)
+
+
+def make(name: str, shape: tuple[int, int, int] | None = None) -> Workload:
+    """The workload of this name, the synthetic ones in any `shape` (N, V, H)."""
+    if name == "smollm":
+        if shape is not None:
+            raise ValueError("shape: expected None for smollm, whose samples are what they are")
+        return smollm_samples()
+    maker, default = SYNTHETIC[name]
+    return maker(name, *(shape or default))
+
+
+@torch.no_grad()
+def profile(w: Workload) -> str:
+    """How the softmax of every eighth token is spread."""
+    rows = w.hidden.flatten(0, 1)[::8].split(256)
+    log_p = torch.cat([(h @ w.weight.T).log_softmax(-1) for h in rows])
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(1)
+    tenths = torch.quantile(entropy, torch.tensor([0.1, 0.5, 0.9])).tolist()
+    large = p > 2**-12
+    return (
+        f"{w.name:8} entropy {entropy.mean():.2f} (tenth, half, nine tenths of the tokens below "
+        f"{', '.join(f'{x:.2f}' for x in tenths)}); {large.sum(1).float().mean():.0f} words a row "
+        f"above 2^-12, {(p * ~large).sum(1).mean():.3f} of the probability below; largest "
+        f"{p.amax(1).mean():.2f}"
+    )
+
+
+if __name__ == "__main__":
+    for name in ("smollm", "dense", "flat"):
+        print(profile(make(name)))
+    print(profile(make("qwen05", (1024, QWEN_V, 896))))

@@ -1,42 +1,93 @@
 """The benchmark measures what it says, on a workload small enough for a test."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from benchmarks import head
+from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
 from benchmarks.memory import PeakMemory
-from benchmarks.workloads import synthetic
+from benchmarks.workloads import make, profile
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    w = synthetic("tiny", N=64, V=500, H=16, T=8)
-    monkeypatch.setattr(head, "WORKLOADS", {"tiny": lambda: w})
     monkeypatch.setattr(head, "extra_memory", lambda *_: 1000)
-    return w
 
 
 def args(*more):
-    return head.parse_args(["--device", "cpu", *more])
+    return head.parse_args(
+        ["--device", "cpu", "--workload", "rollout", "--shapes", "512,500,16", *more]
+    )
 
 
-def test_table_and_rows(tiny, capsys):
-    rows = head.run_workload("tiny", args("--rounds", "2"))
+def test_every_contender_has_a_row(tiny, capsys):
+    rows = head.run_workload("rollout", args("--rounds", "2"))
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*head.CONTENDERS, "bare GEMMs"))
-    assert all(len(row["seconds"]) == 2 and row["ok"] for row in rows)
+    assert [row["name"] for row in rows] == [*CONTENDERS, "bare GEMMs"]
+    for row in rows:
+        assert row["name"] in printed
+        if row["status"] == "ok":
+            assert len(row["seconds"]) == 2 and row["tflops"] > 0
+        else:  # what needs a GPU, a compiler or another package
+            assert "seconds" not in row and row["status"] in printed
+    ok = {row["name"] for row in rows if row["status"] == "ok"}
+    assert {"eager, log_softmax", "ours, one pass", "TRL chunked head", "Liger fused linear"} <= ok
     json.dumps(rows)
 
 
-def test_a_wrong_contender_gets_no_time(tiny, monkeypatch, capsys):
-    wrong = {**head.CONTENDERS, "wrong": lambda w: 1.01 * head.one_pass(w)}
-    monkeypatch.setattr(head, "CONTENDERS", wrong)
-    rows = head.run_workload("tiny", args("--rounds", "1"))
+@pytest.mark.parametrize("wrong", (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1))
+def test_a_wrong_contender_gets_no_time(wrong, tiny, monkeypatch, capsys):
+    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
     row = next(row for row in rows if row["name"] == "wrong")
-    assert not row["ok"] and "seconds" not in row
-    assert "wrong: errors" in capsys.readouterr().out
+    assert row["status"] == "wrong" and "seconds" not in row
+    assert "wrong: off by loss" in capsys.readouterr().out
+
+
+def test_what_a_peer_raises_is_its_row(tiny, monkeypatch, capsys):
+    def broken(w):
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setitem(CONTENDERS, "broken", Contender(broken))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "broken"))
+    assert rows[-2]["status"] == "RuntimeError: no such kernel"
+    assert [row["name"] for row in rows][:-2] == ["eager, log_softmax", *OURS]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--peers", "nobody"), "--peers: expected the beginning of eager, log_softmax"),
+        (("--workload", "smollm"), "--shapes: expected synthetic workloads only; got smollm"),
+        (("--shapes", "1,2"), "--shapes: invalid"),
+        (("--rounds", "0"), "--rounds: expected at least 1; got 0"),
+    ),
+)
+def test_arguments_are_checked(options, message, capsys):
+    with pytest.raises(SystemExit):
+        args(*options)
+    assert message in capsys.readouterr().err
+
+
+def test_synthetic_logits_have_the_profile_of_a_language_model():
+    """Entropy, tail and peak of the demo model's own samples, at another vocabulary."""
+    told = profile(make("dense", (512, 20_011, 192)))
+    entropy, words, below = (float(re.search(p, told)[1]) for p in (
+        r"entropy ([\d.]+)", r"; (\d+) words", r"2\^-12, ([\d.]+) of",
+    ))  # fmt: skip
+    assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
+    assert float(re.search(r"entropy ([\d.]+)", profile(make("flat", (256, 5003, 64))))[1]) > 7
+
+
+def test_rollout_has_padding_tools_and_equal_rewards():
+    w = make("rollout", (8192, 500, 16))
+    assert 0.3 < 1 - w.tokens / w.targets.numel() < 0.5
+    assert 0.3 < (w.advantages == 0).float().mean() < 0.7
+    holes = (w.mask.int().diff(dim=1) == 1).any(1)
+    assert 0 < holes.sum() < len(holes) / 2
 
 
 def test_peak_memory_sees_what_comes_and_goes():

@@ -1,0 +1,183 @@
+"""Who is compared: this library, PyTorch, and every peer that can be imported, at the same loss.
+
+Each takes a workload and returns the loss of on- or off-policy DAPO at token level, clipped at 0.2,
+over the tokens that count; its backward leaves the gradients of hidden states and head. A peer that
+gives log-probs only is completed with the reference's loss of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.workloads import Workload
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+
+
+class Contender(NamedTuple):
+    """`absent` says why it cannot run on a device, or returns None."""
+
+    loss: Callable[[Workload], Tensor]
+    absent: Callable[[torch.device], str | None] = lambda _: None
+
+
+def _loss_of(w: Workload, logps: Tensor) -> Tensor:
+    logps = logps.float().view(w.targets.shape)
+    return reference.grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
+
+
+def _rows(w: Workload) -> tuple[Tensor, Tensor]:
+    return w.hidden.flatten(0, 1), w.targets.flatten()
+
+
+def eager(w: Workload) -> Tensor:
+    """Materialised logits, log_softmax, gather."""
+    logps = (w.hidden @ w.weight.T).float().log_softmax(-1).gather(-1, w.targets[..., None])
+    return _loss_of(w, logps.squeeze(-1))
+
+
+def eager_logsumexp(w: Workload) -> Tensor:
+    """Materialised logits, target logit minus logsumexp, as some trainers write it."""
+    logits = (w.hidden @ w.weight.T).float()
+    return _loss_of(w, logits.gather(-1, w.targets[..., None]).squeeze(-1) - logits.logsumexp(-1))
+
+
+def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+@functools.cache
+def _compiled_logps() -> Callable[..., Tensor]:
+    return torch.compile(_logps)
+
+
+def compiled(w: Workload) -> Tensor:
+    hidden, targets = _rows(w)
+    return _loss_of(w, _compiled_logps()(hidden, w.weight, targets))
+
+
+def torch_linear_cross_entropy(w: Workload) -> Tensor:
+    """A policy loss weighs every token: reduction "none", which torch does not chunk."""
+    hidden, targets = _rows(w)
+    return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
+
+
+def one_pass(w: Workload) -> Tensor:
+    return fused_grpo_loss(
+        w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps
+    ).loss
+
+
+def two_passes(w: Workload) -> Tensor:
+    logps = linear_logprobs(w.hidden, w.weight, w.targets, mask=w.mask).logps
+    return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
+
+
+def trl_chunked(w: Workload) -> Tensor:
+    """TRL's fused head; where it has Triton it scores the unmasked tokens only, as done here."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
+
+    hidden, targets = _rows(w)
+    compact = w.mask is not None and _use_triton(hidden.device)
+    kept = w.mask.flatten() if compact and w.mask is not None else slice(None)
+    logps = ChunkedLogProbFunction.apply(
+        hidden[kept], w.weight, None, targets[kept], 1.0, CHUNK, None, 1.0, ("entropy",)
+    )[0]
+    if compact:
+        logps = logps.new_zeros(targets.shape).masked_scatter(kept, logps)
+    return _loss_of(w, logps)
+
+
+def _liger_mask(w: Workload) -> Tensor:
+    return torch.ones_like(w.old_logps) if w.mask is None else w.mask.float()
+
+
+def liger_fused_linear(w: Workload) -> Tensor:
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="dapo", compiled=w.hidden.device.type == "cuda"
+    )
+    return loss(
+        w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages,
+        old_per_token_logps=w.old_logps,
+    )[0]  # fmt: skip
+
+
+def liger_triton(w: Workload) -> Tensor:
+    """Its kernel on materialised logits, whose last position it leaves out."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    logits = F.pad(w.hidden @ w.weight.T, (0, 0, 0, 1))
+    loss: Any = triton_grpo_loss(
+        logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
+        beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
+    )  # fmt: skip
+    return loss[0] if isinstance(loss, tuple) else loss
+
+
+def liger_scaled_cross_entropy(w: Workload) -> Tensor:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction as Function,
+    )
+
+    hidden, targets = _rows(w)
+    if w.mask is not None:
+        targets = targets.masked_fill(~w.mask.flatten(), -100)
+    out: Any = Function.apply(hidden, w.weight, targets, 1.0)
+    return _loss_of(w, -(out[0] if isinstance(out, tuple) else out))
+
+
+def cut_cross_entropy(w: Workload) -> Tensor:
+    """With its default filter, which drops small gradients."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, targets = _rows(w)
+    if w.mask is not None:
+        targets = targets.masked_fill(~w.mask.flatten(), -100)
+    return _loss_of(w, -linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
+
+
+def _needs(package: str, *, cuda: bool = False) -> Callable[[torch.device], str | None]:
+    def absent(device: torch.device) -> str | None:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+        return "needs CUDA" if cuda and device.type != "cuda" else None
+
+    return absent
+
+
+def _compiler_absent(device: torch.device) -> str | None:
+    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        return "torch.compile needs a C++ compiler"
+    return None
+
+
+def _linear_cross_entropy_absent(_: torch.device) -> str | None:
+    return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
+
+
+BASELINE = "eager, log_softmax"
+OURS = ("ours, one pass", "ours, two passes")
+CONTENDERS: dict[str, Contender] = {
+    BASELINE: Contender(eager),
+    "eager, logsumexp": Contender(eager_logsumexp),
+    "eager, compiled": Contender(compiled, _compiler_absent),
+    "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
+    "TRL chunked head": Contender(trl_chunked, _needs("trl")),
+    "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel")),
+    "Liger scaled CE": Contender(liger_scaled_cross_entropy, _needs("liger_kernel")),
+    "Liger Triton loss": Contender(liger_triton, _needs("liger_kernel", cuda=True)),
+    "cut-cross-entropy": Contender(cut_cross_entropy, _needs("cut_cross_entropy", cuda=True)),
+    OURS[0]: Contender(one_pass),
+    OURS[1]: Contender(two_passes),
+}
