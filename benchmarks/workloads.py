@@ -120,7 +120,7 @@ def synthetic(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> 
     noise of 1.2 to 2.6. Targets are drawn from the softmax, as a sampler draws them.
 
     `python -m benchmarks.workloads` prints the profile of this and of the real one: mean entropy
-    3.1 and 2.8, 154 and 142 words a row above 2^-12, 4 % and 6 % of the probability below.
+    3.1 and 2.8, 152 and 142 words a row above 2^-12, 4 % and 6 % of the probability below.
     """
     g = torch.Generator().manual_seed(seed)
     clusters = max(1, V // 200)
