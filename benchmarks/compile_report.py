@@ -23,14 +23,15 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -162,11 +163,9 @@ def all_launches() -> list[Launch]:
 
 
 def kernels() -> set[str]:
-    """What is launched by name: every jitted function that is called by no other."""
-    jitted = {k: v for k, v in vars(triton_tiles).items() if isinstance(v, JITFunction)}
-    return {name for name in jitted if name.endswith("_kernel")} | {
-        name for name in jitted if not name.startswith("_")
-    }
+    """What is launched; jitted functions with an underscore are called by these."""
+    jitted = {name for name, x in vars(triton_tiles).items() if isinstance(x, JITFunction)}
+    return {name for name in jitted if not name.startswith("_")}
 
 
 def compiled(job: tuple[Launch, str, bool]) -> Usage:
@@ -195,7 +194,7 @@ def judged(usage: Usage, arch: str, kernel: str, ptx: str) -> Usage:
     elif kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
         # The hardware's own minimum of a number and NaN is the number; torch's is NaN.
         problem = "a minimum or maximum that hides NaN"
-    return Usage(usage.registers, usage.spills, usage.stack, usage.shared, problem)
+    return replace(usage, problem=problem)
 
 
 def _nvidia_usage(built: Any) -> Usage:
@@ -230,7 +229,8 @@ def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[st
     ]
     table: dict[tuple[str, str], list[Usage]] = defaultdict(list)
     with ProcessPoolExecutor() as pool:
-        usages = _with_progress(pool.map(compiled, jobs, chunksize=8), len(jobs))
+        builds = pool.map(compiled, jobs, chunksize=8)
+        usages = tqdm(builds, total=len(jobs), desc="compiling", disable=None)
         for (launch, arch, aligned), usage in zip(jobs, usages, strict=True):
             table[launch.kernel, arch].append(usage)
             if usage.problem:
@@ -250,12 +250,6 @@ def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[st
             f" | {max(u.shared for u in usages_of):,} |"
         )
     return lines, problems
-
-
-def _with_progress(usages: Iterator[Usage], total: int) -> Iterator[Usage]:
-    from tqdm import tqdm
-
-    return iter(tqdm(usages, total=total, desc="compiling", disable=None, mininterval=1.0))
 
 
 def main(argv: list[str] | None = None) -> None:

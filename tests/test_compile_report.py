@@ -82,6 +82,16 @@ one_valued = [k for k, v in flags.items() if len(v) < 2 and not k[1].startswith(
 assert not one_valued, one_valued
 assert flags["policy_loss_kernel", "SURROGATE"] == {"clip", "cispo", "sapo", "reinforce", "dppo_tv"}
 assert len(flags["policy_loss_kernel", "KL_ESTIMATOR"]) == 6
+
+# Of the policy loss every pair of options; without a KL its own options have no effect.
+from itertools import combinations, product
+drawn = [dict(x.constants) for x in launches if x.kernel == "policy_loss_kernel"]
+for a, b in combinations([n for n in drawn[0] if n != "BLOCK_N"], 2):
+    for u, v in product(flags["policy_loss_kernel", a], flags["policy_loss_kernel", b]):
+        needs_kl = any(n.startswith(("HAS_KL_", "KL_")) for n in (a, b))
+        if needs_kl and (("HAS_KL", False) in ((a, u), (b, v))):
+            continue
+        assert any(x[a] == u and x[b] == v for x in drawn), (a, u, b, v)
 sys.exit(0)
 """
     result = run(code)
