@@ -37,7 +37,7 @@ from .grpo_loss import GRPOLossOutput, loss_of_tokens
 from .inputs import check_target_ids, flat_tokens
 from .linear_logprobs import LogprobJob, check_head_call, flat_logprobs
 from .metrics import loss_metrics
-from .objective import TokenInputs
+from .objective import TokenInputs, token_local
 from .row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
 from .tiles import LogitGradInputs, LogitTransform, Tiles
 
@@ -116,7 +116,7 @@ def fused_grpo_loss(
         `loss`, a float32 scalar; `metrics`, 0-d tensors that have not been read from the device
         (means over unmasked tokens): `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample
         size of the ratios, 1 at best), `entropy`, `zero_gradient` (share of tokens), `kl` and
-        `kl_max` given `ref_logps`, `clip_low` and `clip_high` where the objective clips, and what
+        `kl_max` given `ref_logps`, `clip_low` and `clip_high` (0 where nothing clips), and what
         its options add, by TRL's names (`docs/objectives.md`); `logps`, float32 in the shape of
         `targets`, 0 where masked, detached (for differentiable ones see `linear_logprobs`).
 
@@ -148,13 +148,7 @@ def fused_grpo_loss(
             f"({config.temperature} in the config)"
         )
     transform = call.transform(bias, temperature, inputs.mask)
-    one_pass = (
-        config.two_pass_reason(
-            has_old_logps=old_logps is not None,
-            has_entropy_threshold=entropy_threshold is not None,
-        )
-        is None
-    )
+    one_pass = token_local(config, inputs)
     trained = _trained_tokens(config, inputs, one_pass)
     if skip_untrained and trained is not None:
         inputs = replace(inputs, mask=trained if inputs.mask is None else inputs.mask & trained)

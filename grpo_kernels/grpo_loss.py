@@ -16,7 +16,7 @@ from .autograd_support import eager_only, refuse_double_backward, scaled_gradien
 from .config import GRPOLossConfig
 from .inputs import Layout, ValueChecks, check_tensor, flat_tokens, flatten
 from .metrics import loss_metrics
-from .objective import TokenInputs
+from .objective import TokenInputs, token_local
 from .tiles import Tiles, select_tiles, torch_tiles
 
 
@@ -121,13 +121,8 @@ def loss_of_tokens(
     tiles: Tiles,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics."""
-    reason = config.two_pass_reason(
-        has_old_logps=inputs.old_logps is not None,
-        has_entropy_threshold=inputs.entropy_threshold is not None,
-    )
-    if reason is not None:
-        tiles = torch_tiles
-    job = _Job(config, inputs, tiles, torch.is_grad_enabled())
+    used = tiles if token_local(config, inputs) else torch_tiles
+    job = _Job(config, inputs, used, torch.is_grad_enabled())
     loss, d_logps, d_entropy = _PolicyLoss.apply(logps, entropy, job)
     metrics = loss_metrics(
         config,

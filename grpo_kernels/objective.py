@@ -204,6 +204,15 @@ def policy_loss(
     return loss
 
 
+def token_local(config: GRPOLossConfig, inputs: TokenInputs) -> bool:
+    """Whether a token's gradient follows from that token and these inputs alone."""
+    reason = config.two_pass_reason(
+        has_old_logps=inputs.old_logps is not None,
+        has_entropy_threshold=inputs.entropy_threshold is not None,
+    )
+    return reason is None
+
+
 def importance_ratio(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """`r [N]`, with its gradient."""
     if config.ratio_level == "token":
