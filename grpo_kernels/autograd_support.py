@@ -32,15 +32,18 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
     return torch.exp2(-largest.float().clamp(min=1e-30).log2().floor())
 
 
-def scaled_gradient(stored: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+def scaled_gradient(
+    stored: Tensor | None, scale: Tensor, dtype: torch.dtype, *, fresh: bool = False
+) -> Tensor | None:
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 
     `stored` has served its purpose unless the caller retains the graph, so it is scaled in place:
-    a second head-sized tensor is what a full card has no room for.
+    a second head-sized tensor is what a full card has no room for. `fresh`: it was computed in this
+    backward, and is nobody else's.
     """
     if stored is None:
         return None
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if not fresh and torch._C._autograd._get_current_graph_task_keep_graph():
         return (stored.float() * scale).to(dtype)
     if stored.dtype == torch.float32:
         return stored.mul_(scale).to(dtype)

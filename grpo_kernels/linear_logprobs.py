@@ -264,7 +264,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 head.add_gradients(chunk, hidden_rows, d_logits)
         dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         unscaled = (
-            scaled_gradient(gradient, 1 / scale, dtype)
+            scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
             for gradient, dtype in zip(head.gradients(), dtypes, strict=True)
         )
         return (*unscaled, None, None)

@@ -1,10 +1,12 @@
 """`linear_logprobs` against the float64 reference: values and gradients, every option."""
 
+import sys
+
 import pytest
 import torch
 from batches import make_batch, packed, relative_error
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference, row_chunks
 
 CHUNK = 4 * 1003 * 5
 OPTIONS = {
@@ -155,3 +157,31 @@ def test_entropy_is_none_unless_asked_for():
     batch = make_batch()
     out = linear_logprobs(batch.hidden, batch.weight, batch.targets, mask=batch.mask)
     assert out.entropy is None
+
+
+@pytest.mark.parametrize("N", (1, 131_072))
+def test_half_precision_products_keep_small_gradients(N, monkeypatch):
+    """As on a GPU, where the gradient of the logits is float16: 1 / N times p is far below it."""
+
+    def mm(a, b, *, out):
+        out.copy_(a.float() @ b.float())
+
+    def addmm(acc, a, b, *, beta=1.0):
+        product = a.float() @ b.float()
+        acc.copy_(product if beta == 0 else acc * beta + product)
+
+    monkeypatch.setattr(row_chunks, "_mm", mm)
+    monkeypatch.setattr(row_chunks, "_addmm", addmm)
+    module = sys.modules["grpo_kernels.linear_logprobs"]
+    monkeypatch.setattr(module, "gemm_dtype", lambda *_: torch.float16)
+    batch = make_batch(B=6, T=11)
+    grads = []
+    for call, dtype in (
+        (linear_logprobs, torch.float32),
+        (reference.linear_logprobs, torch.float64),
+    ):
+        head = [x.half().to(dtype).requires_grad_() for x in (batch.hidden, batch.weight)]
+        (call(*head, batch.targets, mask=batch.mask).logps.sum() / N).backward()
+        grads.append([x.grad for x in head])
+    for mine, truth in zip(*grads, strict=True):
+        assert relative_error(mine, truth) <= 1e-3
