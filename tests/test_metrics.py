@@ -64,13 +64,18 @@ def test_zero_gradient_counts_what_trains():
         assert "zero_gradient" not in grpo_loss(torch.zeros(2, 2), torch.ones(2)).metrics
 
 
-def test_sampler():
-    m = metrics_of(
+def metrics_of_sampler(**kwargs):
+    """Two sequences of three tokens and of one; one token the sampler did not score."""
+    return metrics_of(
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
         old_logps=[[0.0, 0.0, 0.0], [-1.0, 7.0, 7.0]],
         sampling_logps=[[0.1, -0.3, math.nan], [0.0, 7.0, 7.0]],
-        is_correction="token_truncate", is_clip_max=1.2,
+        **kwargs,
     )  # fmt: skip
+
+
+def test_sampler():
+    m = metrics_of_sampler(is_correction="token_truncate", is_clip_max=1.2)
     name = "sampling/sampling_logp_difference"
     assert m[f"{name}/mean"] == pytest.approx((0.1 + 0.3 + 1.0) / 3)
     assert m[f"{name}/max"] == pytest.approx(1.0)
@@ -83,12 +88,7 @@ def test_sampler():
 
 def test_sampler_by_sequence():
     """A sequence counts once, however long it is."""
-    m = metrics_of(
-        [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
-        old_logps=[[0.0, 0.0, 0.0], [-1.0, 7.0, 7.0]],
-        sampling_logps=[[0.1, -0.3, math.nan], [0.0, 7.0, 7.0]],
-        is_correction="sequence_mask", is_clip_min=0.5,
-    )  # fmt: skip
+    m = metrics_of_sampler(is_correction="sequence_mask", is_clip_min=0.5)
     name = "sampling/importance_sampling_ratio"
     assert m[f"{name}/mean"] == pytest.approx(math.exp(0.2) / 2)
     assert m[f"{name}/min"] == 0 and m[f"{name}/max"] == pytest.approx(math.exp(0.2))

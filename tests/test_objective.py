@@ -300,12 +300,14 @@ def test_kl_clamp_keeps_the_log_ratio_within_20(estimator, backend):
         beta=1.0, kl_estimator=estimator, kl_clamp=1e30, use_bias_correction_kl=False,
         loss_type="reinforce",
     )  # fmt: skip
-    grpo_loss(logps, torch.zeros(1), ref_logps=ref, config=cfg, backend=backend).loss.backward()
+    out = grpo_loss(logps, torch.zeros(1), ref_logps=ref, config=cfg, backend=backend)
+    out.loss.backward()
     assert (logps.grad[0, :2] == 0).all() and logps.grad[0, 2] != 0
     kl = per_token_kl(logps.detach(), ref, estimator=estimator, clamp=1e30)[0]
     values = {"k1": (-20, 20), "abs": (20, 20), "k2": (200, 200)}
     expected = values.get(estimator.rstrip("+"), (math.exp(20) - 21, math.exp(-20) + 19))
     assert kl[:2].tolist() == pytest.approx(expected, rel=1e-5)
+    assert out.loss.item() == pytest.approx(kl.mean().item(), rel=1e-5)
 
 
 def test_vespo_log_weight_ends_at_20():
