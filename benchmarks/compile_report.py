@@ -6,10 +6,11 @@ The configurations are not listed here: the launchers are called with every comb
 options, and what they would have launched is recorded and compiled. Of the policy loss, whose
 options multiply to thousands, every surrogate meets every form of the KL, with the remaining
 options drawn once and once the other way round, so that every pair of them occurs. Each kernel is
-compiled as launched on memory and sizes that divide by 16 and on any other.
+compiled as launched here, on memory and rows that divide by 16, and on any other.
 
 Exit status 1 on a spill, on stack, on more shared memory than a block can have, on a kernel that
-no launch covered, and on a minimum or maximum in the policy loss that hides NaN.
+no launch covered, on rows that divide by 16 and are not read in vectors, and on a minimum or
+maximum in the policy loss that hides NaN.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ DTYPES = {
     torch.bool: "i1",
 }  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
-LARGE_V, ODD_V = 151_936, 1003
+# Qwen's, GPT-2's, and less than a block.
+VOCABULARIES = (151_936, 50_257, 1003)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Launch:
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
+    odd: tuple[str, ...]  # of the whole numbers, those that 16 does not divide
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
 
@@ -73,6 +76,7 @@ class Usage:
     spills: int
     stack: int
     shared: int
+    warps: int | None = None  # that an SM holds, of 64
     problem: str = ""
 
 
@@ -84,13 +88,15 @@ def recorded(calls: Callable[[], None]) -> set[Launch]:
         self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **flags: Any
     ) -> None:
         names = [p.name for p in self.params if not p.is_constexpr]
-        kinds = []
+        kinds, odd = [], []
         for name, value in zip(names, args, strict=True):
             if isinstance(value, torch.Tensor):
                 kinds.append((name, "*" + DTYPES[value.dtype]))
             else:
                 kinds.append((name, "fp32" if isinstance(value, float) else "i32"))
-        launches.add(Launch(self.__name__, tuple(kinds), tuple(sorted(flags.items())), num_warps))
+                odd += [name] if isinstance(value, int) and value % 16 else []
+        constants = tuple(sorted(flags.items()))
+        launches.add(Launch(self.__name__, tuple(kinds), tuple(odd), constants, num_warps))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -110,23 +116,28 @@ def head_launches() -> None:
         (None, torch.float32, *HALVES), (None, 30.0), temperatures, (False, True)
     )
     for bias, softcap, temperature, entropy in transforms:
-        for V in (LARGE_V, ODD_V) if bias in (None, torch.float32) else (LARGE_V,):
-            logits = torch.empty(rows, V)
+        for V in VOCABULARIES[: 3 if bias in (None, torch.float32) else 1]:
+            logits = _padded(rows, V, torch.float32)
             transform = LogitTransform(
                 None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
             )
             triton_tiles.token_stats(logits, targets, transform, entropy=entropy)
             grads = LogitGradInputs(*[column] * (6 if entropy else 4))
             for dtype in (torch.float32, *HALVES):
-                out = torch.empty(rows, V, dtype=dtype)
+                out = _padded(rows, V, dtype)
                 triton_tiles.logit_grads_(logits, targets, transform, grads, out)
     # selective_log_softmax takes the caller's logits, in any dtype, to gradients of the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
-        logits = torch.empty(rows, LARGE_V, dtype=dtype)
+        logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
         transform = LogitTransform(temperature=temperature)
         triton_tiles.token_stats(logits, targets, transform, entropy=False)
         grads = LogitGradInputs(*[column] * 4)
         triton_tiles.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
+
+
+def _padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
+    """Logits as the chunks of the head have them."""
+    return torch.empty(rows, -(-V // 64) * 64, dtype=dtype)[:, :V]
 
 
 def policy_launches() -> None:
@@ -175,29 +186,36 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
     constants = dict(launch.constants)
     kinds = dict(launch.signature)
     signature = {n: "constexpr" if n in constants else kinds[n] for n in kernel.arg_names}
-    whole = [i for i, n in enumerate(kernel.arg_names) if signature[n] not in ("fp32", "constexpr")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in whole} if aligned else {}
+    divides = {n for n, kind in launch.signature if kind != "fp32"} - set(launch.odd)
+    places = [i for i, n in enumerate(kernel.arg_names) if n in divides and aligned]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget(backend, chip, warp_size)
     built = triton.compile(source, target=target, options={"num_warps": launch.num_warps})
-    usage = _amd_usage(built) if backend == "hip" else _nvidia_usage(built)
-    return judged(usage, arch, launch.kernel, built.asm.get("ptx", ""))
+    if backend == "hip":
+        return judged(_amd_usage(built), arch, launch, aligned)
+    usage = _nvidia_usage(built, launch.num_warps)
+    return judged(usage, arch, launch, aligned, built.asm["ptx"])
 
 
-def judged(usage: Usage, arch: str, kernel: str, ptx: str) -> Usage:
+def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | None = None) -> Usage:
     limit = ARCHITECTURES[arch][1] * 1024
     problem = ""
     if usage.spills or usage.stack:
         problem = f"{usage.spills} spills, {usage.stack} bytes of stack"
     elif usage.shared > limit:
         problem = f"{usage.shared:,} bytes of shared memory, of {limit:,}"
-    elif kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
+    elif ptx is None:
+        pass
+    elif aligned and not re.search(r"ld\.global\.v[248]", ptx) and "V" in dict(launch.signature):
+        problem = "no vector loads"
+    elif launch.kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
         # The hardware's own minimum of a number and NaN is the number; torch's is NaN.
         problem = "a minimum or maximum that hides NaN"
     return replace(usage, problem=problem)
 
 
-def _nvidia_usage(built: Any) -> Usage:
+def _nvidia_usage(built: Any, num_warps: int) -> Usage:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -208,7 +226,10 @@ def _nvidia_usage(built: Any) -> Usage:
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
     registers, stack, static, local = map(int, found.groups())
-    return Usage(registers, local, stack, max(static, built.metadata.shared))
+    # 65,536 registers an SM, handed out to warps in eights a thread.
+    fitting = min(64, 65_536 // (32 * -(-registers // 8) * 8))
+    shared = max(static, built.metadata.shared)
+    return Usage(registers, local, stack, shared, fitting // num_warps * num_warps)
 
 
 def _amd_usage(built: Any) -> Usage:
@@ -236,18 +257,22 @@ def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[st
             if usage.problem:
                 where = "aligned" if aligned else "unaligned"
                 problems.append(
-                    f"{launch.kernel} on {arch}, {where}: {usage.problem}; {launch.constants}"
+                    f"{launch.kernel} on {arch}, {where}: {usage.problem}; {launch.constants}, "
+                    f"odd: {launch.odd}"
                 )
     lines = [
-        "| kernel | architecture | builds | registers | spills | stack | shared memory, bytes |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | architecture | builds | registers | warps an SM holds | spills | stack "
+        "| shared memory, bytes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (kernel, arch), usages_of in sorted(table.items()):
         registers = [usage.registers for usage in usages_of]
+        warps = [usage.warps for usage in usages_of if usage.warps is not None]
+        resident = f"{min(warps)}-{max(warps)} of 64" if warps else ""
         lines.append(
             f"| {kernel} | {arch} | {len(usages_of)} | {min(registers)}-{max(registers)}"
-            f" | {max(u.spills for u in usages_of)} | {max(u.stack for u in usages_of)}"
-            f" | {max(u.shared for u in usages_of):,} |"
+            f" | {resident} | {max(u.spills for u in usages_of)}"
+            f" | {max(u.stack for u in usages_of)} | {max(u.shared for u in usages_of):,} |"
         )
     return lines, problems
 
@@ -265,8 +290,8 @@ def main(argv: list[str] | None = None) -> None:
     lines, problems = report(args.arch, launches)
     text = "\n".join(
         [
-            f"{len(launches)} configurations, each on sizes that divide by 16 and on any; "
-            f"triton {triton.__version__}, torch {torch.__version__}",
+            f"{len(launches)} configurations, each on memory and rows that divide by 16 and on "
+            f"any; triton {triton.__version__}, torch {torch.__version__}",
             "",
             *lines,
         ]

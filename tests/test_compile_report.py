@@ -12,6 +12,7 @@ import pytest
 
 SETUP = """
 import sys
+from dataclasses import replace
 from benchmarks import compile_report as report
 from grpo_kernels.tiles import triton_tiles
 launches = report.all_launches()
@@ -48,12 +49,17 @@ def test_table(tmp_path):
         ("report.ARCHITECTURES['sm_90'] = (('cuda', 90, 32), 0)", "bytes of shared memory, of 0"),
         # Far more than the registers hold.
         (
-            "few[:] = [report.Launch(x.kernel, x.signature, tuple((k, 32768 if k == 'BLOCK_V' else"
-            " v) for k, v in x.constants), 4) for x in few if x.kernel != 'policy_loss_kernel']",
+            "few[:] = [replace(x, num_warps=4, constants=tuple((k, 32768 if k == 'BLOCK_V' else v)"
+            " for k, v in x.constants)) for x in few if x.kernel != 'policy_loss_kernel']",
             "bytes of stack",
         ),
+        # What comes of an odd distance between rows.
+        (
+            "few[:] = [replace(x, odd=('stride_logits_n', 'stride_out_n')) for x in few]",
+            "token_stats_kernel on sm_90, aligned: no vector loads",
+        ),
     ),
-    ids=("uncovered", "shared_memory", "spills"),
+    ids=("uncovered", "shared_memory", "spills", "vectors"),
 )
 def test_fails(damage, message):
     result = run(damage, "--arch", "sm_90")
@@ -63,9 +69,10 @@ def test_fails(damage, message):
 def test_a_hidden_nan_is_seen():
     code = """
 clean = report.Usage(8, 0, 0, 0)
+policy = next(x for x in launches if x.kernel == "policy_loss_kernel")
 for ptx, problem in (("min.f32 %f1", "hides NaN"), ("max.NaN.f32 %f1", "")):
-    assert problem in report.judged(clean, "sm_90", "policy_loss_kernel", ptx).problem
-    assert bool(problem) == bool(report.judged(clean, "sm_90", "policy_loss_kernel", ptx).problem)
+    found = report.judged(clean, "sm_90", policy, True, ptx).problem
+    assert problem in found and bool(problem) == bool(found)
 sys.exit(0)
 """
     result = run(code)

@@ -1,8 +1,9 @@
 """Tiles as Triton kernels: CUDA, ROCm and XPU, and any CPU under `TRITON_INTERPRET=1`.
 
-One program owns one row of the tile and sweeps it once. Raw logits u = (hidden @ weight.T)_j
-become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that nothing but the tile
-itself is read from memory. Forward, with m the running maximum:
+One program owns one row of the tile and sweeps it once: whole blocks without a mask, so that they
+load and store vectors whatever V is divisible by, then the rest. Raw logits
+u = (hidden @ weight.T)_j become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that
+nothing but the tile itself is read from memory. Forward, with m the running maximum:
 
     lse = m + log S,  S = sum_j e^(z_j - m);  E = log S - (sum_j e^(z_j - m) (z_j - m)) / S
 
@@ -18,7 +19,7 @@ The running rescale of S is that of online softmax, arXiv:1805.02867.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,10 +30,18 @@ from ..config import GRPOLossConfig
 from ..objective import TokenInputs, Tokens, surrogate_scale
 from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
 
-# Per program, 8 warps: the most that no configuration spills registers at.
-_STATS_BLOCK_V = 4096
-_GRADS_BLOCK_V = 2048
-_BLOCK_N = 256
+
+class Launch(NamedTuple):
+    """How much a program takes at a time, and how many warps it has."""
+
+    block: int
+    num_warps: int
+
+
+# The largest that spills in no configuration and still fills the SMs of sm_80, sm_90 and sm_100
+# with warps (`benchmarks.compile_report`); `benchmarks.tune` times others.
+ROW_LAUNCH = Launch(2048, 8)
+TOKEN_LAUNCH = Launch(256, 4)
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
 _FAR = 1e35
 
@@ -71,6 +80,35 @@ def _load_logits(
 
 
 @triton.jit
+def _online_softmax(
+    peak, total, weighted, row_ptr, bias_ptr, start, V, logit_scale, softcap, inv_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Running maximum, sum of exponentials and their weighted sum, with one more block."""
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    z = inv_temperature * _load_logits(
+        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+    )
+    # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
+    z = tl.where(mask_v, z, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(z, axis=0))
+    # Nothing but -inf so far: shift by 0, as -inf - -inf is NaN.
+    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shifted = z - anchor
+    exps = tl.exp(shifted)
+    decay = tl.exp(peak - anchor)
+    if HAS_ENTROPY:
+        shift = tl.where(peak == float("-inf"), 0.0, peak - anchor)
+        # p * log p is 0 where p is, and -inf must not make it NaN.
+        finite = tl.where(exps > 0.0, shifted, 0.0)
+        weighted = decay * (weighted + shift * total) + tl.sum(exps * finite, axis=0)
+    total = decay * total + tl.sum(exps, axis=0)
+    return new_peak, total, weighted
+
+
+@triton.jit
 def token_stats_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     logps_ptr, logsumexp_ptr, entropy_ptr,
@@ -90,27 +128,17 @@ def token_stats_kernel(
     peak = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        z = inv_temperature * _load_logits(
-            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
-        # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
-        z = tl.where(mask_v, z, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(z, axis=0))
-        # Nothing but -inf so far: shift by 0, as -inf - -inf is NaN.
-        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        shifted = z - anchor
-        exps = tl.exp(shifted)
-        decay = tl.exp(peak - anchor)
-        if HAS_ENTROPY:
-            shift = tl.where(peak == float("-inf"), 0.0, peak - anchor)
-            # p * log p is 0 where p is, and -inf must not make it NaN.
-            finite = tl.where(exps > 0.0, shifted, 0.0)
-            weighted = decay * (weighted + shift * total) + tl.sum(exps * finite, axis=0)
-        total = decay * total + tl.sum(exps, axis=0)
-        peak = new_peak
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
+        peak, total, weighted = _online_softmax(
+            peak, total, weighted, row_ptr, bias_ptr, start, V, logit_scale, softcap,
+            inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, True, BLOCK_V,
+        )  # fmt: skip
+    if whole < V:
+        peak, total, weighted = _online_softmax(
+            peak, total, weighted, row_ptr, bias_ptr, whole, V, logit_scale, softcap,
+            inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, False, BLOCK_V,
+        )  # fmt: skip
 
     target = tl.load(targets_ptr + row)
     target_logit = inv_temperature * _load_logits(
@@ -125,6 +153,36 @@ def token_stats_kernel(
 
 
 @triton.jit
+def _store_logit_grads(
+    row_ptr, bias_ptr, out_row_ptr, start, V, target, at_target, logsumexp, d_prob, entropy,
+    d_entropy, logit_scale, softcap, inv_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    NARROWS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One block of a row's gradient."""
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    capped = _load_logits(
+        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+    )
+    log_p = capped * inv_temperature - logsumexp
+    p = tl.exp(log_p)
+    coef = d_prob
+    if HAS_ENTROPY:
+        coef = d_prob + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+    d_logits = tl.where(offs_v == target, at_target, -p * coef)
+    if HAS_SOFTCAP:
+        tanh = capped / softcap
+        d_logits *= 1.0 - tanh * tanh
+    d_logits *= logit_scale * inv_temperature
+    if NARROWS:
+        # A narrower result on the same memory: this block lands on earlier columns and on its
+        # own first half, which every thread must have read by now.
+        tl.debug_barrier()
+    tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
 def logit_grads_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, out_ptr,
@@ -136,6 +194,7 @@ def logit_grads_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
+    out_row_ptr = out_ptr + row * stride_out_n
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     inv_temperature = 1.0 / temperature
@@ -146,36 +205,25 @@ def logit_grads_kernel(
     d_prob = tl.load(d_prob_ptr + row)
     target_p = tl.exp(target_logp)
     at_target = (d_logp - d_prob) * target_p - d_logp * _expm1(target_logp)
+    entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row)
         d_entropy = tl.load(d_entropy_ptr + row)
         at_target -= target_p * d_entropy * (tl.maximum(target_logp, -1e4) + entropy)
 
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        mask_v = offs_v < V
-        capped = _load_logits(
-            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
-        log_p = capped * inv_temperature - logsumexp
-        p = tl.exp(log_p)
-        coef = d_prob
-        if HAS_ENTROPY:
-            coef = d_prob + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
-        d_logits = tl.where(offs_v == target, at_target, -p * coef)
-        if HAS_SOFTCAP:
-            tanh = capped / softcap
-            d_logits *= 1.0 - tanh * tanh
-        d_logits *= logit_scale * inv_temperature
-        if NARROWS:
-            # A narrower result on the same memory: this block lands on earlier columns and on its
-            # own first half, which every thread must have read by now.
-            tl.debug_barrier()
-        tl.store(
-            out_ptr + row * stride_out_n + offs_v,
-            d_logits.to(out_ptr.dtype.element_ty),
-            mask=mask_v,
-        )
+    whole = V // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
+        _store_logit_grads(
+            row_ptr, bias_ptr, out_row_ptr, start, V, target, at_target, logsumexp, d_prob,
+            entropy, d_entropy, logit_scale, softcap, inv_temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, NARROWS, True, BLOCK_V,
+        )  # fmt: skip
+    if whole < V:
+        _store_logit_grads(
+            row_ptr, bias_ptr, out_row_ptr, whole, V, target, at_target, logsumexp, d_prob,
+            entropy, d_entropy, logit_scale, softcap, inv_temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, NARROWS, False, BLOCK_V,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -315,7 +363,12 @@ def policy_loss_kernel(
 
 
 def token_stats(
-    logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    launch: Launch = ROW_LAUNCH,
 ) -> TokenStats:
     count, V = logits.shape
     logps, logsumexp, entropies = logits.new_empty((3, count), dtype=torch.float32)
@@ -328,7 +381,7 @@ def token_stats(
                 logits.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
-                HAS_ENTROPY=entropy, BLOCK_V=_block_v(_STATS_BLOCK_V, V), num_warps=8,
+                HAS_ENTROPY=entropy, BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
     return TokenStats(logps, logsumexp, entropies if entropy else None)
 
@@ -339,6 +392,8 @@ def logit_grads_(
     transform: LogitTransform,
     grads: LogitGradInputs,
     out: Tensor,
+    *,
+    launch: Launch = ROW_LAUNCH,
 ) -> None:
     count, V = logits.shape
     has_entropy = grads.d_entropy is not None and grads.entropy is not None
@@ -355,7 +410,7 @@ def logit_grads_(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=has_entropy, NARROWS=out.element_size() < logits.element_size(),
-                BLOCK_V=_block_v(_GRADS_BLOCK_V, V), num_warps=8,
+                BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
 
 
@@ -366,6 +421,7 @@ def policy_loss(
     entropy: Tensor | None,
     *,
     grad: bool,
+    launch: Launch = TOKEN_LAUNCH,
 ) -> PolicyLoss:
     count = logps.shape[0]
     has_entropy = entropy is not None and config.entropy_coef != 0.0
@@ -374,7 +430,7 @@ def policy_loss(
     scale = None
     if config.scales_surrogate:
         scale, _ = surrogate_scale(config, inputs, Tokens.of(inputs, logps, entropy))
-    blocks = triton.cdiv(count, _BLOCK_N)
+    blocks = triton.cdiv(count, launch.block)
     partials = logps.new_empty(blocks)
     d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
     with _device_of(logps):
@@ -391,7 +447,7 @@ def policy_loss(
             HAS_KL=config.beta != 0.0, HAS_KL_CLAMP=config.kl_clamp is not None,
             HAS_KL_RATIO=config.use_bias_correction_kl, HAS_SCALE=scale is not None,
             HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
-            BLOCK_N=_BLOCK_N, num_warps=4,
+            BLOCK_N=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     return PolicyLoss(
         partials.sum(), d_logps if grad else None, d_entropy if grad and has_entropy else None
@@ -419,8 +475,8 @@ def _device_of(x: Tensor) -> Any:
     return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
 
 
-def _block_v(most: int, V: int) -> int:
-    return min(most, max(128, triton.next_power_of_2(V)))
+def _block_v(launch: Launch, V: int) -> int:
+    return min(launch.block, max(128, triton.next_power_of_2(V)))
 
 
 def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tensor, Tensor]:
