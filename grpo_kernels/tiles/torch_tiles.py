@@ -16,16 +16,21 @@ from ..config import GRPOLossConfig
 from ..objective import TokenInputs
 from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
 
-_CPU_BLOCK_BYTES = 1 << 20
+_CPU_BLOCK_BYTES = 2 << 20
 _GPU_BLOCK_BYTES = 1 << 26
 
 
 def token_stats(
-    logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    *,
+    entropy: bool,
+    block_bytes: int | None = None,
 ) -> TokenStats:
     count = logits.shape[0]
     shifted_targets, peaks, totals, weighted = logits.new_empty((4, count), dtype=torch.float32)
-    for rows in _row_blocks(logits):
+    for rows in _row_blocks(logits, block_bytes):
         z = _transformed(logits[rows], transform.at(rows))
         peak = z.amax(1, keepdim=True)
         # A row that is -inf throughout has no distribution: NaN, as torch.log_softmax has it.
@@ -44,10 +49,11 @@ def token_stats(
 
 
 def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:
+    """Of a row; overwrites `shifted`."""
     # A logit of -inf would give 0 * -inf.
     if exps.device.type != "cpu":
         return (exps * shifted.clamp(min=-1e4)).sum(1)
-    dot = torch.bmm(exps.unsqueeze(1), shifted.unsqueeze(2)).flatten()
+    dot = shifted.mul_(exps).sum(1)
     # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
     return torch.xlogy(exps, exps).sum(1) if dot.isnan().any() else dot
 
@@ -58,12 +64,14 @@ def logit_grads_(
     transform: LogitTransform,
     grads: LogitGradInputs,
     out: Tensor,
+    *,
+    block_bytes: int | None = None,
 ) -> None:
     p = grads.logps.exp()
     at_target = (grads.d_logps - grads.d_prob) * p - grads.d_logps * grads.logps.expm1()
     if grads.d_entropy is not None and grads.entropy is not None:
         at_target -= p * grads.d_entropy * (grads.logps.clamp(min=-1e4) + grads.entropy)
-    for rows in _row_blocks(logits):
+    for rows in _row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = _transformed(block, local)
         # Where nothing was transformed z is the logits themselves: work there only if they are
@@ -116,8 +124,9 @@ def policy_loss(
     return PolicyLoss(loss.detach(), d_logps, gradients[1] if len(gradients) > 1 else None)
 
 
-def _row_blocks(logits: Tensor) -> Iterator[slice]:
-    block_bytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
+def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
+    if block_bytes is None:
+        block_bytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     step = max(1, block_bytes // (4 * logits.shape[1]))
     for start in range(0, logits.shape[0], step):
         yield slice(start, min(start + step, logits.shape[0]))
