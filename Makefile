@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint format bench compile-report clean
+.PHONY: demo test lint format bench bench-compare compile-report clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -27,6 +27,11 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(RUN) -m benchmarks.head $(ARGS)
+
+bench-compare: $(VENV)/installed
+	$(RUN) -m pytest benchmarks --benchmark-storage=file://benchmarks/results/stored \
+	  --benchmark-compare --benchmark-compare-fail=median:20% \
+	  --benchmark-columns=median,iqr,rounds $(ARGS)
 
 compile-report: $(VENV)/installed
 	$(RUN) -m benchmarks.compile_report $(ARGS)

@@ -24,7 +24,7 @@ from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
 class Contender(NamedTuple):
     """`absent` says why it cannot run on a device, or returns None."""
 
-    loss: Callable[[Workload], Tensor]
+    loss: Callable[..., Tensor]
     absent: Callable[[torch.device], str | None] = lambda _: None
 
 
@@ -70,14 +70,14 @@ def torch_linear_cross_entropy(w: Workload) -> Tensor:
     return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
 
 
-def one_pass(w: Workload) -> Tensor:
+def one_pass(w: Workload, **options: Any) -> Tensor:
     return fused_grpo_loss(
-        w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps
+        w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps, **options
     ).loss
 
 
-def two_passes(w: Workload) -> Tensor:
-    logps = linear_logprobs(w.hidden, w.weight, w.targets, mask=w.mask).logps
+def two_passes(w: Workload, **options: Any) -> Tensor:
+    logps = linear_logprobs(w.hidden, w.weight, w.targets, mask=w.mask, **options).logps
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +43,7 @@ CHECKED_SEQUENCES = 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 FLOOR = "bare GEMMs"
 ERRORS = ("loss", "d_hidden", "d_weight")
+Loss = Callable[[Workload], Tensor]
 
 
 def bare_gemms(w: Workload) -> None:
@@ -63,7 +68,7 @@ def with_grad(w: Workload) -> Workload:
     return w
 
 
-def errors(loss: Callable[[Workload], Tensor], w: Workload) -> dict[str, float]:
+def errors(loss: Loss, w: Workload) -> dict[str, float]:
     """Of the loss, and relative ones of the gradients, against float64 on a few sequences."""
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
@@ -85,6 +90,10 @@ def errors(loss: Callable[[Workload], Tensor], w: Workload) -> dict[str, float]:
     return result
 
 
+def step(loss: Loss, w: Workload) -> None:
+    loss(w).backward()
+
+
 def time_once(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -96,74 +105,97 @@ def time_once(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def times(
-    names: list[str], w: Workload, rounds: int, device: torch.device
+    losses: dict[str, Loss],
+    w: Workload,
+    rounds: int,
+    *,
+    forward: bool = True,
+    warm_up: bool = True,
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each contender and of the bare GEMMs, in turns, after one round unmeasured."""
+    """Seconds of each loss with its backward and of the bare GEMMs, in turns.
+
+    `forward`: the loss alone, too. `warm_up`: a first round is not measured.
+    """
+    device = w.hidden.device
     taken: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "forward_seconds": []} for name in (FLOOR, *names)
+        name: {"seconds": [], **({"forward_seconds": []} if forward else {})} for name in losses
     }
-    runs = [(round_, name) for round_ in range(rounds + 1) for name in taken]
+    taken[FLOOR] = {"seconds": []}
+    runs = [(round_, name) for round_ in range(rounds + warm_up) for name in taken]
     for round_, name in tqdm(runs, desc="timing", disable=None):
         with_grad(w)
-        if name == FLOOR:
-            measured = {"seconds": time_once(lambda: bare_gemms(w), device)}
+        measured = {}
+        loss = losses.get(name)
+        if loss is None:
+            measured["seconds"] = time_once(lambda: bare_gemms(w), device)
         else:
-            loss = CONTENDERS[name].loss
-            with torch.no_grad():
-                forward = time_once(lambda loss=loss: loss(w), device)  # type: ignore[misc]
-            both = time_once(lambda loss=loss: loss(w).backward(), device)  # type: ignore[misc]
-            measured = {"seconds": both, "forward_seconds": forward}
-        for key, seconds in measured.items() if round_ else ():
+            if forward:
+                with torch.no_grad():
+                    measured["forward_seconds"] = time_once(partial(loss, w), device)
+            measured["seconds"] = time_once(partial(step, loss, w), device)
+        for key, seconds in measured.items() if round_ >= warm_up else ():
             taken[name][key].append(seconds)
     return taken
 
 
-def extra_memory(name: str, args: argparse.Namespace, workload: str) -> int:
-    """Bytes beyond the inputs at the peak of forward and backward, from a fresh process."""
-    command = [
-        sys.executable, "-m", "benchmarks.head", "--measure-memory-of", name,
-        "--workload", workload, "--device", str(args.device), "--dtype", args.dtype,
-    ]  # fmt: skip
-    if args.shapes:
-        command += ["--shapes", ",".join(map(str, args.shapes))]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"memory of {name!r}: {run.stderr[-2000:]}")
-    return int(run.stdout.split()[-1])
+class Case(NamedTuple):
+    """A workload as a fresh process can make it again."""
+
+    workload: str
+    shape: tuple[int, int, int] | None
+    device: str
+    dtype: str
+
+    def make(self) -> Workload:
+        return make(self.workload, self.shape, self.device).to(getattr(torch, self.dtype))
 
 
-def measure_memory(name: str, w: Workload, device: torch.device) -> int:
-    loss = CONTENDERS[name].loss
+def extra_memory(name: str, case: Case, **options: Any) -> int:
+    """Bytes beyond the inputs at the peak of forward and backward.
+
+    On a CPU in a fresh process, as memory that the allocator kept would not be seen; raises
+    BrokenProcessPool if that is killed for want of memory.
+    """
+    if torch.device(case.device).type == "cuda":
+        return measure_memory(name, case, options)
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=fresh) as pool:
+        return pool.submit(measure_memory, name, case, options).result()
+
+
+def measure_memory(name: str, case: Case, options: dict[str, Any]) -> int:
+    warnings.filterwarnings("ignore", category=UserWarning)
+    loss, w = partial(CONTENDERS[name].loss, **options), case.make()
     # Libraries load and thread pools start on the first call, at a size that costs nothing.
     tiny = w.sequences(slice(1)).each(Tensor.detach)
     tiny.weight = w.weight.detach()[:64].clone()
     tiny.targets = tiny.targets % 64
-    loss(with_grad(tiny.each(torch.clone))).backward()
-    with PeakMemory(device) as memory:
-        loss(with_grad(w)).backward()
+    step(loss, with_grad(tiny.each(torch.clone)))
+    with PeakMemory(w.hidden.device) as memory:
+        step(loss, with_grad(w))
     if memory.extra_bytes is None:
-        raise OSError(f"this system does not tell the peak memory of work on {device}")
+        raise OSError(f"this system does not tell the peak memory of work on {case.device}")
     return memory.extra_bytes
 
 
 def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a contender: its `status` is "ok", "wrong" or why it is absent."""
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    w = make(workload, args.shapes).to(device, dtype)
+    case = Case(workload, args.shapes, args.device, args.dtype)
+    w = case.make()
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
     rows: list[dict[str, Any]] = []
     for name in args.contenders:
         row: dict[str, Any] = {"workload": w.describe(), "name": name}
-        row["status"] = CONTENDERS[name].absent(device) or check(name, w, row)
+        row["status"] = CONTENDERS[name].absent(w.hidden.device) or check(name, w, row)
         rows.append(row)
     sound = [row for row in rows if row["status"] == "ok"]
-    taken = times([row["name"] for row in sound], w, args.rounds, device)
+    taken = times({row["name"]: CONTENDERS[row["name"]].loss for row in sound}, w, args.rounds)
     flop = 6 * w.tokens * w.weight.numel()
     del w
     for row in sound:
         row |= taken[row["name"]]
         row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
-        row["extra_bytes"] = extra_memory(row["name"], args, workload)
+        row["extra_bytes"] = extra_memory(row["name"], case)
     seconds = taken[FLOOR]["seconds"]
     tflops = flop / statistics.median(seconds) / 1e12
     rows.append({"name": FLOOR, "status": "ok", "seconds": seconds, "tflops": tflops})
@@ -219,28 +251,46 @@ def spread(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), low, high
 
 
-def header(args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        capture_output=True, text=True, cwd=Path(__file__).parent,
-    ).stdout.strip()  # fmt: skip
-    device = torch.device(args.device)
+def header(device: str) -> dict[str, Any]:
+    """Where and with what a measurement was taken."""
+    commit = _told_by("git", "describe", "--always", "--dirty", "--exclude=*")
     processor = platform.processor() or platform.machine()
-    if device.type == "cuda":
+    about = {}
+    if torch.device(device).type == "cuda":
         processor = torch.cuda.get_device_name(device)
+        driver = _told_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        about = {"driver": driver.split("\n")[0], "cuda": torch.version.cuda}
     elif Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((x.split(":")[1].strip() for x in lines if "model name" in x), processor)
-    try:
-        from triton import __version__ as triton_version
-    except ImportError:
-        triton_version = "absent"
+        processor += f", {torch.get_num_threads()} threads"
     return {
-        "device": f"{processor}, {torch.get_num_threads()} threads",
+        "device": processor,
+        **about,
         "torch": torch.__version__,
-        "triton": triton_version,
-        "commit": commit or "unknown",
+        "triton": _version("triton"),
+        "commit": commit or os.environ.get("GRPO_KERNELS_COMMIT", "unknown"),
+        "peers": {name: _version(name) for name in ("trl", "liger-kernel", "cut-cross-entropy")},
     }
+
+
+def print_header(result: dict[str, Any]) -> None:
+    print(" | ".join(f"{k}: {v}" for k, v in result.items() if isinstance(v, str)))
+
+
+def _told_by(*command: str) -> str:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return ""
+    return run.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -264,7 +314,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument("--json", type=Path, help="write every measurement to this file, too")
-    parser.add_argument("--measure-memory-of", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.dtype is None:
         args.dtype = "bfloat16" if torch.device(args.device).type == "cuda" else "float32"
@@ -294,13 +343,8 @@ def main() -> None:
     args = parse_args()
     # Of peers, about how they are called here.
     warnings.filterwarnings("ignore", category=UserWarning)
-    if args.measure_memory_of:
-        device = torch.device(args.device)
-        w = make(args.workload[0], args.shapes).to(device, getattr(torch, args.dtype))
-        print(measure_memory(args.measure_memory_of, w, device))
-        return
-    result = {**header(args), "rows": []}
-    print(" | ".join(f"{k}: {v}" for k, v in result.items() if k != "rows"))
+    result = {**header(args.device), "rows": []}
+    print_header(result)
     for workload in args.workload:
         result["rows"] += run_workload(workload, args)
         if args.json:  # after each workload, so that an interrupted run leaves what it has

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,9 @@ PROMPTS = (
 )
 
 
+Device = str | torch.device
+
+
 @dataclass
 class Workload:
     """A batch of `B x T` positions, of which those of `mask` count (None: all)."""
@@ -56,10 +59,9 @@ class Workload:
         counted = "" if self.mask is None else f" of {B * T:,} positions"
         return f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Workload:
-        moved = self.each(lambda x: x.to(device))
-        moved.hidden, moved.weight = moved.hidden.to(dtype), moved.weight.to(dtype)
-        return moved
+    def to(self, dtype: torch.dtype) -> Workload:
+        """With states and head in another dtype."""
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Workload:
         """With every tensor changed."""
@@ -111,7 +113,9 @@ def _sample_smollm() -> dict[str, Tensor]:
     }
 
 
-def synthetic(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> Workload:
+def synthetic(
+    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
+) -> Workload:
     """Random states and head whose softmax has the profile of the demo model's own samples.
 
     Words come in clusters of some 200 that share half of their direction, W_v = (u_c + e_v) / 2^.5;
@@ -122,49 +126,57 @@ def synthetic(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> 
     `python -m benchmarks.workloads` prints the profile of this and of the real one: mean entropy
     3.1 and 2.8, 152 and 142 words a row above 2^-12, 4 % and 6 % of the probability below.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
     clusters = max(1, V // 200)
-    of = torch.arange(V) % clusters
-    shared, own = torch.randn(clusters, H, generator=g), torch.randn(V, H, generator=g)
-    words = torch.randint(0, V, (N,), generator=g)
-    lean, noise = (low + span * torch.rand(N, 1, generator=g) for low, span in ((2, 8), (1.2, 1.4)))
+    of = torch.arange(V, device=device) % clusters
+    shared, own = (torch.randn(n, H, generator=g, device=device) for n in (clusters, V))
+    words = torch.randint(0, V, (N,), generator=g, device=device)
+    lean, noise = (
+        low + span * torch.rand(N, 1, generator=g, device=device)
+        for low, span in ((2, 8), (1.2, 1.4))
+    )
     pull = 10 + math.log(V / 49_152)
     hidden = (pull * shared[of[words]] + lean * own[words]) / (H / 2) ** 0.5
-    hidden += noise * torch.randn(N, H, generator=g)
+    hidden += noise * torch.randn(N, H, generator=g, device=device)
     weight = own.add_(shared[of]).mul_((0.5 / H) ** 0.5)
     return _sampled(name, hidden.view(N // T, T, H), weight, seed)
 
 
-def flat(name: str, N: int, V: int, H: int, T: int = 64, seed: int = 0) -> Workload:
+def flat(
+    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
+) -> Workload:
     """Random states and weight, a nearly uniform softmax: the worst case for whoever samples it."""
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(N // T, T, H, generator=g), torch.randn(V, H, generator=g)
-    return _sampled(name, hidden, weight.mul_(H**-0.5), seed)
+    g = torch.Generator(device).manual_seed(seed)
+    hidden = torch.randn(N // T, T, H, generator=g, device=device)
+    weight = torch.randn(V, H, generator=g, device=device).mul_(H**-0.5)
+    return _sampled(name, hidden, weight, seed)
 
 
-def rollout(name: str, N: int, V: int, H: int, T: int = 256, seed: int = 0) -> Workload:
+def rollout(
+    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256, seed: int = 0
+) -> Workload:
     """What a GRPO step looks like: groups of 8 completions of one prompt.
 
     Lengths are long-tailed (log-normal, cut at T), some 40 % of the positions padding; half of the
     groups have equal rewards, so advantage 0; in a quarter of the sequences a tool spoke for an
     eighth of T.
     """
-    w = synthetic(name, N, V, H, T, seed)
+    w = synthetic(name, N, V, H, device, T, seed)
     B, g = N // T, torch.Generator().manual_seed(seed)
     lengths = (0.55 * T * torch.exp(0.6 * torch.randn(B, generator=g))).clamp(4, T).long()
     position = torch.arange(T)
     mask = position < lengths[:, None]
     begin = torch.randint(0, T // 2, (B, 1), generator=g)
     spoke = (torch.rand(B, 1, generator=g) < 0.25) & (position >= begin)
-    w.mask = mask & ~(spoke & (position < begin + T // 8))
+    w.mask = (mask & ~(spoke & (position < begin + T // 8))).to(device)
     equal = torch.arange(B) // 8 % 2 == 1
-    w.advantages = w.advantages.masked_fill(equal, 0.0)
+    w.advantages = w.advantages.masked_fill(equal.to(device), 0.0)
     return w
 
 
 @torch.no_grad()
 def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(hidden.device).manual_seed(seed)
     rows = hidden.flatten(0, 1).split(256)
     drawn = [torch.multinomial((h @ weight.T).softmax(-1), 1, generator=g) for h in rows]
     targets = torch.cat(drawn).view(hidden.shape[:2])
@@ -181,8 +193,8 @@ def _policy_inputs(
     with torch.no_grad():
         logps = linear_logprobs(hidden, weight, targets).logps
     return {
-        "advantages": torch.randn(targets.shape[0], generator=g),
-        "old_logps": logps + 0.1 * torch.randn(logps.shape, generator=g),
+        "advantages": torch.randn(targets.shape[0], generator=g).to(logps.device),
+        "old_logps": logps + 0.1 * torch.randn(logps.shape, generator=g).to(logps.device),
     }
 
 
@@ -198,16 +210,25 @@ SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "qwen14": (synthetic, (4096, QWEN_V, 5120)),
 }
 WORKLOADS = ("smollm", *SYNTHETIC)
+MOST_MADE = 16_384
 
 
-def make(name: str, shape: tuple[int, int, int] | None = None) -> Workload:
-    """The workload of this name, the synthetic ones in any `shape` (N, V, H)."""
+def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = "cpu") -> Workload:
+    """The workload of this name, float32, the synthetic ones in any `shape` (N, V, H).
+
+    Beyond 16,384 tokens the same sequences come again: to make them takes as long as to score them.
+    """
     if name == "smollm":
         if shape is not None:
             raise ValueError("shape: expected None for smollm, whose samples are what they are")
-        return smollm_samples()
+        return smollm_samples().each(lambda x: x.to(device))
     maker, default = SYNTHETIC[name]
-    return maker(name, *(shape or default))
+    N, V, H = shape or default
+    w = maker(name, min(N, MOST_MADE), V, H, device)
+    if N <= MOST_MADE:
+        return w
+    B, T = w.targets.shape
+    return w.sequences(torch.arange(N // T, device=device) % B)
 
 
 @torch.no_grad()

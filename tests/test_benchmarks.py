@@ -1,12 +1,14 @@
 """The benchmark measures what it says, on a workload small enough for a test."""
 
+import argparse
 import json
 import re
+import sys
 
 import pytest
 import torch
 
-from benchmarks import head
+from benchmarks import head, on_gpu, scaling, tune
 from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
 from benchmarks.memory import PeakMemory
 from benchmarks.workloads import make, profile
@@ -96,3 +98,86 @@ def test_peak_memory_sees_what_comes_and_goes():
     if memory.extra_bytes is None:
         pytest.skip("this system does not tell")
     assert 195 << 20 < memory.extra_bytes < 210 << 20
+
+
+@pytest.fixture
+def scaling_args(monkeypatch):
+    monkeypatch.setattr(scaling, "extra_memory", lambda name, case, **_: case.shape[0] << 10)
+    return argparse.Namespace(
+        device="cpu", dtype="float32", everyone=False, rounds=1, limit_s=60.0, memory_bytes=1 << 30
+    )
+
+
+def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
+    for name, axis in scaling.axes(cuda=False, tiny=True).items():
+        rows = scaling.run_axis(name, axis, scaling_args)
+        expected = [n for n in axis.contenders if n not in scaling.PEERS] + ["bare GEMMs"]
+        assert [r["name"] for r in rows] == expected * len(axis.values)
+        assert all(r["status"] == "ok" and len(r["seconds"]) == 1 for r in rows)
+        scaling.plot(rows, {"device": "here"}, tmp_path / f"{name}.png")
+    assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "left", "told"),
+    (
+        ({"limit_s": 0.0}, {*OURS, "eager, log_softmax"}, "would take 0 s"),
+        # What grows with the tokens and would not fit; ours does not grow so.
+        ({"memory_bytes": 1}, {"eager, log_softmax"}, "would take 0 GiB"),
+    ),
+)
+def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling_args):
+    vars(scaling_args).update(limits)
+    axis = scaling.axes(cuda=False, tiny=True)["tokens"]
+    rows = scaling.run_axis("tokens", axis, scaling_args)
+    first, second = ([r for r in rows if r["value"] == n] for n in axis.values[:2])
+    assert all(r["status"] == "ok" for r in first)
+    gone = {r["name"]: r for r in second if r["status"] != "ok"}
+    assert set(gone) == left and all(r["status"] == told for r in gone.values())
+    assert not any("seconds" in r for r in gone.values())
+
+
+def test_tune_times_only_what_is_right(monkeypatch):
+    """In the interpreter, as it is set for the tests."""
+    good = list(tune.rows(4, 300, torch.device("cpu"), 1))
+    assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
+    moved = {row["kernel"]: row["bytes"] for row in good}
+    assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
+    from grpo_kernels.tiles import triton_tiles
+
+    right = triton_tiles.token_stats
+
+    def wrong_at_other_settings(*args, launch=triton_tiles.ROW_LAUNCH, **options):
+        stats = right(*args, **options)
+        return stats._replace(logps=stats.logps + (launch.block == 64))
+
+    monkeypatch.setattr(triton_tiles, "token_stats", wrong_at_other_settings)
+    monkeypatch.setattr(
+        tune, "row_settings", lambda cuda: [{}, {"launch": triton_tiles.Launch(64, 1)}]
+    )
+    rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
+    assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
+
+
+def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
+    told = tmp_path / "told.json"
+    write = f"import pathlib; pathlib.Path({str(told)!r}).write_text('[1]'); print('table')"
+    for code, limit_s, left, status in (
+        (write, 60, 60, "ok"),
+        ("raise SystemExit(3)", 60, 60, "failed, exit status 3"),
+        ("import time; time.sleep(60)", 0.5, 60, "out of time"),
+        ("", 60, 0, "not run: no time left"),
+    ):
+        step = on_gpu.Step("step", limit_s, [sys.executable, "-c", code], told)
+        result = on_gpu.run(step, tmp_path, left, {})
+        assert result["status"] == status
+        assert ("result" in result) == (status == "ok")
+    absent = on_gpu.Step("absent", 60, ["no-such-tool"])
+    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not there"
+    names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
+    assert names[:2] == ["tests", "head-4096"] and {"memcheck", "tune", "scaling"} < set(names)
+    (tmp_path / "head.log").write_text("a | table\n")
+    steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
+    about = {"device": "some GPU", "date": "today", "torch": "2"}
+    page = on_gpu.markdown({**about, "steps": steps}, tmp_path)
+    assert "# some GPU, today" in page and "| head | ok | 1 |" in page and "a | table" in page

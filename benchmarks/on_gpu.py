@@ -1,0 +1,156 @@
+"""The steps of `benchmarks/on_gpu.sh`, the most important first, each with a time limit.
+
+Writes to the folder: a log and, where the step measures, a JSON of each; `result.json`, rewritten
+after every step, which holds them all with GPU, driver, versions and commit; the pictures; and
+`README.md`, the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.head import header
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and the JSON it writes, if any."""
+
+    name: str
+    limit_s: float
+    command: list[str]
+    json: Path | None = None
+
+
+def steps(out: Path, dry_run: bool) -> list[Step]:
+    device = "cpu" if dry_run else "cuda"
+    gpu_tests = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").glob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    )
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
+    chosen = ["-k", "plain or peaked"] if dry_run else ["-m", "gpu"]
+    planned = [Step("tests", 150, [*pytest, *chosen, *gpu_tests])]
+    for name, workload, shape, limit_s in (
+        ("head-4096", "dense", "8192,151936,4096", 80),
+        ("head-1536", "dense", "16384,151936,1536", 80),
+        ("head-rollout", "rollout", "16384,151936,1536", 60),
+    ):
+        sizes = ["--shapes", "512,1000,32" if dry_run else shape]
+        rounds = ["--rounds", "1" if dry_run else "7"]
+        planned.append(
+            _measuring(
+                out, name, limit_s, "head", "--workload", workload, *sizes, *rounds, device=device
+            )
+        )
+    tiny = ["--tokens", "8", "--vocabulary", "3000"] if dry_run else []
+    planned.append(_measuring(out, "tune", 60, "tune", *tiny, device=device))
+    for tool in ("memcheck", "racecheck"):
+        sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        small = [*pytest, "-m", "gpu", "-k", "transforms or in_place", "tests/test_triton_tiles.py"]
+        planned.append(Step(tool, 60, [*sanitizer, *small]))
+    scaling = [sys.executable, "-m", "benchmarks.scaling", "--device", device, "--out", str(out)]
+    scaling += ["--tiny"] if dry_run else ["--limit-s", "4"]
+    planned.append(Step("scaling", 150, scaling, out / "scaling.json"))
+    return planned
+
+
+def _measuring(
+    out: Path, name: str, limit_s: float, module: str, *options: str, device: str
+) -> Step:
+    path = out / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--device", device, *options]
+    return Step(name, limit_s, [*command, "--json", str(path)], path)
+
+
+def run(step: Step, out: Path, seconds_left: float, env: dict[str, str]) -> dict[str, Any]:
+    """What became of it: `status` is "ok", "failed", "out of time" or why it was not run."""
+    if shutil.which(step.command[0]) is None:
+        return {"status": f"{step.command[0]} is not there"}
+    if seconds_left < 5:
+        return {"status": "not run: no time left"}
+    start = time.monotonic()
+    log = out / f"{step.name}.log"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                step.command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
+                timeout=min(step.limit_s, seconds_left),
+            ).returncode  # fmt: skip
+            status = "ok" if code == 0 else f"failed, exit status {code}"
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+    result: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    if step.json is not None and step.json.exists():
+        result["result"] = json.loads(step.json.read_text())
+        step.json.unlink()
+    told = [line for line in log.read_text().splitlines() if not line.startswith("{")]
+    # Progress bars write over their line.
+    log.write_text("\n".join(line.split("\r")[-1] for line in told) + "\n")
+    result["last_line"] = next((line for line in reversed(told) if line.strip()), "")[-200:]
+    return result
+
+
+def markdown(result: dict[str, Any], out: Path) -> str:
+    """The logs' own tables, and what became of each step."""
+    about = ", ".join(f"{k} {v}" for k, v in result.items() if isinstance(v, str))
+    lines = [f"# {result['device']}, {result['date']}", "", about, ""]
+    lines += ["| step | status | seconds | last line |", "|---|---|---|---|"]
+    for name, step in result["steps"].items():
+        last = step.get("last_line", "").replace("|", "/")
+        lines.append(f"| {name} | {step['status']} | {step.get('seconds', '')} | {last} |")
+    for name, step in result["steps"].items():
+        if "result" in step:
+            lines += ["", f"## {name}", "", "```", (out / f"{name}.log").read_text().strip(), "```"]
+    lines += [f"\n![{path.stem}]({path.name})" for path in sorted(out.glob("*.png"))]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/on_gpu.sh", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, interpreted, tiny")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>-<date>")
+    parser.add_argument("--minutes", type=float, default=8, help="in all (default: 8)")
+    args = parser.parse_args(argv)
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --dry-run walks every step on a CPU")
+    about = header("cpu" if args.dry_run else "cuda")
+    gpu = "dry-run" if args.dry_run else re.sub(r"\W+", "-", about["device"].lower())
+    out: Path = args.out or ROOT / f"benchmarks/results/{gpu}-{date.today()}"
+    out.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **({"TRITON_INTERPRET": "1"} if args.dry_run else {})}
+    deadline = time.monotonic() + 60 * args.minutes
+    result = {**about, "date": str(date.today()), "steps": {}}
+    failed = False
+    for step in steps(out, args.dry_run):
+        print(f"{step.name:14}", end="", flush=True)
+        told = run(step, out, deadline - time.monotonic(), env)
+        result["steps"][step.name] = told
+        failed |= told["status"].startswith("failed")
+        print(f"{told['status']:24} {told.get('seconds', 0):6.1f} s  {told.get('last_line', '')}")
+        (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "README.md").write_text(markdown(result, out))
+    print(f"written to {out}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

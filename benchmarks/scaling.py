@@ -1,0 +1,204 @@
+"""How time and memory of the loss head grow with tokens, vocabulary and chunk budget.
+
+    python -m benchmarks.scaling [--axes tokens vocabulary chunk] [--device cpu|cuda] [--out DIR]
+
+Forward and backward on the `dense` workload, contenders in turns at each point. A contender leaves
+an axis before a point that, going by its last one, would take longer than `--limit-s` a run or
+more memory than there is. Writes `scaling.json` and a picture for each axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS
+from benchmarks.head import FLOOR, Case, Loss, extra_memory, header, print_header, times
+
+PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
+LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
+
+
+class Axis(NamedTuple):
+    """`shapes` and `chunk_bytes` belong to the values one by one; None is the default budget."""
+
+    values: list[int]
+    shapes: Sequence[tuple[int, int, int]]
+    chunk_bytes: Sequence[int | None]
+    contenders: tuple[str, ...]
+
+
+def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
+    """Around the demo's head on a CPU, a 1.5B model's on a GPU; `tiny` to see that it runs."""
+    N, V, H = (8192, 151_936, 1536) if cuda else (2048, 49_152, 576)
+    tokens = [1024 << i for i in range(11 if cuda else 8)]
+    vocabularies = [32_768 << i for i in range(4)]
+    budgets = [(64 if cuda else 4) << i for i in range(8)]
+    if tiny:
+        N, V, H, tokens, vocabularies, budgets = 256, 512, 16, [64, 128, 256], [512, 1024], [1, 2]
+    default = [None] * 20
+    everyone = (BASELINE, *PEERS, *OURS)
+    return {
+        "tokens": Axis(tokens, [(n, V, H) for n in tokens], default, everyone),
+        "vocabulary": Axis(vocabularies, [(N, v, H) for v in vocabularies], default, everyone),
+        "chunk": Axis(budgets, [(N, V, H)] * 20, [mib << 20 for mib in budgets], OURS[:1]),
+    }
+
+
+def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a contender and point, with its status: "ok" or why it is not there."""
+    rows: list[dict[str, Any]] = []
+    running = [n for n in axis.contenders if args.everyone or n not in PEERS]
+    last: dict[str, dict[str, Any]] = {}
+    for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
+        case = Case("dense", shape, args.device, args.dtype)
+        options = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
+        here: dict[str, dict[str, Any]] = {}
+        for contender in running:
+            absent = CONTENDERS[contender].absent(torch.device(args.device))
+            status = absent or _too_much(last.get(contender), shape, args)
+            row = {"axis": name, "value": value, "shape": shape, "name": contender}
+            here[contender] = {**row, "status": status or "ok"}
+        sound = [n for n in running if here[n]["status"] == "ok"]
+        for contender in sound:
+            try:
+                here[contender]["extra_bytes"] = extra_memory(contender, case, **options)
+            except (BrokenProcessPool, torch.OutOfMemoryError):
+                here[contender]["status"] = "out of memory"
+        running = [n for n in sound if here[n]["status"] == "ok"]
+        losses: dict[str, Loss] = {n: partial(CONTENDERS[n].loss, **options) for n in running}
+        # The first point warms everything up; a long one is not taken often.
+        slowest = max((_predicted(last[n], shape)[0] for n in running if n in last), default=0.0)
+        rounds = args.rounds if slowest < args.limit_s / 8 else 1
+        taken = times(losses, case.make(), rounds, forward=False, warm_up=not last)
+        for contender in running:
+            here[contender] |= taken[contender]
+            last[contender] = here[contender]
+        rows += here.values()
+        floor = statistics.median(taken[FLOOR]["seconds"])
+        rows.append({"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"})
+        rows[-1]["seconds"] = taken[FLOOR]["seconds"]
+        _print_point(list(here.values()), floor)
+        if not running:
+            break
+    return rows
+
+
+def _predicted(row: dict[str, Any], shape: tuple[int, int, int]) -> tuple[float, float]:
+    """Seconds and bytes, in proportion to the work of the row's own shape."""
+    (N, V, H), (n, v, h) = shape, row["shape"]
+    times_larger = N * V * H / (n * v * h)
+    return times_larger * statistics.median(row["seconds"]), times_larger * row["extra_bytes"]
+
+
+def _too_much(
+    row: dict[str, Any] | None, shape: tuple[int, int, int], args: argparse.Namespace
+) -> str | None:
+    if row is None:
+        return None
+    seconds, extra_bytes = _predicted(row, shape)
+    if seconds > args.limit_s:
+        return f"would take {seconds:.0f} s"
+    # What grows with the tokens only in part is predicted too large: it may still be tried.
+    if extra_bytes > 0.8 * args.memory_bytes and row["name"] not in OURS:
+        return f"would take {extra_bytes / 2**30:.0f} GiB"
+    return None
+
+
+def _print_point(rows: list[dict[str, Any]], floor: float) -> None:
+    for row in rows:
+        line = f"{row['axis']:10} {row['value']:>9,} {row['name']:19}"
+        if row["status"] == "ok":
+            median = statistics.median(row["seconds"])
+            line += f" {median:8.3g} s {median / floor:6.2f} x GEMMs"
+            line += f" {row['extra_bytes'] / 2**20:10,.0f} MiB"
+        else:
+            line += f" {row['status']}"
+        print(line, flush=True)
+
+
+def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
+    """Time and memory side by side, a line a contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axis = rows[0]["axis"]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for name in names:
+        mine = [row for row in rows if row["name"] == name and row["status"] == "ok"]
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": name}
+        if name in OURS:
+            style |= {"linewidth": 2.5, "color": ("C3", "C1")[OURS.index(name)]}
+        elif name == FLOOR:
+            style |= {"color": "0.6", "linestyle": ":"}
+        else:
+            style["color"] = ("0.1", "C0", "C2", "C4")[names.index(name) % 4]
+        x = [row["value"] for row in mine]
+        panels[0].plot(x, [statistics.median(row["seconds"]) for row in mine], **style)
+        if name != FLOOR:
+            panels[1].plot(x, [row["extra_bytes"] / 2**30 for row in mine], **style)
+    shape = next(row["shape"] for row in rows)
+    fixed = {"tokens": "V = {1:,}, H = {2:,}", "vocabulary": "N = {0:,}, H = {2:,}"}
+    text = fixed.get(axis, "N = {0:,}, V = {1:,}, H = {2:,}").format(*shape)
+    for panel, what in zip(panels, ("seconds", "GiB beyond the inputs"), strict=True):
+        panel.set(xscale="log", yscale="log", xlabel=LABELS[axis], title=what)
+        values = sorted({row["value"] for row in rows})
+        panel.set_xticks(values, [f"{v:,}" if v < 1024 else f"{v // 1024:,}k" for v in values])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3, which="both")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"Loss head, forward and backward: {text}; {told['device']}", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=(__doc__ or "").split("\n")[0]
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--axes", nargs="+", choices=LABELS, default=list(LABELS))
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--ours-only", dest="everyone", action="store_false")
+    parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
+    parser.add_argument("--limit-s", type=float, default=120, help="of a run (default: 120)")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling"))
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    args = parser.parse_args(argv)
+    on_cuda = torch.device(args.device).type == "cuda"
+    args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
+    args.memory_bytes = _available(args.device)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    result = {**header(args.device), "rows": []}
+    print_header(result)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.axes:
+        rows = run_axis(name, axes(on_cuda, args.tiny)[name], args)
+        result["rows"] += rows
+        (args.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+        plot(rows, result, args.out / f"{name}.png")
+
+
+def _available(device: str) -> int:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
+    return int(kib) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Guards against slowdowns: the head's time in units of eager's, taken in turns with it.
+
+    make bench-compare                                  against the last stored run
+    make bench-compare ARGS=--benchmark-save=NAME       and store this one
+
+pytest-benchmark keeps and compares what its timer says. The timer here counts in units of the time
+that materialised logits took just before on the same inputs, so that a stored run means something
+on a machine that is busier today.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS
+from benchmarks.head import step, with_grad
+from benchmarks.workloads import make
+
+# Large enough that the products count, small enough for a minute in all.
+SHAPES = {"dense": (1024, 49_152, 576), "rollout": (2048, 49_152, 576)}
+ROUNDS = 7
+
+
+class EagerTime:
+    """A clock whose unit is the time of the last call of `tick`."""
+
+    unit = 1.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() / self.unit
+
+
+clock = EagerTime()
+
+
+@pytest.mark.parametrize("workload", SHAPES)
+@pytest.mark.parametrize("contender", OURS)
+@pytest.mark.benchmark(timer=clock, disable_gc=True)
+def test_head(workload: str, contender: str, benchmark: Any) -> None:
+    w = make(workload, SHAPES[workload])
+    eager, ours = CONTENDERS[BASELINE].loss, CONTENDERS[contender].loss
+
+    def time_eager() -> None:
+        start = time.perf_counter()
+        step(eager, with_grad(w))
+        clock.unit = time.perf_counter() - start
+        with_grad(w)
+
+    benchmark.group = f"{workload}, in units of eager's time"
+    benchmark.pedantic(step, (ours, w), setup=time_eager, rounds=ROUNDS, warmup_rounds=1)
+    # More than eager takes would be no reason to exist.
+    assert benchmark.stats.stats.median < 1.2

@@ -1,0 +1,170 @@
+"""How near the memory-bound kernels come to the speed of a copy, at which block sizes.
+
+    python -m benchmarks.tune [--device cpu|cuda] [--tokens N] [--vocabulary V] [--json out.json]
+
+On a GPU each Triton kernel at several block sizes and numbers of warps; on a CPU, where the torch
+tiles run, each at several cache blocks; under TRITON_INTERPRET=1 the Triton kernels once, to see
+that it runs. Bytes are those that must be moved: the logits read once, their gradient written once.
+A configuration whose result differs from the default's gets no time. Chunk budgets are timed by
+`python -m benchmarks.scaling --axes chunk`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.head import header, print_header, time_once
+from grpo_kernels import GRPOLossConfig
+from grpo_kernels.objective import TokenInputs
+from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COPY = "copy"
+Run = Callable[[], Any]
+
+
+def row_settings(cuda: bool) -> list[dict[str, Any]]:
+    """The default first."""
+    if cuda or INTERPRETED:
+        from grpo_kernels.tiles.triton_tiles import ROW_LAUNCH, Launch
+
+        tried = itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)) if cuda else []
+        return [{"launch": x} for x in dict.fromkeys([ROW_LAUNCH, *(Launch(*t) for t in tried)])]
+    default = torch_tiles._CPU_BLOCK_BYTES
+    return [{"block_bytes": x} for x in dict.fromkeys([default, *(1 << i for i in range(17, 25))])]
+
+
+def token_settings(cuda: bool) -> list[dict[str, Any]]:
+    if not (cuda or INTERPRETED):
+        return [{}]
+    from grpo_kernels.tiles.triton_tiles import TOKEN_LAUNCH, Launch
+
+    tried = itertools.product((128, 256, 512, 1024), (2, 4, 8)) if cuda else []
+    return [{"launch": x} for x in dict.fromkeys([TOKEN_LAUNCH, *(Launch(*t) for t in tried)])]
+
+
+def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list[Any], Any]]:
+    """Name, bytes moved, settings, and a function of a setting that returns the result."""
+    cuda = device.type == "cuda"
+    tiles: Any = torch_tiles
+    if cuda or INTERPRETED:
+        from grpo_kernels.tiles import triton_tiles
+
+        tiles = triton_tiles
+    g = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(N, V, generator=g, device=device)
+    targets = torch.randint(0, V, (N,), generator=g, device=device)
+    transform = LogitTransform()
+    stats = tiles.token_stats(logits, targets, transform, entropy=True)
+    copied = torch.empty_like(logits)
+    yield COPY, 8 * N * V, [{}], lambda: copied.copy_(logits)
+    for entropy in (False, True):
+        read = partial(tiles.token_stats, logits, targets, transform, entropy=entropy)
+        name = f"token_stats{', entropy' if entropy else ''}"
+        yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
+    weights = torch.randn(N, generator=g, device=device)
+    # On a GPU the gradient is in the GEMM's dtype, on the memory of the logits. Here it is beside
+    # them, so that every run finds them as they were; the bytes are the same.
+    halves = (torch.float32, torch.bfloat16) if cuda else (torch.float32,)
+    for dtype, entropy in itertools.product(halves, (False, True)):
+        out = torch.empty(N, V, dtype=dtype, device=device)
+        entropies = (stats.entropy, weights) if entropy else ()
+        grads = LogitGradInputs(stats.logps, stats.logsumexp, weights, weights, *entropies)
+
+        def write(out: Tensor = out, grads: LogitGradInputs = grads, **setting: Any) -> Tensor:
+            tiles.logit_grads_(logits, targets, transform, grads, out, **setting)
+            return out
+
+        told = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
+        yield told, N * V * (4 + dtype.itemsize), row_settings(cuda), write
+    M = 64 if INTERPRETED else 1 << 20
+    logps, old, advantages = torch.randn(3, M, generator=g, device=device) - 2
+    ones = torch.ones(M, device=device)
+    inputs = TokenInputs(advantages, ones, ones.sum(), None, old, None, None)
+    lossy = partial(tiles.policy_loss, GRPOLossConfig(), inputs, logps, None, grad=True)
+    # Log-probs, old ones, advantages, weights in; the gradient out.
+    yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: lossy(**s)
+
+
+def measure(run: Run, device: torch.device, rounds: int) -> list[float]:
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return [ms / 1e3 for ms in do_bench(run, warmup=10, rep=60, quantiles=[0.2, 0.5, 0.8])]
+    run()
+    return sorted(time_once(run, device) for _ in range(rounds))
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [x for x in (result if isinstance(result, tuple) else [result]) if x is not None]
+
+
+def same(result: Any, expected: list[Tensor]) -> bool:
+    pairs = zip(tensors(result), expected, strict=True)
+    return all(torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-4) for x, y in pairs)
+
+
+def rows(N: int, V: int, device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
+    copied = 0.0
+    for name, moved, settings, run in cases(N, V, device):
+        expected: list[Tensor] = []
+        for setting in tqdm(settings, desc=name, disable=None, leave=False):
+            told = ", ".join(str(tuple(x) if isinstance(x, tuple) else x) for x in setting.values())
+            row: dict[str, Any] = {"kernel": name, "setting": told, "bytes": moved}
+            result = run(**setting)
+            expected = expected or [x.clone() for x in tensors(result)]
+            row["status"] = "ok" if same(result, expected) else "wrong"
+            del result
+            if row["status"] == "ok":
+                row["seconds"] = measure(partial(run, **setting), device, rounds)
+                row["gb_per_s"] = moved / statistics.median(row["seconds"]) / 1e9
+                copied = copied or row["gb_per_s"]
+                row["of_copy"] = row["gb_per_s"] / copied
+            yield row
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, help="rows of the tile of logits")
+    parser.add_argument("--vocabulary", type=int)
+    parser.add_argument("--rounds", type=int, default=7, help="on a CPU (default: 7)")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file, too")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    N, V = (2560, 151_936) if device.type == "cuda" else (144, 49_152)
+    N, V = args.tokens or N, args.vocabulary or V
+    result = {**header(args.device), "shape": [N, V], "rows": []}
+    print_header(result)
+    print(f"logits [{N:,}, {V:,}], float32")
+    print(f"{'':34}{'setting':>12} {'ms':>9} {'GB/s':>8} {'of a copy':>10}")
+    for row in rows(N, V, device, args.rounds):
+        result["rows"].append(row)
+        line = f"{row['kernel']:34}{row['setting']:>12}"
+        if row["status"] == "ok":
+            line += f" {1e3 * statistics.median(row['seconds']):9.4g} {row['gb_per_s']:8.4g}"
+            line += f" {row['of_copy']:10.0%}"
+        else:
+            line += f" {row['status']}"
+        print(line, flush=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
