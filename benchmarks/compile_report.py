@@ -108,7 +108,7 @@ def recorded(calls: Callable[[], None]) -> set[Launch]:
 
 
 def head_launches() -> None:
-    """Statistics and gradients of logits, with every transform the calls can ask for."""
+    """What is done to logits, with every transform the calls can ask for."""
     rows = 2
     targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
@@ -123,9 +123,17 @@ def head_launches() -> None:
             )
             triton_tiles.token_stats(logits, targets, transform, entropy=entropy)
             grads = LogitGradInputs(*[column] * (6 if entropy else 4))
+            triton_tiles.column_scores(logits, targets, transform, grads, [slice(0, rows)])
             for dtype in (torch.float32, *HALVES):
                 out = _padded(rows, V, dtype)
                 triton_tiles.logit_grads_(logits, targets, transform, grads, out)
+                # Of the columns that are kept, however many.
+                if logits.stride(0) != V:
+                    kept = torch.empty(rows, V)
+                    narrow = kept.view(dtype)[:, :V]
+                    triton_tiles.logit_grads_(
+                        kept, targets, transform, grads, narrow, column_weights=torch.empty(V)
+                    )
     # selective_log_softmax takes the caller's logits, in any dtype, to gradients of the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
         logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
@@ -207,12 +215,18 @@ def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | No
         problem = f"{usage.shared:,} bytes of shared memory, of {limit:,}"
     elif ptx is None:
         pass
-    elif aligned and not re.search(r"ld\.global\.v[248]", ptx) and "V" in dict(launch.signature):
+    elif aligned and _rows_divide(launch) and not re.search(r"ld\.global\.v[248]", ptx):
         problem = "no vector loads"
     elif launch.kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
         # The hardware's own minimum of a number and NaN is the number; torch's is NaN.
         problem = "a minimum or maximum that hides NaN"
     return replace(usage, problem=problem)
+
+
+def _rows_divide(launch: Launch) -> bool:
+    """Whether the kernel reads rows whose distance 16 divides."""
+    strides = {name for name, _ in launch.signature if name.startswith("stride")}
+    return bool(strides) and not strides & set(launch.odd)
 
 
 def _nvidia_usage(built: Any, num_warps: int) -> Usage:

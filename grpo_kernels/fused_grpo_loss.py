@@ -11,6 +11,8 @@ chunk of logits can be made, used for loss and gradient, and overwritten: one pa
         dh       = dZ W                         GEMM 2
         dW      += dZ^T h                       GEMM 3, accumulated in float32
 
+With `backward="sampled"` the last three take few of dZ's columns (`column_sampling.py`).
+
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
 are made and stored `scale` times as large, a power of two that float16 needs.
 
@@ -32,8 +34,10 @@ from .autograd_support import (
     refuse_double_backward,
     scaled_gradient,
 )
+from .column_sampling import ColumnSampler, Sampling
 from .config import GRPOLossConfig
 from .grpo_loss import GRPOLossOutput, loss_of_tokens
+from .head_gradients import HeadGradients
 from .inputs import check_target_ids, flat_tokens
 from .linear_logprobs import LogprobJob, check_head_call, flat_logprobs
 from .metrics import loss_metrics
@@ -63,6 +67,8 @@ def fused_grpo_loss(
     softcap: float | None = None,
     skip_untrained: bool = False,
     backward: str = "exact",
+    tolerance: float | None = None,
+    seed: int | torch.Generator | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
 ) -> GRPOLossOutput:
@@ -107,7 +113,12 @@ def fused_grpo_loss(
             sampler's correction 0, no KL, no entropy term; in two passes: whole sequences of
             advantage 0) out of the forward too. The gradients are the same; their `logps` are 0,
             and the metrics are over the other tokens.
-        backward: `"exact"`.
+        backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
+            percent of the vocabulary's columns (`docs/sampled_backward.md`).
+        tolerance: of the sampled backward's noise, relative to the gradient; None: 5e-3.
+        seed: what the sampled backward draws from: an int, which gives the same gradients again
+            and is to be another one each step, a `torch.Generator`, or None, torch's own
+            generator on the CPU. Ranks draw differently in any case.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
             float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
@@ -132,8 +143,9 @@ def fused_grpo_loss(
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
     call = check_head_call(
-        hidden, weight, bias, targets, cu_seqlens, softcap, logit_scale, backend, backward
-    )
+        hidden, weight, bias, targets, cu_seqlens, softcap, logit_scale, backend,
+        Sampling.asked_for(backward, tolerance, seed),
+    )  # fmt: skip
     layout, checks, tiles = call.layout, call.checks, call.tiles
     inputs = flat_tokens(
         config, layout, checks, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
@@ -154,10 +166,12 @@ def fused_grpo_loss(
         inputs = replace(inputs, mask=trained if inputs.mask is None else inputs.mask & trained)
 
     if not one_pass:
-        two_pass = LogprobJob(call.targets, inputs.mask, transform, tiles, True, chunk_bytes)
-        logps, entropy, _ = flat_logprobs(hidden, weight, bias, two_pass, checks)
+        two_pass = LogprobJob(
+            call.targets, inputs.mask, transform, tiles, True, chunk_bytes, call.sampling
+        )
+        logps, entropy, _, sampled = flat_logprobs(hidden, weight, bias, two_pass, checks)
         loss, metrics = loss_of_tokens(config, inputs, logps, entropy, tiles)
-        return GRPOLossOutput(loss, metrics, logps.detach().reshape(layout.shape))
+        return GRPOLossOutput(loss, metrics | sampled, logps.detach().reshape(layout.shape))
 
     plan = plan_rows(
         inputs.mask,
@@ -169,12 +183,13 @@ def fused_grpo_loss(
     )
     job = _Job(
         config, inputs, call.targets, transform, plan, tiles, gemm_dtype(hidden, weight),
-        torch.is_grad_enabled(),
+        torch.is_grad_enabled(), call.sampling,
     )  # fmt: skip
-    loss, *per_token = _FusedGRPOLoss.apply(hidden.reshape(-1, weight.shape[1]), weight, bias, job)
-    return GRPOLossOutput(
-        loss, loss_metrics(config, inputs, *per_token), per_token[0].reshape(layout.shape)
+    loss, *per_token, sampled = _FusedGRPOLoss.apply(
+        hidden.reshape(-1, weight.shape[1]), weight, bias, job
     )
+    metrics = loss_metrics(config, inputs, *per_token) | sampled
+    return GRPOLossOutput(loss, metrics, per_token[0].reshape(layout.shape))
 
 
 def _trained_tokens(config: GRPOLossConfig, inputs: TokenInputs, one_pass: bool) -> Tensor | None:
@@ -205,29 +220,33 @@ class _Job:
     tiles: Tiles
     dtype: torch.dtype
     grad_enabled: bool
+    sampling: Sampling | None
 
 
 class _FusedGRPOLoss(torch.autograd.Function):
-    """Returns the loss and, per token and detached, what the metrics are made of.
+    """Returns the loss; per token, detached, what the metrics are made of; the sampler's metrics.
 
-    That is log-prob, entropy, and the loss's gradients of the two, None where not computed.
+    Per token that is log-prob, entropy, and the loss's gradients of the two, None where not
+    computed.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Any, ...]:
         wants = [g and job.grad_enabled for g in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(job.config, job.inputs))
-            loss, per_token, gradients = _loss_and_gradients(hidden, weight, job, scale, wants)
+            loss, per_token, gradients, sampled = _loss_and_gradients(
+                hidden, weight, job, scale, wants
+            )
         ctx.save_for_backward(scale, *gradients)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*(x for x in per_token if x is not None))
-        return loss, *per_token
+        return loss, *per_token, sampled
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_grpo_loss")
         scale, *gradients = ctx.saved_tensors
         scaled = (
@@ -244,10 +263,15 @@ def _largest_weight(config: GRPOLossConfig, inputs: TokenInputs) -> Tensor:
 
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor, wants: list[bool]
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...], dict[str, Tensor]]:
     plan, tiles, config = job.plan, job.tiles, job.config
     head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
-    head.want_gradients(wants, partial=plan.num_grad_rows < hidden.shape[0])
+    sampling = job.sampling if any(wants) else None
+    head.want_gradients(
+        wants, partial=plan.num_grad_rows < hidden.shape[0], sampled=sampling is not None
+    )
+    gradients = HeadGradients(head, tiles, None if sampling is None else plan.mean_of(hidden))
+    sampler = None if sampling is None else ColumnSampler(sampling, head.V, hidden.device)
     loss, logps, entropy, d_logps, d_entropy = (
         torch.zeros(shape, device=hidden.device) for shape in ((), *4 * [hidden.shape[:1]])
     )
@@ -274,8 +298,7 @@ def _loss_and_gradients(
             if e is not None:
                 d_entropy[rows] = e
             grads = LogitGradInputs(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
-            d_logits = head.d_logits_like(logits)
-            tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
-            head.add_gradients(chunk, hidden_rows, d_logits)
+            gradients.add(chunk, hidden_rows, logits, targets, transform, grads, sampler)
+    sampled = {} if sampler is None else sampler.metrics(gradients.finish())
     per_token = (logps, entropy, *((d_logps, d_entropy) if any(wants) else (None, None)))
-    return loss, per_token, head.gradients()
+    return loss, per_token, head.gradients(), sampled

@@ -341,8 +341,3 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
         outside if mask is None else outside & mask,
         f"targets: expected ids in [0, {V}){where}; got ids outside",
     )
-
-
-def check_backward(backward: object) -> None:
-    if backward != "exact":
-        raise ValueError(f"backward: expected 'exact'; got {backward!r}")

@@ -10,6 +10,7 @@ rows that have one:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +23,17 @@ from .autograd_support import (
     refuse_double_backward,
     scaled_gradient,
 )
+from .column_sampling import (
+    BLIND_INFLATION,
+    ColumnSampler,
+    Sampling,
+    dense_rows,
+    row_blocks,
+)
+from .head_gradients import HeadGradients
 from .inputs import (
     Layout,
     ValueChecks,
-    check_backward,
     check_head,
     check_target_ids,
     check_targets,
@@ -58,6 +66,8 @@ def linear_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
     backward: str = "exact",
+    tolerance: float | None = None,
+    seed: int | torch.Generator | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
 ) -> LogprobOutput:
@@ -80,7 +90,15 @@ def linear_logprobs(
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
         entropy: whether to compute the entropy, too.
-        backward: `"exact"`.
+        backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
+            percent of the vocabulary's columns (`docs/sampled_backward.md`).
+        tolerance: of the sampled backward's noise, relative to the gradient; None: 5e-3.
+        seed: what the sampled backward draws from: an int, which gives the same gradients again
+            and is to be another one each step, a `torch.Generator`, or None, torch's own
+            generator on the CPU. Ranks draw differently in any case.
+            The columns are drawn in the forward and kept as 8 bytes each, at most
+            `8 / 3 * V / 128` bytes a token; gradients of the entropy widen the noise, which is
+            planned without them.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
             float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
@@ -101,14 +119,17 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     call = check_head_call(
-        hidden, weight, bias, targets, None, softcap, logit_scale, backend, backward
-    )
+        hidden, weight, bias, targets, None, softcap, logit_scale, backend,
+        Sampling.asked_for(backward, tolerance, seed),
+    )  # fmt: skip
     layout, checks = call.layout, call.checks
     flat_mask = layout.flat_mask(mask, checks)
     check_target_ids(call.targets, flat_mask, weight.shape[0], checks)
     transform = call.transform(bias, temperature, flat_mask)
-    job = LogprobJob(call.targets, flat_mask, transform, call.tiles, entropy, chunk_bytes)
-    logps, entropies, logsumexp = flat_logprobs(hidden, weight, bias, job, checks)
+    job = LogprobJob(
+        call.targets, flat_mask, transform, call.tiles, entropy, chunk_bytes, call.sampling
+    )
+    logps, entropies, logsumexp, _ = flat_logprobs(hidden, weight, bias, job, checks)
     return LogprobOutput(
         logps.reshape(layout.shape),
         None if entropies is None else entropies.reshape(layout.shape),
@@ -125,6 +146,7 @@ class HeadCall(NamedTuple):
     checks: ValueChecks
     logit_scale: float
     softcap: float | None
+    sampling: Sampling | None
 
     def transform(
         self, bias: Tensor | None, temperature: float | Tensor, mask: Tensor | None
@@ -146,15 +168,14 @@ def check_head_call(
     softcap: float | None,
     logit_scale: float,
     backend: str,
-    backward: str,
+    sampling: Sampling | None,
 ) -> HeadCall:
-    check_backward(backward)
     check_head(hidden, weight, bias, softcap, logit_scale)
     tiles = select_tiles(backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks()
     layout = Layout.of("targets", targets, cu_seqlens, checks)
-    return HeadCall(tiles, flat_targets, layout, checks, float(logit_scale), softcap)
+    return HeadCall(tiles, flat_targets, layout, checks, float(logit_scale), softcap, sampling)
 
 
 @dataclass(frozen=True)
@@ -167,12 +188,16 @@ class LogprobJob:
     tiles: Tiles
     entropy: bool
     chunk_bytes: int | None
+    sampling: Sampling | None
 
 
 def flat_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LogprobJob, checks: ValueChecks
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and logsumexp of the rows of `hidden [..., H]`, each `[N]`."""
+) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+    """Log-probs, entropy and logsumexp of the rows of `hidden [..., H]`, each `[N]`.
+
+    And what the sampled backward says of itself.
+    """
     hidden = hidden.reshape(-1, weight.shape[1])
     plan = plan_rows(
         job.mask,
@@ -182,7 +207,8 @@ def flat_logprobs(
         weight=weight,
         chunk_bytes=job.chunk_bytes,
     )
-    return _LinearLogprobs.apply(hidden, weight, bias, job, plan)
+    grad_enabled = torch.is_grad_enabled()
+    return _LinearLogprobs.apply(hidden, weight, bias, job, plan, grad_enabled)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -194,31 +220,47 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         job: LogprobJob,
         plan: RowPlan,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
         logps = torch.zeros(hidden.shape[0], device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         dtype = gemm_dtype(hidden, weight)
         head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
+        sampler, samples = None, []
+        if job.sampling is not None and grad_enabled and any(ctx.needs_input_grad[:3]):
+            sampler = ColumnSampler(job.sampling, head.V, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in plan.chunks():
-                rows = chunk.rows
+                rows, targets = chunk.rows, job.targets[chunk.rows]
+                transform = job.transform.at(rows)
                 logits = head.logits(head.rows(chunk))  # [C, V], not yet transformed
-                stats = job.tiles.token_stats(
-                    logits, job.targets[rows], job.transform.at(rows), entropy=job.entropy
-                )
+                stats = job.tiles.token_stats(logits, targets, transform, entropy=job.entropy)
                 logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[rows] = stats.entropy
+                if sampler is not None:
+                    # Every log-prob as if it had the same gradient: none is known yet.
+                    ones = torch.ones_like(stats.logps)
+                    grads = LogitGradInputs(stats.logps, stats.logsumexp, ones, ones)
+                    blocks = row_blocks(chunk.size, hidden.device)
+                    squares, _ = job.tiles.column_scores(logits, targets, transform, grads, blocks)
+                    samples.append(sampler.sample(squares, targets, blocks, BLIND_INFLATION)[0])
         # Kept apart from the outputs, which the caller may change in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         ctx.save_for_backward(hidden, weight, bias, *kept)
         ctx.job, ctx.dtype = job, dtype
+        ctx.plan, ctx.samples = plan, None if sampler is None else samples
         ctx.set_materialize_grads(False)
-        return logps, entropy if job.entropy else None, logsumexp
+        sampled = {} if sampler is None else sampler.metrics()
+        return logps, entropy if job.entropy else None, logsumexp, sampled
 
     @staticmethod
     def backward(
-        ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
+        ctx: Any,
+        d_logps: Tensor | None,
+        d_entropy: Tensor | None,
+        d_logsumexp: Tensor | None,
+        _: Any,
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         hidden, weight, bias, logps, logsumexp, entropy = ctx.saved_tensors
@@ -232,42 +274,98 @@ class _LinearLogprobs(torch.autograd.Function):
         if job.mask is not None:
             # Masked rows came back as the constant 0, whatever gradient their value is given.
             needed &= job.mask
-        plan = plan_rows(
-            needed,
-            None,
-            ValueChecks(),
-            num_tokens=hidden.shape[0],
-            weight=weight,
-            chunk_bytes=job.chunk_bytes,
-        )
         given = [x for x in (d_logps, d_prob, d_entropy) if x is not None]
         scale = _power_of_two_scale_of(given, needed)
-        d_logps, d_prob = scale * d_logps, scale * d_prob
-        d_entropy = None if d_entropy is None else scale * d_entropy
-        head = HeadChunks(hidden, weight, ctx.dtype, plan.largest_chunk)
-        head.want_gradients(ctx.needs_input_grad[:3], partial=plan.num_rows < hidden.shape[0])
+        grads = LogitGradInputs(
+            logps,
+            logsumexp,
+            scale * d_logps,
+            scale * d_prob,
+            None if d_entropy is None else entropy,
+            None if d_entropy is None else scale * d_entropy,
+        )
+        wants = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in plan.chunks():
-                rows, targets = chunk.rows, job.targets[chunk.rows]
-                hidden_rows = head.rows(chunk)
-                logits = head.logits(hidden_rows)
-                d_logits = head.d_logits_like(logits)
-                grads = LogitGradInputs(
-                    logps[rows],
-                    logsumexp[rows],
-                    d_logps[rows],
-                    d_prob[rows],
-                    None if d_entropy is None else entropy[rows],
-                    None if d_entropy is None else d_entropy[rows],
-                )
-                job.tiles.logit_grads_(logits, targets, job.transform.at(rows), grads, d_logits)
-                head.add_gradients(chunk, hidden_rows, d_logits)
+            if ctx.samples is None:
+                head = _exact_gradients(hidden, weight, job, grads, needed, ctx.dtype, wants)
+            else:
+                head = _sampled_gradients(hidden, weight, ctx, grads, needed, wants)
         dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         unscaled = (
             scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
             for gradient, dtype in zip(head.gradients(), dtypes, strict=True)
         )
-        return (*unscaled, None, None)
+        return (*unscaled, None, None, None)
+
+
+def _exact_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    job: LogprobJob,
+    grads: LogitGradInputs,
+    needed: Tensor,
+    dtype: torch.dtype,
+    wants: Sequence[bool],
+) -> HeadChunks:
+    plan = plan_rows(
+        needed,
+        None,
+        ValueChecks(),
+        num_tokens=hidden.shape[0],
+        weight=weight,
+        chunk_bytes=job.chunk_bytes,
+    )
+    head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
+    head.want_gradients(wants, partial=plan.num_rows < hidden.shape[0])
+    gradients = HeadGradients(head, job.tiles)
+    for chunk in plan.chunks():
+        rows = chunk.rows
+        hidden_rows = head.rows(chunk)
+        gradients.add(
+            chunk, hidden_rows, head.logits(hidden_rows), job.targets[rows],
+            job.transform.at(rows), grads.at(rows),
+        )  # fmt: skip
+    return head
+
+
+def _sampled_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    ctx: Any,
+    grads: LogitGradInputs,
+    needed: Tensor,
+    wants: Sequence[bool],
+) -> HeadChunks:
+    """From the columns drawn in the forward: their logits alone are made again."""
+    job: LogprobJob = ctx.job
+    # Rows that need nothing are worked through beside those that do, with gradients of 0.
+    grads = grads._replace(
+        d_logps=torch.where(needed, grads.d_logps, 0.0),
+        d_prob=torch.where(needed, grads.d_prob, 0.0),
+        d_entropy=None if grads.d_entropy is None else torch.where(needed, grads.d_entropy, 0.0),
+    )
+    work = []
+    for chunk, samples in zip(ctx.plan.chunks(), ctx.samples, strict=True):
+        blocks = row_blocks(chunk.size, hidden.device)
+        work += [(chunk.part(rows), None) for rows in dense_rows(blocks, samples)]
+        drawn = zip(blocks, samples, strict=True)
+        work += [(chunk.part(rows), kept) for rows, kept in drawn if kept is not None]
+    wanted = [needed[chunk.rows].any() for chunk, _ in work]
+    wanted = torch.stack(wanted).tolist() if wanted else []
+    largest = max((chunk.size for chunk, kept in work if kept is None), default=0)
+    head = HeadChunks(hidden, weight, ctx.dtype, largest)
+    head.want_gradients(wants, partial=True, sampled=True)
+    gradients = HeadGradients(head, job.tiles)
+    for chunk, kept in (x for x, is_wanted in zip(work, wanted, strict=True) if is_wanted):
+        rows = chunk.rows
+        hidden_rows = head.rows(chunk)
+        parts = (job.targets[rows], job.transform.at(rows), grads.at(rows))
+        if kept is None:
+            gradients.add(chunk, hidden_rows, head.logits(hidden_rows), *parts)
+        else:
+            logits = head.logits_of(hidden_rows, kept.ids)
+            gradients.add_kept(chunk, hidden_rows, logits, *parts, kept)
+    return head
 
 
 def _power_of_two_scale_of(gradients: list[Tensor], needed: Tensor) -> Tensor:

@@ -19,9 +19,13 @@ from .inputs import ValueChecks
 _CPU_CHUNK_BYTES = (16 << 20, 160 << 20)
 _GPU_CHUNK_BYTES = 1536 << 20
 _ROW_MULTIPLE = 128
+_ROWS_OF_MEAN = 4096
 # How much of W is upcast at a time where the GEMM cannot take its own dtype.
 _CPU_UPCAST_BYTES = 16 << 20
 _GPU_UPCAST_BYTES = 256 << 20
+# How much of W is gathered at a time, row by row.
+_CPU_GATHER_BYTES = 2 << 20
+_GPU_GATHER_BYTES = 128 << 20
 
 
 class Chunk(NamedTuple):
@@ -30,6 +34,13 @@ class Chunk(NamedTuple):
     rows: slice | Tensor
     size: int
     needs_grad: bool
+
+    def part(self, rows: slice) -> Chunk:
+        """Some of them, counted from the first."""
+        if isinstance(self.rows, slice):
+            first = self.rows.start
+            return Chunk(slice(first + rows.start, first + rows.stop), rows.stop - rows.start, True)
+        return Chunk(self.rows[rows], rows.stop - rows.start, True)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,12 @@ class RowPlan:
             rows = slice(start, min(start + step, end))
             size = rows.stop - rows.start
             yield Chunk(rows if self.order is None else self.order[rows], size, needs_grad)
+
+    def mean_of(self, hidden: Tensor) -> Tensor:
+        """The mean of some rows that have a gradient, `[H]`, float32."""
+        some = slice(0, min(self.num_grad_rows, _ROWS_OF_MEAN))
+        rows = hidden[some if self.order is None else self.order[some]]
+        return rows.sum(0, dtype=torch.float32) / max(1, len(rows))
 
     @property
     def largest_chunk(self) -> int:
@@ -157,19 +174,24 @@ class HeadChunks:
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        self._chunks_added = 0
+        self.sampled = False
+        self._weight_written = False
 
-    def want_gradients(self, wants: Sequence[bool], *, partial: bool) -> None:
+    def want_gradients(
+        self, wants: Sequence[bool], *, partial: bool, sampled: bool = False
+    ) -> None:
         """Makes room for the gradients of hidden, weight, bias, as asked for.
 
-        `partial`: not every row will be added.
+        `partial`: not every row will be added; `sampled`: nor every column.
         """
+        self.sampled = sampled
         hidden, weight, bias = wants
         empty, zeros = self.hidden.new_empty, self.hidden.new_zeros
         if hidden:
             self.d_hidden = (zeros if partial else empty)(self.hidden.shape)
         if weight:
-            self.d_weight = empty((self.V, self.H), dtype=torch.float32)
+            self.d_weight = (zeros if sampled else empty)((self.V, self.H), dtype=torch.float32)
+            self._weight_written = sampled
         if bias:
             self.d_bias = zeros(self.V, dtype=torch.float32)
 
@@ -180,32 +202,58 @@ class HeadChunks:
         """`hidden_rows @ weight.T` in float32 `[C, V]`; overwrites the logits of the last call."""
         out = self._buffer[: hidden_rows.shape[0], : self.V]
         for columns, weight in self._weight_slices():
-            _mm(hidden_rows, weight.t(), out=out[:, columns])
+            mm(hidden_rows, weight.t(), out=out[:, columns])
+        return out
+
+    def logits_of(self, hidden_rows: Tensor, ids: Tensor) -> Tensor:
+        """The logits of some columns alone, float32 `[R, K]`, in memory of their own."""
+        out = hidden_rows.new_empty((hidden_rows.shape[0], len(ids)), dtype=torch.float32)
+        for part in self.gathers(len(ids)):
+            mm(hidden_rows, self.weight[ids[part]].to(self.dtype).t(), out=out[:, part])
         return out
 
     def d_logits_like(self, logits: Tensor) -> Tensor:
-        """Room for the gradient of `logits`, on the same memory, in the operands' dtype."""
-        rows = logits.shape[0]
-        return self._buffer[:rows].view(self.dtype)[:, : self.V]
+        """Room for the gradient of `logits`, on the same memory, in the operands' dtype.
+
+        `logits`: some rows of what the method of that name returned.
+        """
+        first = (logits.storage_offset() - self._buffer.storage_offset()) // logits.stride(0)
+        rows = slice(first, first + logits.shape[0])
+        return self._buffer[rows].view(self.dtype)[:, : self.V]
 
     def add_gradients(self, chunk: Chunk, hidden_rows: Tensor, d_logits: Tensor) -> None:
         """Adds the chunk's share of every gradient asked for."""
         if self.d_hidden is not None:
             d_rows = self.hidden.new_empty(hidden_rows.shape, dtype=torch.float32)
             for index, (columns, weight) in enumerate(self._weight_slices()):
-                _addmm(d_rows, d_logits[:, columns], weight, beta=float(index > 0))
+                addmm(d_rows, d_logits[:, columns], weight, beta=float(index > 0))
             self.d_hidden[chunk.rows] = d_rows.to(self.d_hidden.dtype)
         if self.d_weight is not None:
-            _addmm(self.d_weight, d_logits.t(), hidden_rows, beta=float(self._chunks_added > 0))
+            addmm(self.d_weight, d_logits.t(), hidden_rows, beta=float(self._weight_written))
+            self._weight_written = True
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
-        self._chunks_added += 1
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden (in its dtype), weight and bias (float32); None where not asked for."""
-        if self.d_weight is not None and not self._chunks_added:
+        if self.d_weight is not None and not self._weight_written:
             self.d_weight.zero_()
         return self.d_hidden, self.d_weight, self.d_bias
+
+    def gathers(self, count: int) -> Iterator[slice]:
+        """As many rows of W as are gathered at a time, of `count`."""
+        gather_bytes = _CPU_GATHER_BYTES if self.hidden.device.type == "cpu" else _GPU_GATHER_BYTES
+        step = max(1, gather_bytes // (4 * self.H))
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+    def row_squares(self, centre: Tensor) -> Tensor:
+        """The squared distance of each row of W from `centre [H]`, float32 `[V]`."""
+        squares = centre.new_empty(self.V)
+        for rows in self.gathers(self.V):
+            distances = self.weight[rows].to(torch.float32) - centre
+            squares[rows] = torch.linalg.vector_norm(distances, dim=1).square_()
+        return squares
 
     def _weight_slices(self) -> Iterator[tuple[slice, Tensor]]:
         if self.weight.dtype == self.dtype:
@@ -219,14 +267,14 @@ class HeadChunks:
             yield columns, self.weight[columns].to(self.dtype)
 
 
-def _mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+def mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _addmm(acc: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> None:
+def addmm(acc: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> None:
     """Acc <- beta * acc + a @ b, in the dtype of `acc`, which beta = 0 does not read."""
     if a.dtype == acc.dtype:
         torch.addmm(acc, a, b, beta=beta, out=acc)

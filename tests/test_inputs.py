@@ -288,7 +288,7 @@ FUSED = {
     "backward": (
         {"backward": "approximate"},
         ValueError,
-        "backward: expected 'exact'; got 'approximate'",
+        "backward: expected 'exact' or 'sampled'; got 'approximate'",
     ),
     "chunk_bytes": (
         {"chunk_bytes": 0},

@@ -170,8 +170,8 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
         product = a.float() @ b.float()
         acc.copy_(product if beta == 0 else acc * beta + product)
 
-    monkeypatch.setattr(row_chunks, "_mm", mm)
-    monkeypatch.setattr(row_chunks, "_addmm", addmm)
+    monkeypatch.setattr(row_chunks, "mm", mm)
+    monkeypatch.setattr(row_chunks, "addmm", addmm)
     module = sys.modules["grpo_kernels.linear_logprobs"]
     monkeypatch.setattr(module, "gemm_dtype", lambda *_: torch.float16)
     batch = make_batch(B=6, T=11)

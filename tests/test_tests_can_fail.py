@@ -97,7 +97,7 @@ def test_damaged_objective(objective, damage, tiles, monkeypatch):
 
 def test_unwritten_memory(monkeypatch):
     """Logits that nobody writes are NaN here, not the zeros they often happen to be."""
-    monkeypatch.setattr(row_chunks, "_mm", lambda a, b, *, out: None)
+    monkeypatch.setattr(row_chunks, "mm", lambda a, b, *, out: None)
     result = run_fused(make_batch(), exact=False)
     assert not result.logps.isfinite().all()
 

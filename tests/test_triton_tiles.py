@@ -57,7 +57,23 @@ def assert_tiles_agree(logits, targets, transform, *, entropy):
         tiles.logit_grads_(logits, targets, transform, grads, out)
         outs.append(out)
     assert outs[0].norm() > 0 and relative_error(outs[1], outs[0]) <= 2e-5
+    assert_sampling_agrees(logits, targets, transform, grads, outs[0])
     return grads, outs[0]
+
+
+def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
+    """What the sampled backward asks for, from the whole gradient."""
+    count, V = logits.shape
+    blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
+    expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
+    weights = 0.5 + torch.rand(V, generator=torch.Generator().manual_seed(1)).to(logits.device)
+    for tiles in (torch_tiles, triton_tiles):
+        scores = tiles.column_scores(logits, targets, transform, grads, blocks)
+        for actual, wanted in zip(scores, expected, strict=True):
+            assert actual.shape == (len(blocks), V) and relative_error(actual, wanted) <= 2e-5
+        out = torch.empty_like(d_logits)
+        tiles.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
+        assert relative_error(out, d_logits * weights) <= 2e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -40,6 +40,10 @@ class LogitTransform:
             temperature = temperature[rows]
         return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
 
+    def of_columns(self, ids: Tensor) -> LogitTransform:
+        bias = None if self.bias is None else self.bias[ids]
+        return LogitTransform(bias, self.logit_scale, self.softcap, self.temperature)
+
 
 class TokenStats(NamedTuple):
     """Per row of a tile, float32 `[C]`."""
@@ -65,6 +69,9 @@ class LogitGradInputs(NamedTuple):
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None
 
+    def at(self, rows: Tensor | slice) -> LogitGradInputs:
+        return LogitGradInputs(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
 
 class PolicyLoss(NamedTuple):
     """The loss over some tokens, float32 0-d, and its gradients, float32 `[C]`."""
@@ -88,10 +95,27 @@ class Tiles(Protocol):
         transform: LogitTransform,
         grads: LogitGradInputs,
         out: Tensor,
+        *,
+        column_weights: Tensor | None = None,
     ) -> None:
         """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
         `out` may lie on the memory of `logits`, row on row, in a dtype as wide or narrower.
+        `column_weights`: float32 `[V]`, factors of its columns.
+        """
+        ...
+
+    def column_scores(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        grads: LogitGradInputs,
+        blocks: list[slice],
+    ) -> tuple[Tensor, Tensor]:
+        """Of the gradient of the raw logits, by column: its squares' sum and its sum, `[B, V]`.
+
+        Each over the rows of a block, which are equally many but in the last. Float32.
         """
         ...
 

@@ -65,6 +65,7 @@ def logit_grads_(
     grads: LogitGradInputs,
     out: Tensor,
     *,
+    column_weights: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> None:
     p = grads.logps.exp()
@@ -97,8 +98,29 @@ def logit_grads_(
         slope = local.logit_scale / _column(local.temperature)
         if isinstance(slope, Tensor) or slope != 1.0:
             d_logits.mul_(slope)
+        if column_weights is not None:
+            d_logits.mul_(column_weights)
         if d_logits.data_ptr() != target.data_ptr():
             target.copy_(d_logits)
+
+
+def column_scores(
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    grads: LogitGradInputs,
+    blocks: list[slice],
+) -> tuple[Tensor, Tensor]:
+    squares, sums = logits.new_zeros((2, len(blocks), logits.shape[1]), dtype=torch.float32)
+    for index, block in enumerate(blocks):
+        tile, local, given = logits[block], transform.at(block), grads.at(block)
+        for rows in _row_blocks(tile, None):
+            out = tile.new_empty((rows.stop - rows.start, tile.shape[1]), dtype=torch.float32)
+            where = targets[block][rows]
+            logit_grads_(tile[rows], where, local.at(rows), given.at(rows), out=out)
+            sums[index] += out.sum(0)
+            squares[index] += out.square_().sum(0)
+    return squares, sums
 
 
 def policy_loss(

@@ -12,6 +12,8 @@ Backward, given dL/dl (d_logps), its softmax part (d_prob) and dL/dE (d_entropy)
     dL/dz_j = d_logps * 1[j = y] - p_j * (d_prob + d_entropy * (z_j - lse + E))
     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
 
+`column_scores` sums the squares of dL/du_j, and itself, down the columns instead.
+
 The policy-loss kernel is the token-local part of `grpo_kernels.objective` and its derivative by
 hand; what only scales the surrogate (corrections) is taken from there.
 The running rescale of S is that of online softmax, arXiv:1805.02867.
@@ -41,6 +43,7 @@ class Launch(NamedTuple):
 # The largest that spills in no configuration and still fills the SMs of sm_80, sm_90 and sm_100
 # with warps (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
+COLUMN_LAUNCH = Launch(512, 4)
 TOKEN_LAUNCH = Launch(256, 4)
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
 _FAR = 1e35
@@ -153,51 +156,14 @@ def token_stats_kernel(
 
 
 @triton.jit
-def _store_logit_grads(
-    row_ptr, bias_ptr, out_row_ptr, start, V, target, at_target, logsumexp, d_prob, entropy,
-    d_entropy, logit_scale, softcap, inv_temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    NARROWS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+def _row_gradients(
+    row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr,
+    entropy_ptr, d_entropy_ptr, temperature,
+    HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One block of a row's gradient."""
-    offs_v = start + tl.arange(0, BLOCK_V)
-    mask_v = WHOLE | (offs_v < V)
-    capped = _load_logits(
-        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
-    log_p = capped * inv_temperature - logsumexp
-    p = tl.exp(log_p)
-    coef = d_prob
-    if HAS_ENTROPY:
-        coef = d_prob + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
-    d_logits = tl.where(offs_v == target, at_target, -p * coef)
-    if HAS_SOFTCAP:
-        tanh = capped / softcap
-        d_logits *= 1.0 - tanh * tanh
-    d_logits *= logit_scale * inv_temperature
-    if NARROWS:
-        # A narrower result on the same memory: this block lands on earlier columns and on its
-        # own first half, which every thread must have read by now.
-        tl.debug_barrier()
-    tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
-
-
-@triton.jit
-def logit_grads_kernel(
-    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, out_ptr,
-    V,
-    stride_logits_n, stride_out_n,
-    logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, NARROWS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_n
-    out_row_ptr = out_ptr + row * stride_out_n
+    """What the gradient of a row's logits is made of, and itself at the target."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inv_temperature = 1.0 / temperature
     target = tl.load(targets_ptr + row)
     logsumexp = tl.load(logsumexp_ptr + row)
     target_logp = tl.load(target_logps_ptr + row)
@@ -210,19 +176,145 @@ def logit_grads_kernel(
         entropy = tl.load(entropy_ptr + row)
         d_entropy = tl.load(d_entropy_ptr + row)
         at_target -= target_p * d_entropy * (tl.maximum(target_logp, -1e4) + entropy)
+    return target, at_target, logsumexp, d_prob, entropy, d_entropy, 1.0 / temperature
 
+
+@triton.jit
+def _logit_grads(
+    row_ptr, bias_ptr, offs_v, mask_v, target, at_target, logsumexp, d_prob, entropy, d_entropy,
+    inv_temperature, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a block of one row's raw logits; 0 where masked."""
+    capped = _load_logits(
+        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+    )
+    log_p = capped * inv_temperature - logsumexp
+    p = tl.exp(log_p)
+    coef = d_prob
+    if HAS_ENTROPY:
+        coef = d_prob + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+    d_logits = tl.where(offs_v == target, at_target, -p * coef)
+    if HAS_SOFTCAP:
+        tanh = capped / softcap
+        d_logits *= 1.0 - tanh * tanh
+    return d_logits * (logit_scale * inv_temperature)
+
+
+@triton.jit
+def _store_logit_grads(
+    row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, target, at_target, logsumexp, d_prob,
+    entropy, d_entropy, inv_temperature, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, NARROWS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    d_logits = _logit_grads(
+        row_ptr, bias_ptr, offs_v, mask_v, target, at_target, logsumexp, d_prob, entropy,
+        d_entropy, inv_temperature, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY,
+    )  # fmt: skip
+    if HAS_WEIGHTS:
+        d_logits *= tl.load(weights_ptr + offs_v, mask=mask_v, other=0.0)
+    if NARROWS:
+        # A narrower result on the same memory: this block lands on earlier columns and on its
+        # own first half, which every thread must have read by now.
+        tl.debug_barrier()
+    tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def logit_grads_kernel(
+    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr,
+    weights_ptr, out_ptr,
+    V,
+    stride_logits_n, stride_out_n,
+    logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, NARROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    out_row_ptr = out_ptr + row * stride_out_n
+    target, at_target, logsumexp, d_prob, entropy, d_entropy, inv_temperature = _row_gradients(
+        row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr,
+        d_prob_ptr, entropy_ptr, d_entropy_ptr, temperature, HAS_TEMPERATURE, HAS_ENTROPY,
+    )  # fmt: skip
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         _store_logit_grads(
-            row_ptr, bias_ptr, out_row_ptr, start, V, target, at_target, logsumexp, d_prob,
-            entropy, d_entropy, logit_scale, softcap, inv_temperature,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, NARROWS, True, BLOCK_V,
+            row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, target, at_target, logsumexp,
+            d_prob, entropy, d_entropy, inv_temperature, logit_scale, softcap,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, NARROWS, True, BLOCK_V,
         )  # fmt: skip
     if whole < V:
         _store_logit_grads(
-            row_ptr, bias_ptr, out_row_ptr, whole, V, target, at_target, logsumexp, d_prob,
-            entropy, d_entropy, logit_scale, softcap, inv_temperature,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, NARROWS, False, BLOCK_V,
+            row_ptr, bias_ptr, weights_ptr, out_row_ptr, whole, V, target, at_target, logsumexp,
+            d_prob, entropy, d_entropy, inv_temperature, logit_scale, softcap,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, NARROWS, False, BLOCK_V,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_column_sums(
+    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr,
+    squares_ptr, sums_ptr,
+    first, last, V, stride_logits_n, logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    squares = tl.zeros((BLOCK_V,), tl.float32)
+    sums = tl.zeros((BLOCK_V,), tl.float32)
+    for index in range(first, last):
+        row = tl.cast(index, tl.int64)
+        target, at_target, logsumexp, d_prob, entropy, d_entropy, inv_temperature = _row_gradients(
+            row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr,
+            d_prob_ptr, entropy_ptr, d_entropy_ptr, temperature, HAS_TEMPERATURE, HAS_ENTROPY,
+        )  # fmt: skip
+        d_logits = _logit_grads(
+            logits_ptr + row * stride_logits_n, bias_ptr, offs_v, mask_v, target, at_target,
+            logsumexp, d_prob, entropy, d_entropy, inv_temperature, logit_scale, softcap,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY,
+        )  # fmt: skip
+        squares += d_logits * d_logits
+        sums += d_logits
+    offs = tl.program_id(1).to(tl.int64) * V + offs_v
+    tl.store(squares_ptr + offs, squares, mask=mask_v)
+    tl.store(sums_ptr + offs, sums, mask=mask_v)
+
+
+@triton.jit
+def column_scores_kernel(
+    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr,
+    squares_ptr, sums_ptr,
+    N, V, rows_per_block,
+    stride_logits_n,
+    logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program sums some columns over one block of rows, in the order of the rows."""
+    first = tl.program_id(1) * rows_per_block
+    last = tl.minimum(first + rows_per_block, N)
+    if (tl.program_id(0) + 1) * BLOCK_V <= V:
+        _store_column_sums(
+            logits_ptr, targets_ptr, bias_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr,
+            d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, squares_ptr, sums_ptr,
+            first, last, V, stride_logits_n, logit_scale, softcap, temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY, True, BLOCK_V,
+        )  # fmt: skip
+    else:
+        _store_column_sums(
+            logits_ptr, targets_ptr, bias_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr,
+            d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr, squares_ptr, sums_ptr,
+            first, last, V, stride_logits_n, logit_scale, softcap, temperature,
+            HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY, False, BLOCK_V,
         )  # fmt: skip
 
 
@@ -393,25 +485,52 @@ def logit_grads_(
     grads: LogitGradInputs,
     out: Tensor,
     *,
+    column_weights: Tensor | None = None,
     launch: Launch = ROW_LAUNCH,
 ) -> None:
     count, V = logits.shape
-    has_entropy = grads.d_entropy is not None and grads.entropy is not None
-    if count:
+    if count and V:
         with _device_of(logits):
             logit_grads_kernel[(count,)](
                 logits, targets, *_transform_pointers(transform, logits),
-                grads.logps, grads.logsumexp, grads.d_logps, grads.d_prob,
-                grads.entropy if has_entropy else logits,
-                grads.d_entropy if has_entropy else logits,
-                out,
+                *_gradient_pointers(grads, logits),
+                logits if column_weights is None else column_weights, out,
                 V,
                 logits.stride(0), out.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
-                HAS_ENTROPY=has_entropy, NARROWS=out.element_size() < logits.element_size(),
+                HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
+                NARROWS=out.element_size() < logits.element_size(),
                 BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
+
+
+def column_scores(
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    grads: LogitGradInputs,
+    blocks: list[slice],
+    *,
+    launch: Launch = COLUMN_LAUNCH,
+) -> tuple[Tensor, Tensor]:
+    count, V = logits.shape
+    squares, sums = logits.new_empty((2, len(blocks), V), dtype=torch.float32)
+    if count:
+        block_v = _block_v(launch, V)
+        with _device_of(logits):
+            column_scores_kernel[(triton.cdiv(V, block_v), len(blocks))](
+                logits, targets, *_transform_pointers(transform, logits),
+                *_gradient_pointers(grads, logits),
+                squares, sums,
+                count, V, blocks[0].stop - blocks[0].start,
+                logits.stride(0),
+                *_transform_scalars(transform),
+                **_transform_flags(transform),
+                HAS_ENTROPY=grads.d_entropy is not None,
+                BLOCK_V=block_v, num_warps=launch.num_warps,
+            )  # fmt: skip
+    return squares, sums
 
 
 def policy_loss(
@@ -485,6 +604,13 @@ def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tens
         unused if transform.bias is None else transform.bias,
         temperature if isinstance(temperature, Tensor) else unused,
     )
+
+
+def _gradient_pointers(grads: LogitGradInputs, unused: Tensor) -> tuple[Tensor, ...]:
+    """In the order of the kernels; entropy counts where it has a gradient."""
+    entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
+    per_row = (grads.logps, grads.logsumexp, grads.d_logps, grads.d_prob, *entropies)
+    return tuple(unused if x is None else x for x in per_row)
 
 
 def _transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:

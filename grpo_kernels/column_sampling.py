@@ -1,0 +1,218 @@
+"""The backward from a sample of the vocabulary: unbiased, for a fraction of the products.
+
+The gradient of the logits of some rows, D `[R, V]`, is dense but for a few columns negligible. For
+each block of rows a column v is kept with probability pi_v, independently, and what is kept is
+divided by pi_v (Horvitz and Thompson, 1952):
+
+    dH = sum_{v kept} D_v / pi_v (x) W_v         E[dH] = sum_v D_v (x) W_v, whatever pi > 0 is
+    dW_v = D_v^T h / pi_v if kept, else 0        E[dW_v] = D_v^T h
+
+The variance of dH is sum_v (1 / pi_v - 1) |D_v|^2 |W_v|^2. Among all pi that keep as many columns
+it is smallest for pi_v = min(1, c |D_v|) up to the norms of W's rows, which are much alike; c is
+the least that keeps sum_v (1 / pi_v - 1) |D_v|^2 below tolerance^2 |D|^2, less what the step from
+D to dH and dW has been seen to add. The columns of the block's targets are always kept, so that
+the one-hot part is exact.
+
+Two parts of D are known exactly and take their variance with them (control variates): its row
+sums, so that dH is right along the mean row of W, and, where the whole of D is at hand, its column
+sums, so that dW is right along the mean hidden state. The column sums are also the bias's gradient.
+
+`docs/sampled_backward.md` has the derivation and the measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEFAULT_TOLERANCE = 5e-3
+# Rows that share a sample of columns: more of them share the traffic of its rows of W and dW, and
+# need more columns.
+_CPU_BLOCK_ROWS = 128
+_GPU_BLOCK_ROWS = 256
+# Where more than this share of the columns would be kept, all are: gathering them costs, too.
+_DENSE_SHARE = 1 / 3
+# No column is less likely than this, and probabilities are multiples of 2^-24, as uniform float32
+# numbers are: a column is kept exactly as often as it is taken to be.
+_LEAST_PROBABILITY = 2.0**-20
+_PROBABILITY_STEPS = 2.0**24
+_SOLVER_STEPS = 8
+# Of the relative variance, from the gradient of the logits to that of W, before it is known: the
+# rows of W are much alike, and so are the states that a word is likely in.
+TYPICAL_INFLATION = 1.5
+# The same where the gradients of the log-probs are not known when columns are drawn, and the column
+# sums never.
+BLIND_INFLATION = 3.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the caller asked for: relative gradient noise, and what the draws come from."""
+
+    tolerance: float
+    seed: int | torch.Generator | None
+
+    @staticmethod
+    def asked_for(backward: object, tolerance: object, seed: object) -> Sampling | None:
+        """The arguments of the public calls, checked; None for the exact backward."""
+        if backward not in ("exact", "sampled"):
+            raise ValueError(f"backward: expected 'exact' or 'sampled'; got {backward!r}")
+        if backward == "exact":
+            for name, value in (("tolerance", tolerance), ("seed", seed)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}: expected None unless backward='sampled'; got {value!r}"
+                    )
+            return None
+        if tolerance is None:
+            tolerance = DEFAULT_TOLERANCE
+        number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+        if not number or not 0 < tolerance < 1:  # type: ignore[operator]
+            raise ValueError(f"tolerance: expected a number between 0 and 1; got {tolerance!r}")
+        kinds = (int, torch.Generator, type(None))
+        if not isinstance(seed, kinds) or isinstance(seed, bool):
+            raise TypeError(
+                f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
+            )
+        return Sampling(float(tolerance), seed)  # type: ignore[arg-type]
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """A new one, different on every rank; without a seed from torch's own generator's state."""
+        seed = self.seed
+        if not isinstance(seed, int):
+            where = seed.device if seed is not None else "cpu"
+            seed = int(torch.randint(1 << 62, (), generator=seed, device=where))
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            # Ranks that drew alike would make the same error, which averaging then leaves as it is.
+            seed += 0x9E3779B97F4A7C15 * distributed.get_rank()
+        return torch.Generator(device).manual_seed(seed % (1 << 63))
+
+
+class KeptColumns(NamedTuple):
+    """The columns that a block of rows keeps, ascending, and their probabilities, `[K]` each."""
+
+    ids: Tensor
+    probabilities: Tensor
+
+
+def row_blocks(count: int, device: torch.device) -> list[slice]:
+    """Blocks of about as many rows each."""
+    most = _CPU_BLOCK_ROWS if device.type == "cpu" else _GPU_BLOCK_ROWS
+    # Rather a somewhat larger block than two small ones.
+    step = -(-count // max(1, round(count / most)))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def keep_probabilities(
+    squares: Tensor, targets: Tensor, blocks: list[slice], variance: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of each column in each block, `[B, V]`, and whether the block is to be dense, bool `[B]`.
+
+    Args:
+        squares: `[B, V]`, the squared norms of the columns of each block's gradient.
+        targets: `[C]`, kept for certain in their block.
+        blocks: of the rows `[C]`.
+        variance: what it may be, relative to the square of the whole gradient.
+    """
+    certain = torch.zeros_like(squares, dtype=torch.bool)
+    for index, rows in enumerate(blocks):
+        certain[index, targets[rows]] = True
+    rest = squares.masked_fill(certain, 0.0)
+    norms = rest.sqrt()
+    tiny = torch.finfo(squares.dtype).tiny
+    allowed = (variance * squares.sum()).clamp(min=tiny)
+    # With u = 1 / c, the sum over norm < u of norm * (u - norm) is to be what is allowed: Newton's
+    # method on its logarithm, which is nearly straight, from where no column is certain.
+    level = high = (allowed + rest.sum()) / norms.sum().clamp(min=tiny)
+    for _ in range(_SOLVER_STEPS):
+        below = norms.masked_fill(norms >= level, 0.0)
+        total = below.sum()
+        missed = ((level - below) * below).sum()
+        high = torch.where(missed > allowed, level, high)
+        step = (allowed / missed).log() * (missed / (level * total))
+        # Too far: no column is left that is not certain.
+        level = torch.where(missed > 0, level * step.exp(), (level * high).sqrt())
+    steps = (norms / level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
+    probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
+    # By what is expected to be kept: a choice that looked at the draw would not be unbiased.
+    dense = probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]
+    return probabilities.masked_fill_(dense[:, None], 1.0), dense
+
+
+def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[slice]:
+    """The rows of the blocks that keep all columns, neighbours joined."""
+    joined: list[slice] = []
+    for rows, kept in zip(blocks, samples, strict=True):
+        if kept is None and joined and joined[-1].stop == rows.start:
+            joined[-1] = slice(joined[-1].start, rows.stop)
+        elif kept is None:
+            joined.append(rows)
+    return joined
+
+
+class ColumnSampler:
+    """Draws the columns of block after block, and counts what it kept."""
+
+    def __init__(self, sampling: Sampling, V: int, device: torch.device) -> None:
+        self.V, self.tolerance = V, sampling.tolerance
+        self.generator = sampling.generator(device)
+        self.rows = self.blocks = self.dense_blocks = 0
+        self.kept = 0.0
+        # Of the blocks that are not dense: the variance of the logits' gradient, and its square.
+        self.planned = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def sample(
+        self,
+        squares: Tensor,
+        targets: Tensor,
+        blocks: list[slice],
+        inflation: float | Tensor,
+    ) -> tuple[list[KeptColumns | None], Tensor]:
+        """What each block keeps, None for all columns; and the probabilities, `[B, V]`.
+
+        `inflation`: by how much the relative variance of the head's gradients is larger than that
+        of the logits'. Waits for the device, which has to tell how much was kept.
+        """
+        variance = self.tolerance**2 / inflation
+        probabilities, dense = keep_probabilities(squares, targets, blocks, variance)
+        missed = (squares / probabilities - squares).sum()
+        self.planned += torch.stack((missed, squares.masked_fill(dense[:, None], 0.0).sum()))
+        dice = torch.rand(squares.shape, generator=self.generator, device=squares.device)
+        kept = (dice < probabilities) & ~dense[:, None]
+        pairs = kept.nonzero()
+        counts = torch.stack((kept.sum(1), dense.long())).tolist()
+        samples: list[KeptColumns | None] = []
+        start = 0
+        for index, (rows, count, is_dense) in enumerate(zip(blocks, *counts, strict=True)):
+            ids = pairs[start : start + count, 1]
+            start += count
+            samples.append(None if is_dense else KeptColumns(ids, probabilities[index, ids]))
+            size = rows.stop - rows.start
+            self.rows += size
+            self.blocks += 1
+            self.dense_blocks += is_dense
+            self.kept += size * (1.0 if is_dense else count / self.V)
+        return samples, probabilities
+
+    def metrics(self, noise: Tensor | None = None) -> dict[str, Tensor]:
+        """Shares of the columns and of the blocks; noise relative to the gradient.
+
+        `noise`: of the gradients that were made. None: as planned before they are.
+        """
+        if noise is None:
+            noise = relative_noise(BLIND_INFLATION * self.planned[0], self.planned[1])
+        kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
+        return {
+            "columns_kept": noise.new_tensor(kept, dtype=torch.float32),
+            "dense_blocks": noise.new_tensor(dense, dtype=torch.float32),
+            "gradient_noise": noise.float(),
+        }
+
+
+def relative_noise(variance: Tensor, square: Tensor) -> Tensor:
+    """The standard error over the norm; 0 for a gradient of 0."""
+    return (variance / square.clamp(min=1e-30)).sqrt()

@@ -1,0 +1,326 @@
+"""The sampled backward: unbiased, as noisy as it says, and exact where all columns are kept."""
+
+import math
+
+import pytest
+import torch
+from batches import HEAD, OBJECTIVES, config, make_batch, packed, relative_error, run_fused
+from test_fused_grpo_loss import BACKENDS, OPTIONS, assert_matches, objective_options
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.workloads import make
+from grpo_kernels import column_sampling, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels.tiles import torch_tiles
+
+SAMPLED = {"backward": "sampled", "tolerance": 0.25}
+DRAWS = 256
+SAMPLER_METRICS = {"columns_kept", "dense_blocks", "gradient_noise"}
+
+# id: (objective's options, the call's)
+UNBIASED = {
+    "plain": ({}, {}),
+    "bias_softcap": ({}, {"bias": True, "softcap": 6.0}),
+    "entropy": ({"entropy_coef": 0.05, "beta": 0.05}, {"ref_logps": True, "bias": True}),
+    "temperature_scale": ({}, {"old_logps": True, "temperature": True, "logit_scale": 1.2}),
+    "sequence_level": ({"loss_type": "gspo", "epsilon": 0.05}, {"old_logps": True, "bias": True}),
+    "frozen_head": ({}, {"old_logps": True, "frozen": ("weight", "bias")}),
+    "frozen_body": ({}, {"old_logps": True, "frozen": ("hidden",)}),
+}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return make_batch(B=8, T=16)
+
+
+def draws(batch, count, **options):
+    return [run_fused(batch, exact=False, seed=s, **SAMPLED, **options) for s in range(count)]
+
+
+def expect_unbiased(batch, **options):
+    """The mean of n draws nears the exact gradient as 1 / sqrt(n), for every gradient.
+
+    Over disjoint groups of n draws; a root mean square of m relative errors is off by some
+    1 / sqrt(2 m), of which there are as few as one.
+    """
+    exact = run_fused(batch, exact=True, **options)
+    drawn = draws(batch, DRAWS, **options)
+    looked_at = 0
+    for name, expected in exact.gradients.items():
+        if expected is None or drawn[0].gradients[name] is None:
+            continue
+        stacked = torch.stack([r.gradients[name] for r in drawn]).flatten(1)
+        errors = {}
+        for n in (1, 4, 16, 64, 256):
+            means = stacked.view(DRAWS // n, n, -1).mean(1)
+            rms = (means - expected.flatten()).norm(dim=1).square().mean().sqrt()
+            errors[n] = float(rms / expected.norm())
+        if errors[1] < 1e-4:  # exact: the bias, in one pass
+            continue
+        looked_at += 1
+        assert 0.05 < errors[1] < 1, f"d_{name}: nothing to see at {errors[1]:.3f}"
+        for n, error in errors.items():
+            assert error * math.sqrt(n) < 1.5 * errors[1], f"d_{name}: biased: {errors}"
+            assert error * math.sqrt(n) > errors[1] / 1.5, f"d_{name}: too good: {errors}"
+    assert looked_at
+
+
+@pytest.mark.parametrize("option", UNBIASED)
+def test_unbiased(option, batch):
+    objective, options = UNBIASED[option]
+    expect_unbiased(batch, config=config(**objective), **options)
+
+
+def test_unbiased_packed(batch):
+    expect_unbiased(packed(batch), old_logps=True)
+
+
+@pytest.mark.parametrize("damage", ("unweighted", "half_weighted", "small_ones_dropped"))
+@pytest.mark.parametrize("option", ("plain", "sequence_level"))
+def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
+    logit_grads, probabilities = torch_tiles.logit_grads_, column_sampling.keep_probabilities
+    power = {"unweighted": 0.0, "half_weighted": 0.5}.get(damage)
+
+    def misweighted(*args, out, column_weights=None):
+        weights = None if column_weights is None else column_weights**power
+        logit_grads(*args, out=out, column_weights=weights)
+
+    def dropping(*args):
+        kept, dense = probabilities(*args)
+        return kept.masked_fill(kept < 0.1, 0.0), dense
+
+    if power is not None:
+        monkeypatch.setattr(torch_tiles, "logit_grads_", misweighted)
+    else:
+        monkeypatch.setattr(column_sampling, "keep_probabilities", dropping)
+    objective, options = UNBIASED[option]
+    with pytest.raises(AssertionError, match=": biased: "):
+        expect_unbiased(batch, config=config(**objective), **options)
+
+
+@pytest.fixture
+def all_kept(monkeypatch):
+    """Every column that matters is kept for certain, by the way that columns are kept."""
+    monkeypatch.setattr(column_sampling, "_DENSE_SHARE", 2.0)
+    return {"backward": "sampled", "tolerance": 2e-5, "seed": 0}
+
+
+def expect_exact(batch, sampled, options, backend):
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(
+        batch, exact=False, backend=backend, chunk_bytes=4 * 1003 * 40, **options, **sampled
+    )
+    assert actual.metrics.keys() >= SAMPLER_METRICS
+    assert actual.metrics["dense_blocks"] == 0 and actual.metrics["columns_kept"] > 0.3
+    actual.metrics = {k: v for k, v in actual.metrics.items() if k in expected.metrics}
+    assert_matches(actual, expected, 1e-4, logps=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_head_options(option, backend, all_kept):
+    config_options, options = OPTIONS[option]
+    expect_exact(make_batch(), all_kept, {**options, "config": config(**config_options)}, backend)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives(objective, all_kept):
+    expect_exact(make_batch(B=6, T=11), all_kept, objective_options(objective), "torch")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+def test_half_precision(dtype, all_kept):
+    batch = make_batch().to("cpu", dtype)
+    options = {"old_logps": True, "bias": True}
+    # A power of two as the scale, which does not round once more.
+    expected = run_fused(batch, exact=True, scale=4.0, **options)
+    actual = run_fused(batch, exact=False, scale=4.0, **options, **all_kept)
+    for name, value in expected.gradients.items():
+        allowed = max(1e-4, 1.05 * relative_error(value.to(dtype), value))
+        assert relative_error(actual.gradients[name], value) < allowed
+
+
+def test_entropy_of_linear_logprobs(all_kept):
+    """And logsumexp, whose gradient is none of the log-prob's."""
+    batch = make_batch()
+    g = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, *batch.targets.shape, generator=g)
+    results = []
+    for exact in (True, False):
+        head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
+        given = {n: x.double() if exact else x for n, x in head.items()}
+        hidden, weight, bias = given.values()
+        options = {"bias": bias, "mask": batch.mask, "softcap": 7.0}
+        if exact:
+            out = reference.linear_logprobs(hidden, weight, batch.targets, **options)
+        else:
+            out = linear_logprobs(
+                hidden, weight, batch.targets, entropy=True, **options, **all_kept
+            )
+        sum((w * x).sum() for w, x in zip(weights, out, strict=True)).backward()
+        results.append(head)
+    for name in HEAD:
+        exact, sampled = (head[name].grad for head in results)
+        assert relative_error(sampled, exact) < 2e-4
+
+
+@pytest.fixture(scope="module", params=("dense", "rollout"))
+def workload(request):
+    w = make(request.param, (1024, 20_011, 64))
+    return w, head_gradients(w)[0]
+
+
+def head_gradients(w, **options):
+    hidden, weight = w.hidden.clone().requires_grad_(), w.weight.clone().requires_grad_()
+    out = fused_grpo_loss(
+        hidden, weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps, **options
+    )
+    out.loss.backward()
+    return {"hidden": hidden.grad, "weight": weight.grad}, out.metrics
+
+
+@pytest.mark.parametrize("tolerance", (0.04, 0.07, 0.12))
+def test_noise_is_what_was_predicted_and_asked_for(tolerance, workload):
+    w, exact = workload
+    observed, predicted = [], []
+    for seed in range(6):
+        drawn, metrics = head_gradients(w, backward="sampled", tolerance=tolerance, seed=seed)
+        errors = [relative_error(drawn[name], exact[name]) for name in exact]
+        observed.append(max(errors))
+        predicted.append(metrics["gradient_noise"].item())
+        assert metrics["dense_blocks"] == 0 and 0.005 < metrics["columns_kept"] < 1 / 3
+    observed, predicted = (sum(x) / len(x) for x in (observed, predicted))
+    assert observed == pytest.approx(predicted, rel=0.2)
+    assert tolerance / 2 < observed < 1.5 * tolerance
+
+
+def test_a_smaller_tolerance_keeps_more(workload):
+    w, _ = workload
+    kept = [
+        head_gradients(w, backward="sampled", tolerance=t, seed=0)[1]["columns_kept"].item()
+        for t in (0.2, 0.1, 0.05, 0.02)
+    ]
+    assert kept == sorted(kept) and kept[0] < kept[-1] / 4
+
+
+def test_a_flat_softmax_goes_dense():
+    w = make("flat", (256, 5003, 64))
+    drawn, metrics = head_gradients(w, backward="sampled")
+    assert metrics["dense_blocks"] == metrics["columns_kept"] == 1
+    assert metrics["gradient_noise"] == 0
+    for name, expected in head_gradients(w)[0].items():
+        assert relative_error(drawn[name], expected) < 1e-6
+
+
+def test_seeds(batch):
+    def gradient(seed):
+        return run_fused(batch, exact=False, seed=seed, **SAMPLED).gradients["weight"]
+
+    assert torch.equal(gradient(3), gradient(3)) and not torch.equal(gradient(3), gradient(4))
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    first, second = (gradient(g) for g in generators)
+    assert torch.equal(first, second)
+    # It goes on from where it was.
+    assert not torch.equal(gradient(generators[0]), first)
+    torch.manual_seed(8)
+    first, other = gradient(None), gradient(None)
+    torch.manual_seed(8)
+    assert torch.equal(gradient(None), first) and not torch.equal(other, first)
+
+
+def test_ranks_draw_differently(batch, monkeypatch):
+    alone = run_fused(batch, exact=False, seed=3, **SAMPLED).gradients["weight"]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    by_rank = []
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        by_rank.append(run_fused(batch, exact=False, seed=3, **SAMPLED).gradients["weight"])
+    assert torch.equal(by_rank[0], alone) and not torch.equal(by_rank[1], alone)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_recomputation_draws_the_same(loss_type, reentrant, batch):
+    cfg = config(loss_type=loss_type)
+
+    def loss(hidden, weight):
+        return fused_grpo_loss(
+            hidden, weight, batch.targets, batch.advantages, batch.mask,
+            old_logps=batch.old_logps, config=cfg, **SAMPLED,
+        ).loss  # fmt: skip
+
+    gradients = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        head = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+        out = checkpoint(loss, *head, use_reentrant=reentrant) if wrapped else loss(*head)
+        out.backward()
+        gradients.append([x.grad for x in head])
+    for plain, again in zip(*gradients, strict=True):
+        assert plain.nan_to_num().norm() > 0 and torch.equal(plain, again)
+
+
+def test_evaluation_draws_nothing(batch):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        run = fused_grpo_loss(
+            batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask, **SAMPLED
+        )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not SAMPLER_METRICS & run.metrics.keys()
+
+
+def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
+    """And what such a block was given, NaN included, stays out."""
+    monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 4)
+    hidden = batch.hidden.nan_to_num().requires_grad_()
+    weight = batch.weight.clone().requires_grad_()
+    targets = batch.targets.clamp(min=0)
+    logps = linear_logprobs(hidden, weight, targets, seed=0, **SAMPLED).logps
+    made = []
+    original = torch_tiles.logit_grads_
+    monkeypatch.setattr(
+        torch_tiles, "logit_grads_", lambda x, *a, **k: (made.append(len(x)), original(x, *a, **k))
+    )
+    logps[0].sum().backward()
+    assert sum(made) == 16 and hidden.grad[1:].abs().max() == 0 and hidden.grad[0].norm() > 0
+
+
+def test_two_passes_backward_twice(batch):
+    hidden = batch.hidden.nan_to_num().requires_grad_()
+    logps = linear_logprobs(hidden, batch.weight, batch.targets.clamp(min=0), **SAMPLED).logps
+    logps.sum().backward(retain_graph=True)
+    first = hidden.grad.clone()
+    hidden.grad = None
+    logps.sum().backward()
+    assert torch.equal(hidden.grad, first)
+
+
+def test_no_rows():
+    batch = make_batch()
+    batch.mask.zero_()
+    for loss_type in ("dapo", "gspo"):
+        run = run_fused(batch, exact=False, config=config(loss_type=loss_type), **SAMPLED)
+        assert run.loss == 0 and run.gradients["weight"].abs().max() == 0
+        assert run.metrics["gradient_noise"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        ({"backward": "rough"}, ValueError, "backward: expected 'exact' or 'sampled'; got 'rough'"),
+        ({"tolerance": 0.1}, ValueError, "tolerance: expected None unless backward='sampled'"),
+        ({"seed": 1}, ValueError, "seed: expected None unless backward='sampled'"),
+        ({**SAMPLED, "tolerance": 0.0}, ValueError, "tolerance: expected a number between 0 and 1"),
+        ({**SAMPLED, "tolerance": "5e-3"}, ValueError, "tolerance: expected a number between"),
+        ({**SAMPLED, "seed": 1.5}, TypeError, "seed: expected an int, a torch.Generator or None"),
+    ),
+)
+@pytest.mark.parametrize("call", ("fused_grpo_loss", "linear_logprobs"))
+def test_arguments(call, options, error, message, batch):
+    with pytest.raises(error, match=message):
+        if call == "linear_logprobs":
+            linear_logprobs(batch.hidden, batch.weight, batch.targets, mask=batch.mask, **options)
+        else:
+            run_fused(batch, exact=False, **options)
