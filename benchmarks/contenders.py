@@ -7,10 +7,10 @@ gives log-probs only is completed with the reference's loss of them.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import shutil
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-@functools.cache
+@cache
 def _compiled_logps() -> Callable[..., Tensor]:
     return torch.compile(_logps)
 
@@ -167,7 +167,7 @@ def _linear_cross_entropy_absent(_: torch.device) -> str | None:
 
 
 BASELINE = "eager, log_softmax"
-OURS = ("ours, one pass", "ours, two passes")
+OURS = ("ours, one pass", "ours, two passes", "ours, sampled", "ours, 2 x sampled")
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager),
     "eager, logsumexp": Contender(eager_logsumexp),
@@ -180,4 +180,6 @@ CONTENDERS: dict[str, Contender] = {
     "cut-cross-entropy": Contender(cut_cross_entropy, _needs("cut_cross_entropy", cuda=True)),
     OURS[0]: Contender(one_pass),
     OURS[1]: Contender(two_passes),
+    OURS[2]: Contender(partial(one_pass, backward="sampled", seed=0)),
+    OURS[3]: Contender(partial(two_passes, backward="sampled", seed=0)),
 }

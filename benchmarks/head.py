@@ -36,11 +36,14 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.memory import PeakMemory
 from benchmarks.workloads import SYNTHETIC, WORKLOADS, Workload, make
 from grpo_kernels import reference
+from grpo_kernels.column_sampling import DEFAULT_TOLERANCE
 
 CHECKED_SEQUENCES = 2
 # Relative to the norm of the float64 gradient of the same inputs; of the loss, to the mean size
 # of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+# The noise that a sampled gradient is asked for; a few sequences alone may come out noisier.
+SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
 FLOOR = "bare GEMMs"
 ERRORS = ("loss", "d_hidden", "d_weight")
 Loss = Callable[[Workload], Tensor]
@@ -211,8 +214,10 @@ def check(name: str, w: Workload, row: dict[str, Any]) -> str:
         if name in (BASELINE, *OURS):
             raise
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
-    sound = max(row[key] for key in ERRORS) <= TOLERANCE[w.hidden.dtype]
-    return "ok" if sound else "wrong"
+    allowed = TOLERANCE[w.hidden.dtype]
+    if "sampled" in name:
+        allowed = max(allowed, SAMPLED_TOLERANCE)
+    return "ok" if max(row[key] for key in ERRORS) <= allowed else "wrong"
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
