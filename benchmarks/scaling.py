@@ -49,7 +49,7 @@ def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
     everyone = (BASELINE, *PEERS, *OURS)
     return {
         "tokens": Axis(tokens, [(n, V, H) for n in tokens], default, everyone),
-        "vocabulary": Axis(vocabularies, [(N, v, H) for v in vocabularies], default, everyone),
+        "vocabulary": Axis(vocabularies, [(N // 2, v, H) for v in vocabularies], default, everyone),
         "chunk": Axis(budgets, [(N, V, H)] * 20, [mib << 20 for mib in budgets], OURS[:1]),
     }
 
