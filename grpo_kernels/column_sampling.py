@@ -95,8 +95,8 @@ class Sampling:
 class KeptColumns(NamedTuple):
     """The columns that a block of rows keeps, ascending, and their probabilities, `[K]` each."""
 
-    ids: Tensor
-    probabilities: Tensor
+    ids: Tensor  # int32
+    probabilities: Tensor  # float32
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -115,12 +115,13 @@ def keep_probabilities(
     Args:
         squares: `[B, V]`, the squared norms of the columns of each block's gradient.
         targets: `[C]`, kept for certain in their block.
-        blocks: of the rows `[C]`.
+        blocks: of the rows `[C]`, equally large but for the last.
         variance: what it may be, relative to the square of the whole gradient.
     """
     certain = torch.zeros_like(squares, dtype=torch.bool)
-    for index, rows in enumerate(blocks):
-        certain[index, targets[rows]] = True
+    block_rows = blocks[0].stop - blocks[0].start
+    block_of_row = torch.arange(len(targets), device=targets.device) // block_rows
+    certain[block_of_row, targets] = True
     rest = squares.masked_fill(certain, 0.0)
     norms = rest.sqrt()
     tiny = torch.finfo(squares.dtype).tiny
@@ -190,7 +191,8 @@ class ColumnSampler:
         for index, (rows, count, is_dense) in enumerate(zip(blocks, *counts, strict=True)):
             ids = pairs[start : start + count, 1]
             start += count
-            samples.append(None if is_dense else KeptColumns(ids, probabilities[index, ids]))
+            kept_columns = KeptColumns(ids.int(), probabilities[index, ids])
+            samples.append(None if is_dense else kept_columns)
             size = rows.stop - rows.start
             self.rows += size
             self.blocks += 1

@@ -167,7 +167,7 @@ def fused_grpo_loss(
 
     if not one_pass:
         two_pass = LogprobJob(
-            call.targets, inputs.mask, transform, tiles, True, chunk_bytes, call.sampling
+            call.targets, inputs.mask, transform, tiles, True, chunk_bytes, call.sampling, trained
         )
         logps, entropy, _, sampled = flat_logprobs(hidden, weight, bias, two_pass, checks)
         loss, metrics = loss_of_tokens(config, inputs, logps, entropy, tiles)

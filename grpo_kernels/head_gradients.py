@@ -74,7 +74,7 @@ class HeadGradients:
             self.variances[0] += (squares / probabilities - squares).sum(0) @ self.row_squares
         for rows, kept, block_sums in zip(blocks, samples, sums, strict=True):
             if kept is not None:
-                tile = logits[rows].index_select(1, kept.ids)
+                tile = logits[rows].index_select(1, kept.ids.long())
                 self.column_sums += block_sums
                 self.add_kept(
                     chunk.part(rows), hidden_rows[rows], tile, targets[rows], transform.at(rows),
@@ -102,7 +102,7 @@ class HeadGradients:
 
         `sums_known`: `column_sums` has the block's share.
         """
-        head, ids = self.head, kept.ids
+        head, ids = self.head, kept.ids.long()
         d_logits = logits.view(head.dtype)[:, : len(ids)]
         self.tiles.logit_grads_(
             logits, torch.searchsorted(ids, targets), transform.of_columns(ids), grads,

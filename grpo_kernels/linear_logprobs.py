@@ -180,7 +180,10 @@ def check_head_call(
 
 @dataclass(frozen=True)
 class LogprobJob:
-    """Everything the Function needs that has no gradient, flat; `mask` None is all rows."""
+    """Everything the Function needs that has no gradient, flat; `mask` None is all rows.
+
+    `trained`: of them, those that may be given a gradient; None is all.
+    """
 
     targets: Tensor
     mask: Tensor | None
@@ -189,6 +192,7 @@ class LogprobJob:
     entropy: bool
     chunk_bytes: int | None
     sampling: Sampling | None
+    trained: Tensor | None = None
 
 
 def flat_logprobs(
@@ -201,7 +205,7 @@ def flat_logprobs(
     hidden = hidden.reshape(-1, weight.shape[1])
     plan = plan_rows(
         job.mask,
-        None,
+        job.trained if job.sampling is not None else None,
         checks,
         num_tokens=hidden.shape[0],
         weight=weight,
@@ -238,7 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[rows] = stats.entropy
-                if sampler is not None:
+                if sampler is not None and chunk.needs_grad:
                     # Every log-prob as if it had the same gradient: none is known yet.
                     ones = torch.ones_like(stats.logps)
                     grads = LogitGradInputs(stats.logps, stats.logsumexp, ones, ones)
@@ -345,7 +349,8 @@ def _sampled_gradients(
         d_entropy=None if grads.d_entropy is None else torch.where(needed, grads.d_entropy, 0.0),
     )
     work = []
-    for chunk, samples in zip(ctx.plan.chunks(), ctx.samples, strict=True):
+    trained = (chunk for chunk in ctx.plan.chunks() if chunk.needs_grad)
+    for chunk, samples in zip(trained, ctx.samples, strict=True):
         blocks = row_blocks(chunk.size, hidden.device)
         work += [(chunk.part(rows), None) for rows in dense_rows(blocks, samples)]
         drawn = zip(blocks, samples, strict=True)
@@ -363,7 +368,7 @@ def _sampled_gradients(
         if kept is None:
             gradients.add(chunk, hidden_rows, head.logits(hidden_rows), *parts)
         else:
-            logits = head.logits_of(hidden_rows, kept.ids)
+            logits = head.logits_of(hidden_rows, kept.ids.long())
             gradients.add_kept(chunk, hidden_rows, logits, *parts, kept)
     return head
 
