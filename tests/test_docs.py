@@ -19,9 +19,11 @@ def rows_of(heading):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_code_runs():
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) >= 5
+@pytest.mark.parametrize(("page", "at_least"), (("objectives", 5), ("sampled_backward", 1)))
+def test_code_runs(page, at_least):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= at_least
     exec("\n".join(blocks), {})
 
 
@@ -52,4 +54,5 @@ def test_every_metric_is_explained():
         given |= run_fused(
             make_batch(), exact=False, config=config(**options), **passed
         ).metrics.keys()
+    given |= run_fused(make_batch(), exact=False, backward="sampled").metrics.keys()
     assert given == explained
