@@ -33,6 +33,7 @@ DEFAULT_TOLERANCE = 5e-3
 # need more columns.
 _CPU_BLOCK_ROWS = 128
 _GPU_BLOCK_ROWS = 256
+_COLUMN_MULTIPLE = 16
 # Where more than this share of the columns would be kept, all are: gathering them costs, too.
 _DENSE_SHARE = 1 / 3
 # No column is less likely than this, and probabilities are multiples of 2^-24, as uniform float32
@@ -93,10 +94,13 @@ class Sampling:
 
 
 class KeptColumns(NamedTuple):
-    """The columns that a block of rows keeps, ascending, and their probabilities, `[K]` each."""
+    """The columns that a block of rows keeps, ascending, and 1 over their probabilities.
+
+    `[K]` each; the last column fills up K, with a weight of 0, to what GEMMs like.
+    """
 
     ids: Tensor  # int32
-    probabilities: Tensor  # float32
+    weights: Tensor  # float32
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -191,8 +195,13 @@ class ColumnSampler:
         for index, (rows, count, is_dense) in enumerate(zip(blocks, *counts, strict=True)):
             ids = pairs[start : start + count, 1]
             start += count
-            kept_columns = KeptColumns(ids.int(), probabilities[index, ids])
-            samples.append(None if is_dense else kept_columns)
+            if is_dense:
+                samples.append(None)
+            else:
+                ids = torch.cat((ids, ids[-1:].expand(-count % _COLUMN_MULTIPLE)))
+                weights = 1 / probabilities[index, ids]
+                weights[count:] = 0.0
+                samples.append(KeptColumns(ids.int(), weights))
             size = rows.stop - rows.start
             self.rows += size
             self.blocks += 1

@@ -106,7 +106,7 @@ class HeadGradients:
         d_logits = logits.view(head.dtype)[:, : len(ids)]
         self.tiles.logit_grads_(
             logits, torch.searchsorted(ids, targets), transform.of_columns(ids), grads,
-            out=d_logits, column_weights=1 / kept.probabilities,
+            out=d_logits, column_weights=kept.weights,
         )  # fmt: skip
         if head.d_bias is not None and not sums_known:
             head.d_bias.index_add_(0, ids, d_logits.sum(0, dtype=torch.float32))
@@ -122,7 +122,7 @@ class HeadGradients:
                 mm(d_logits[:, part].t(), centred, out=share)
                 head.d_weight.index_add_(0, ids[part], share)
                 squares = torch.linalg.vector_norm(share, dim=1).square_()
-                self.variances[1] += (1 - kept.probabilities[part]) @ squares
+                self.variances[1] += (1 - 1 / kept.weights[part].clamp(min=1)) @ squares
                 self.squares[1] += squares.sum()
         if head.d_hidden is not None:
             self.squares[0] += torch.linalg.vector_norm(d_rows).square()

@@ -243,7 +243,7 @@ class HeadChunks:
     def gathers(self, count: int) -> Iterator[slice]:
         """As many rows of W as are gathered at a time, of `count`."""
         gather_bytes = _CPU_GATHER_BYTES if self.hidden.device.type == "cpu" else _GPU_GATHER_BYTES
-        step = max(1, gather_bytes // (4 * self.H))
+        step = max(_ROW_MULTIPLE, gather_bytes // (4 * self.H) // _ROW_MULTIPLE * _ROW_MULTIPLE)
         for start in range(0, count, step):
             yield slice(start, min(start + step, count))
 
