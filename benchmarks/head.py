@@ -214,9 +214,7 @@ def check(name: str, w: Workload, row: dict[str, Any]) -> str:
         if name in (BASELINE, *OURS):
             raise
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
-    allowed = TOLERANCE[w.hidden.dtype]
-    if "sampled" in name:
-        allowed = max(allowed, SAMPLED_TOLERANCE)
+    allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[w.hidden.dtype]
     return "ok" if max(row[key] for key in ERRORS) <= allowed else "wrong"
 
 

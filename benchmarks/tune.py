@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.head import header, print_header, time_once
-from grpo_kernels import GRPOLossConfig
+from grpo_kernels import GRPOLossConfig, column_sampling
 from grpo_kernels.objective import TokenInputs
 from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles
 
@@ -44,6 +44,15 @@ def row_settings(cuda: bool) -> list[dict[str, Any]]:
         return [{"launch": x} for x in dict.fromkeys([ROW_LAUNCH, *(Launch(*t) for t in tried)])]
     default = torch_tiles._CPU_BLOCK_BYTES
     return [{"block_bytes": x} for x in dict.fromkeys([default, *(1 << i for i in range(17, 25))])]
+
+
+def column_settings(cuda: bool) -> list[dict[str, Any]]:
+    if not (cuda or INTERPRETED):
+        return [{}]
+    from grpo_kernels.tiles.triton_tiles import COLUMN_LAUNCH, Launch
+
+    tried = itertools.product((256, 512, 1024, 2048), (2, 4, 8)) if cuda else []
+    return [{"launch": x} for x in dict.fromkeys([COLUMN_LAUNCH, *(Launch(*t) for t in tried)])]
 
 
 def token_settings(cuda: bool) -> list[dict[str, Any]]:
@@ -89,6 +98,10 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
 
         told = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
         yield told, N * V * (4 + dtype.itemsize), row_settings(cuda), write
+    blocks = column_sampling.row_blocks(N, device)
+    grads = LogitGradInputs(stats.logps, stats.logsumexp, weights, weights)
+    score = partial(tiles.column_scores, logits, targets, transform, grads, blocks)
+    yield "column_scores", 4 * N * V, column_settings(cuda), lambda **s: score(**s)
     M = 64 if INTERPRETED else 1 << 20
     logps, old, advantages = torch.randn(3, M, generator=g, device=device) - 2
     ones = torch.ones(M, device=device)

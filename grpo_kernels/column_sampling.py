@@ -23,6 +23,7 @@ sums, so that dW is right along the mean hidden state. The column sums are also 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ _GPU_BLOCK_ROWS = 256
 _COLUMN_MULTIPLE = 16
 # Where more than this share of the columns would be kept, all are: gathering them costs, too.
 _DENSE_SHARE = 1 / 3
-# No column is less likely than this, and probabilities are multiples of 2^-24, as uniform float32
-# numbers are: a column is kept exactly as often as it is taken to be.
+# Probabilities are multiples of 2^-24, drawn as integers: a column is kept exactly as often as it
+# is taken to be. None is less likely than this.
+_PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
-_PROBABILITY_STEPS = 2.0**24
 _SOLVER_STEPS = 8
 # Of the relative variance, from the gradient of the logits to that of W, before it is known: the
 # rows of W are much alike, and so are the states that a word is likely in.
@@ -70,11 +71,12 @@ class Sampling:
             return None
         if tolerance is None:
             tolerance = DEFAULT_TOLERANCE
-        number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-        if not number or not 0 < tolerance < 1:  # type: ignore[operator]
+        number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+        if not number or not 0 < float(tolerance) < 1:  # type: ignore[arg-type]
             raise ValueError(f"tolerance: expected a number between 0 and 1; got {tolerance!r}")
-        kinds = (int, torch.Generator, type(None))
-        if not isinstance(seed, kinds) or isinstance(seed, bool):
+        if isinstance(seed, Integral) and not isinstance(seed, bool):
+            seed = int(seed)
+        elif not (seed is None or isinstance(seed, torch.Generator)):
             raise TypeError(
                 f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
             )
@@ -99,8 +101,12 @@ class KeptColumns(NamedTuple):
     `[K]` each; the last column fills up K, with a weight of 0, to what GEMMs like.
     """
 
-    ids: Tensor  # int32
+    ids: Tensor  # int32 or int64
     weights: Tensor  # float32
+
+    def narrowed(self) -> KeptColumns:
+        """To be kept for long."""
+        return KeptColumns(self.ids.int(), self.weights)
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -121,7 +127,11 @@ def keep_probabilities(
         targets: `[C]`, kept for certain in their block.
         blocks: of the rows `[C]`, equally large but for the last.
         variance: what it may be, relative to the square of the whole gradient.
+
+    A block whose squares are not finite is dense, and no matter to the others.
     """
+    finite = squares.isfinite().all(1)
+    squares = squares.masked_fill(~finite[:, None], 0.0)
     certain = torch.zeros_like(squares, dtype=torch.bool)
     block_rows = blocks[0].stop - blocks[0].start
     block_of_row = torch.arange(len(targets), device=targets.device) // block_rows
@@ -144,7 +154,7 @@ def keep_probabilities(
     steps = (norms / level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
     probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
     # By what is expected to be kept: a choice that looked at the draw would not be unbiased.
-    dense = probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]
+    dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | ~finite
     return probabilities.masked_fill_(dense[:, None], 1.0), dense
 
 
@@ -167,8 +177,9 @@ class ColumnSampler:
         self.generator = sampling.generator(device)
         self.rows = self.blocks = self.dense_blocks = 0
         self.kept = 0.0
-        # Of the blocks that are not dense: the variance of the logits' gradient, and its square.
-        self.planned = torch.zeros(2, dtype=torch.float64, device=device)
+        # Of the logits' gradient: its variance; its square over the blocks that are not dense, and
+        # over all.
+        self.planned = torch.zeros(3, dtype=torch.float64, device=device)
 
     def sample(
         self,
@@ -177,17 +188,22 @@ class ColumnSampler:
         blocks: list[slice],
         inflation: float | Tensor,
     ) -> tuple[list[KeptColumns | None], Tensor]:
-        """What each block keeps, None for all columns; and the probabilities, `[B, V]`.
+        """What each block keeps, None for all columns; and the variance of each column, `[B, V]`.
 
         `inflation`: by how much the relative variance of the head's gradients is larger than that
         of the logits'. Waits for the device, which has to tell how much was kept.
         """
         variance = self.tolerance**2 / inflation
         probabilities, dense = keep_probabilities(squares, targets, blocks, variance)
-        missed = (squares / probabilities - squares).sum()
-        self.planned += torch.stack((missed, squares.masked_fill(dense[:, None], 0.0).sum()))
-        dice = torch.rand(squares.shape, generator=self.generator, device=squares.device)
-        kept = (dice < probabilities) & ~dense[:, None]
+        squares = torch.where(squares.isfinite(), squares, 0.0)
+        missed = squares / probabilities - squares
+        sampled = squares.masked_fill(dense[:, None], 0.0)
+        self.planned += torch.stack((missed.sum(), sampled.sum(), squares.sum()))
+        dice = torch.randint(
+            _PROBABILITY_STEPS, squares.shape, generator=self.generator, device=squares.device,
+            dtype=torch.int32,
+        )  # fmt: skip
+        kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
         pairs = kept.nonzero()
         counts = torch.stack((kept.sum(1), dense.long())).tolist()
         samples: list[KeptColumns | None] = []
@@ -201,13 +217,13 @@ class ColumnSampler:
                 ids = torch.cat((ids, ids[-1:].expand(-count % _COLUMN_MULTIPLE)))
                 weights = 1 / probabilities[index, ids]
                 weights[count:] = 0.0
-                samples.append(KeptColumns(ids.int(), weights))
+                samples.append(KeptColumns(ids, weights))
             size = rows.stop - rows.start
             self.rows += size
             self.blocks += 1
             self.dense_blocks += is_dense
             self.kept += size * (1.0 if is_dense else count / self.V)
-        return samples, probabilities
+        return samples, missed
 
     def metrics(self, noise: Tensor | None = None) -> dict[str, Tensor]:
         """Shares of the columns and of the blocks; noise relative to the gradient.
@@ -215,7 +231,7 @@ class ColumnSampler:
         `noise`: of the gradients that were made. None: as planned before they are.
         """
         if noise is None:
-            noise = relative_noise(BLIND_INFLATION * self.planned[0], self.planned[1])
+            noise = relative_noise(BLIND_INFLATION * self.planned[0], self.planned[2])
         kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
         return {
             "columns_kept": noise.new_tensor(kept, dtype=torch.float32),

@@ -117,7 +117,7 @@ def fused_grpo_loss(
             percent of the vocabulary's columns (`docs/sampled_backward.md`).
         tolerance: of the sampled backward's noise, relative to the gradient; None: 5e-3.
         seed: what the sampled backward draws from: an int, which gives the same gradients again
-            and is to be another one each step, a `torch.Generator`, or None, torch's own
+            and is to be another one in each call, a `torch.Generator`, or None, torch's own
             generator on the CPU. Ranks draw differently in any case.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
@@ -128,13 +128,15 @@ def fused_grpo_loss(
         (means over unmasked tokens): `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample
         size of the ratios, 1 at best), `entropy`, `zero_gradient` (share of tokens), `kl` and
         `kl_max` given `ref_logps`, `clip_low` and `clip_high` (0 where nothing clips), and what
-        its options add, by TRL's names (`docs/objectives.md`); `logps`, float32 in the shape of
+        its options add, by TRL's names (`docs/objectives.md`), and of the sampled backward
+        `columns_kept`, `dense_blocks`, `gradient_noise`; `logps`, float32 in the shape of
         `targets`, 0 where masked, detached (for differentiable ones see `linear_logprobs`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
             device (target ids, a mask other than 0/1, `cu_seqlens`) are read together with the
-            row counts, in the call's one device-to-host transfer.
+            row counts, in the call's one device-to-host transfer; the sampled backward has two
+            more a chunk.
         RuntimeError: on double backward.
 
     Under autocast on a GPU the products are taken in its dtype, a float32 `weight` being copied to
@@ -270,10 +272,14 @@ def _loss_and_gradients(
     head.want_gradients(
         wants, partial=plan.num_grad_rows < hidden.shape[0], sampled=sampling is not None
     )
-    gradients = HeadGradients(head, tiles, None if sampling is None else plan.mean_of(hidden))
+    gradients = HeadGradients(
+        head, tiles, row_sums=job.transform.softcap is None,
+        mean_hidden=None if sampling is None else plan.mean_of(hidden),
+    )  # fmt: skip
     sampler = None if sampling is None else ColumnSampler(sampling, head.V, hidden.device)
     loss, logps, entropy, d_logps, d_entropy = (
-        torch.zeros(shape, device=hidden.device) for shape in ((), *4 * [hidden.shape[:1]])
+        torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        for shape in ((), *4 * [hidden.shape[:1]])
     )
     for chunk in plan.chunks():
         rows = chunk.rows

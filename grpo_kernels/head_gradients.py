@@ -4,7 +4,7 @@ Of D, the gradient of a block's logits `[R, V]`, there are K columns, divided by
 probabilities: D~ `[R, K]`. With W~ the rows of W that belong to them,
 
     dH  = D~ W~ + (rowsum D - rowsum D~) (x) mean row of W
-    dW~ += D~^T (h - mean h)        and at the end dW += colsum D (x) mean h
+    dW~ += D~^T h - colsum D~ (x) mean h        and at the end dW += colsum D (x) mean h
 
 `column_sampling.py` says which columns, and why this is unbiased.
 """
@@ -34,19 +34,27 @@ class HeadGradients:
 
     Args:
         head: with room for the gradients wanted.
+        row_sums: whether the row sums of D are known: without a softcap, whose slope differs from
+            column to column.
         mean_hidden: `[H]`, float32, any constant near the hidden states; None where the column
             sums of D are not known.
     """
 
-    def __init__(self, head: HeadChunks, tiles: Tiles, mean_hidden: Tensor | None = None) -> None:
-        self.head, self.tiles, self.mean_hidden = head, tiles, None
+    def __init__(
+        self,
+        head: HeadChunks,
+        tiles: Tiles,
+        *,
+        row_sums: bool = True,
+        mean_hidden: Tensor | None = None,
+    ) -> None:
+        self.head, self.tiles, self.mean_hidden = head, tiles, mean_hidden
         if not head.sampled:
             return
-        self.mean_row = head.weight.mean(0, dtype=torch.float32)
-        # In half precision the difference from the mean would be rounded once more.
-        centred = head.dtype == torch.float32 and head.d_weight is not None
-        self.mean_hidden = mean_hidden if centred else None
-        self.row_squares = head.row_squares(self.mean_row) if mean_hidden is not None else None
+        self.mean_row = head.mean_row() if row_sums else None
+        self.row_squares = None
+        if mean_hidden is not None and head.d_hidden is not None:
+            self.row_squares = head.row_squares(self.mean_row)
         self.column_sums = head.hidden.new_zeros(head.V, dtype=torch.float32)
         # Of hidden and weight: the variance of what was added, and its square.
         self.variances, self.squares = head.hidden.new_zeros((2, 2), dtype=torch.float64)
@@ -69,12 +77,12 @@ class HeadGradients:
             return
         blocks = row_blocks(chunk.size, logits.device)
         squares, sums = self.tiles.column_scores(logits, targets, transform, grads, blocks)
-        samples, probabilities = sampler.sample(squares, targets, blocks, self.inflation(sampler))
+        samples, missed = sampler.sample(squares, targets, blocks, self.inflation(sampler))
         if self.row_squares is not None:
-            self.variances[0] += (squares / probabilities - squares).sum(0) @ self.row_squares
+            self.variances[0] += missed.sum(0) @ self.row_squares
         for rows, kept, block_sums in zip(blocks, samples, sums, strict=True):
             if kept is not None:
-                tile = logits[rows].index_select(1, kept.ids.long())
+                tile = logits[rows].index_select(1, kept.ids)
                 self.column_sums += block_sums
                 self.add_kept(
                     chunk.part(rows), hidden_rows[rows], tile, targets[rows], transform.at(rows),
@@ -108,18 +116,18 @@ class HeadGradients:
             logits, torch.searchsorted(ids, targets), transform.of_columns(ids), grads,
             out=d_logits, column_weights=kept.weights,
         )  # fmt: skip
+        kept_sums = d_logits.sum(0, dtype=torch.float32)
         if head.d_bias is not None and not sums_known:
-            head.d_bias.index_add_(0, ids, d_logits.sum(0, dtype=torch.float32))
+            head.d_bias.index_add_(0, ids, kept_sums)
         d_rows = self._along_mean_row(d_logits, transform, grads)
-        centred = hidden_rows
-        if sums_known and self.mean_hidden is not None:
-            centred = hidden_rows - self.mean_hidden
         for part in head.gathers(len(ids)):
             if head.d_hidden is not None:
                 addmm(d_rows, d_logits[:, part], head.weight[ids[part]].to(head.dtype))
             if head.d_weight is not None:
                 share = d_rows.new_empty((part.stop - part.start, head.H))
-                mm(d_logits[:, part].t(), centred, out=share)
+                mm(d_logits[:, part].t(), hidden_rows, out=share)
+                if sums_known and self.mean_hidden is not None:
+                    share.addr_(kept_sums[part], self.mean_hidden, alpha=-1)
                 head.d_weight.index_add_(0, ids[part], share)
                 squares = torch.linalg.vector_norm(share, dim=1).square_()
                 self.variances[1] += (1 - 1 / kept.weights[part].clamp(min=1)) @ squares
@@ -132,9 +140,8 @@ class HeadGradients:
         self, d_logits: Tensor, transform: LogitTransform, grads: LogitGradInputs
     ) -> Tensor:
         """What the kept columns miss of the row sums, times W's mean row, `[R, H]`, float32."""
-        if transform.softcap is not None:
-            # The softcap's slope differs from column to column: the sums are not known.
-            return self.mean_row.new_zeros(len(d_logits), self.head.H)
+        if self.mean_row is None:
+            return d_logits.new_zeros((len(d_logits), self.head.H), dtype=torch.float32)
         sums = (grads.d_logps - grads.d_prob) * (transform.logit_scale / transform.temperature)
         return torch.outer(sums - d_logits.sum(1, dtype=torch.float32), self.mean_row)
 

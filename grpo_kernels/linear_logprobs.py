@@ -26,6 +26,7 @@ from .autograd_support import (
 from .column_sampling import (
     BLIND_INFLATION,
     ColumnSampler,
+    KeptColumns,
     Sampling,
     dense_rows,
     row_blocks,
@@ -38,7 +39,7 @@ from .inputs import (
     check_target_ids,
     check_targets,
 )
-from .row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
+from .row_chunks import Chunk, HeadChunks, RowPlan, gemm_dtype, plan_rows
 from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
 
 
@@ -94,11 +95,11 @@ def linear_logprobs(
             percent of the vocabulary's columns (`docs/sampled_backward.md`).
         tolerance: of the sampled backward's noise, relative to the gradient; None: 5e-3.
         seed: what the sampled backward draws from: an int, which gives the same gradients again
-            and is to be another one each step, a `torch.Generator`, or None, torch's own
+            and is to be another one in each call, a `torch.Generator`, or None, torch's own
             generator on the CPU. Ranks draw differently in any case.
-            The columns are drawn in the forward and kept as 8 bytes each, at most
-            `8 / 3 * V / 128` bytes a token; gradients of the entropy widen the noise, which is
-            planned without them.
+            The columns are drawn in the forward and kept as 8 bytes each, at most V / 3 for
+            each 128 tokens (256 on a GPU, fewer if a chunk has fewer); gradients of the entropy
+            widen the noise, which is planned without them.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
             float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
@@ -226,7 +227,7 @@ class _LinearLogprobs(torch.autograd.Function):
         plan: RowPlan,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
-        logps = torch.zeros(hidden.shape[0], device=hidden.device)
+        logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         dtype = gemm_dtype(hidden, weight)
         head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
@@ -248,7 +249,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     grads = LogitGradInputs(stats.logps, stats.logsumexp, ones, ones)
                     blocks = row_blocks(chunk.size, hidden.device)
                     squares, _ = job.tiles.column_scores(logits, targets, transform, grads, blocks)
-                    samples.append(sampler.sample(squares, targets, blocks, BLIND_INFLATION)[0])
+                    drawn, _ = sampler.sample(squares, targets, blocks, BLIND_INFLATION)
+                    samples.append([None if x is None else x.narrowed() for x in drawn])
         # Kept apart from the outputs, which the caller may change in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         ctx.save_for_backward(hidden, weight, bias, *kept)
@@ -342,34 +344,40 @@ def _sampled_gradients(
 ) -> HeadChunks:
     """From the columns drawn in the forward: their logits alone are made again."""
     job: LogprobJob = ctx.job
-    # Rows that need nothing are worked through beside those that do, with gradients of 0.
-    grads = grads._replace(
-        d_logps=torch.where(needed, grads.d_logps, 0.0),
-        d_prob=torch.where(needed, grads.d_prob, 0.0),
-        d_entropy=None if grads.d_entropy is None else torch.where(needed, grads.d_entropy, 0.0),
-    )
-    work = []
+    # Of each block the rows that have a gradient, by their places in the forward's order.
+    work: list[tuple[slice, KeptColumns | None]] = []
+    place = 0
     trained = (chunk for chunk in ctx.plan.chunks() if chunk.needs_grad)
     for chunk, samples in zip(trained, ctx.samples, strict=True):
         blocks = row_blocks(chunk.size, hidden.device)
-        work += [(chunk.part(rows), None) for rows in dense_rows(blocks, samples)]
-        drawn = zip(blocks, samples, strict=True)
-        work += [(chunk.part(rows), kept) for rows, kept in drawn if kept is not None]
-    wanted = [needed[chunk.rows].any() for chunk, _ in work]
-    wanted = torch.stack(wanted).tolist() if wanted else []
-    largest = max((chunk.size for chunk, kept in work if kept is None), default=0)
+        parts = [(rows, None) for rows in dense_rows(blocks, samples)]
+        parts += [(r, kept) for r, kept in zip(blocks, samples, strict=True) if kept is not None]
+        work += [(slice(place + r.start, place + r.stop), kept) for r, kept in parts]
+        place += chunk.size
+    order = ctx.plan.order
+    order = torch.arange(place, device=hidden.device) if order is None else order[:place]
+    places = needed[order].nonzero().squeeze(1)
+    bounds = torch.tensor([(r.start, r.stop) for r, _ in work], device=hidden.device).long()
+    found = torch.searchsorted(places, bounds).tolist()
+    rows_of = [order[places[begin:end]] for begin, end in found]
+    largest = max(
+        (len(r) for r, (_, kept) in zip(rows_of, work, strict=True) if kept is None), default=0
+    )
+
     head = HeadChunks(hidden, weight, ctx.dtype, largest)
     head.want_gradients(wants, partial=True, sampled=True)
-    gradients = HeadGradients(head, job.tiles)
-    for chunk, kept in (x for x, is_wanted in zip(work, wanted, strict=True) if is_wanted):
-        rows = chunk.rows
+    gradients = HeadGradients(head, job.tiles, row_sums=job.transform.softcap is None)
+    for rows, (_, kept) in zip(rows_of, work, strict=True):
+        if len(rows) == 0:
+            continue
+        chunk = Chunk(rows, len(rows), True)
         hidden_rows = head.rows(chunk)
-        parts = (job.targets[rows], job.transform.at(rows), grads.at(rows))
+        given = (job.targets[rows], job.transform.at(rows), grads.at(rows))
         if kept is None:
-            gradients.add(chunk, hidden_rows, head.logits(hidden_rows), *parts)
+            gradients.add(chunk, hidden_rows, head.logits(hidden_rows), *given)
         else:
             logits = head.logits_of(hidden_rows, kept.ids.long())
-            gradients.add_kept(chunk, hidden_rows, logits, *parts, kept)
+            gradients.add_kept(chunk, hidden_rows, logits, *given, kept)
     return head
 
 

@@ -247,11 +247,20 @@ class HeadChunks:
         for start in range(0, count, step):
             yield slice(start, min(start + step, count))
 
-    def row_squares(self, centre: Tensor) -> Tensor:
-        """The squared distance of each row of W from `centre [H]`, float32 `[V]`."""
-        squares = centre.new_empty(self.V)
+    def mean_row(self) -> Tensor:
+        """The mean row of W, float32 `[H]`."""
+        total = self.weight.new_zeros(self.H, dtype=torch.float32)
         for rows in self.gathers(self.V):
-            distances = self.weight[rows].to(torch.float32) - centre
+            total += self.weight[rows].to(torch.float32).sum(0)
+        return total / self.V
+
+    def row_squares(self, centre: Tensor | None) -> Tensor:
+        """The squared distance of each row of W from `centre [H]`, or from 0, float32 `[V]`."""
+        squares = self.weight.new_empty(self.V, dtype=torch.float32)
+        for rows in self.gathers(self.V):
+            distances = self.weight[rows].to(torch.float32)
+            if centre is not None:
+                distances = distances - centre
             squares[rows] = torch.linalg.vector_norm(distances, dim=1).square_()
         return squares
 

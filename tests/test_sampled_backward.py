@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from batches import HEAD, OBJECTIVES, config, make_batch, packed, relative_error, run_fused
@@ -60,6 +61,11 @@ def expect_unbiased(batch, **options):
         if errors[1] < 1e-4:  # exact: the bias, in one pass
             continue
         looked_at += 1
+        # Along the exact gradient, where the spread is least: 4 standard errors are 6e-5 of chance.
+        flat = expected.flatten()
+        along = stacked @ flat / flat.square().sum() - 1
+        allowed = 4 * along.std() / math.sqrt(DRAWS) + 1e-4
+        assert abs(along.mean()) < allowed, f"d_{name}: biased: {along.mean():.4f} > {allowed:.4f}"
         assert 0.03 < errors[1] < 1, f"d_{name}: nothing to see at {errors[1]:.3f}"
         for n, error in errors.items():
             assert error * math.sqrt(n) < 1.5 * errors[1], f"d_{name}: biased: {errors}"
@@ -228,6 +234,13 @@ def test_a_flat_softmax_goes_dense():
         assert relative_error(drawn[name], expected) < 1e-6
 
 
+def test_numbers_of_numpy_are_numbers(batch):
+    given = {"seed": np.int64(3), "tolerance": np.float32(0.25), "backward": "sampled"}
+    run = run_fused(batch, exact=False, **given)
+    same = run_fused(batch, exact=False, seed=3, **SAMPLED)
+    assert torch.equal(run.gradients["weight"], same.gradients["weight"])
+
+
 def test_seeds(batch):
     def gradient(seed):
         return run_fused(batch, exact=False, seed=seed, **SAMPLED).gradients["weight"]
@@ -288,7 +301,6 @@ def test_evaluation_draws_nothing(batch):
 
 
 def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
-    """And what such a block was given, NaN included, stays out."""
     monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 4)
     hidden = batch.hidden.nan_to_num().requires_grad_()
     weight = batch.weight.clone().requires_grad_()
@@ -301,6 +313,110 @@ def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
     )
     logps[0].sum().backward()
     assert sum(made) == 16 and hidden.grad[1:].abs().max() == 0 and hidden.grad[0].norm() > 0
+
+
+def test_rows_of_nan_that_need_no_gradient_stay_out(batch, monkeypatch):
+    """A padded row that attention made NaN, left out by the loss: nobody else's business."""
+    monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 4)
+    targets = batch.targets.clamp(min=0)
+    gradients = []
+    for options in ({}, {**SAMPLED, "tolerance": 0.1, "seed": 0}):
+        hidden = batch.hidden.nan_to_num()
+        hidden[0, 3] = math.nan
+        hidden.requires_grad_()
+        weight = batch.weight.clone().requires_grad_()
+        logps = linear_logprobs(hidden, weight, targets, **options).logps
+        used = torch.ones_like(batch.mask)
+        used[0, 3] = False
+        used[2] = False
+        torch.where(used, logps * batch.advantages[:, None], 0.0).sum().backward()
+        gradients.append((hidden.grad, weight.grad))
+    for exact, sampled in zip(*gradients, strict=True):
+        assert relative_error(sampled, exact) < 0.2
+        assert sampled[2].abs().max() == 0 or sampled.dim() == 2
+
+
+def test_a_block_of_infinite_gradients_leaves_the_others_alone(batch):
+    squares = torch.rand(3, 50)
+    squares[1, 7] = math.inf
+    blocks = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    targets = torch.tensor([1, 2, 3, 4, 5, 6])
+    kept, dense = column_sampling.keep_probabilities(squares, targets, blocks, 0.3)
+    others = [0, 2]
+    alone, _ = column_sampling.keep_probabilities(
+        squares[others], targets[[0, 1, 4, 5]], blocks[:2], 0.3
+    )
+    assert dense.tolist() == [False, True, False] or dense.all()
+    assert torch.equal(kept[others], alone) and (kept[1] == 1).all()
+
+
+@pytest.mark.parametrize("frozen", (("weight",), ("hidden",)))
+def test_what_is_frozen_does_not_change_the_budget(frozen, workload):
+    """Over several chunks, which correct for the noise that those before have shown."""
+    w, _ = workload
+    kept = {}
+    for parts in ((), frozen):
+        hidden = w.hidden.clone().requires_grad_("hidden" not in parts)
+        weight = w.weight.clone().requires_grad_("weight" not in parts)
+        out = fused_grpo_loss(
+            hidden, weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
+            backward="sampled", tolerance=0.1, seed=0, chunk_bytes=4 * 20_011 * 130,
+        )  # fmt: skip
+        kept[parts] = out.metrics["columns_kept"].item()
+    assert kept[frozen] == pytest.approx(kept[()], rel=0.5)
+
+
+@pytest.mark.parametrize("softcap", (None, 30.0))
+def test_noise_with_rows_of_the_weight_alike(softcap):
+    """A common part, which the row sums take care of; not with a softcap, and then it counts."""
+    w = make("dense", (512, 5003, 64))
+    w.weight += (
+        2 * w.weight.norm(dim=1).mean() * torch.nn.functional.normalize(torch.ones(64), dim=0)
+    )
+    exact, _ = head_gradients(w, softcap=softcap)
+    found = [
+        head_gradients(w, softcap=softcap, backward="sampled", tolerance=0.1, seed=seed)
+        for seed in range(8)
+    ]
+    errors = [max(relative_error(d[name], exact[name]) for name in d) for d, _ in found]
+    predicted = [metrics["gradient_noise"].item() for _, metrics in found]
+    assert sum(errors) == pytest.approx(sum(predicted), rel=0.25)
+
+
+def test_another_default_dtype(batch):
+    expected = run_fused(batch, exact=False, seed=0, **SAMPLED)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        actual = run_fused(batch, exact=False, seed=0, **SAMPLED)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert actual.logps.dtype == torch.float32 and torch.equal(actual.logps, expected.logps)
+    assert relative_error(actual.gradients["weight"], expected.gradients["weight"]) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_on_a_gpu(loss_type, option, dtype, all_kept):
+    config_options, options = OPTIONS[option]
+    objective = config(
+        loss_type=loss_type, **{k: v for k, v in config_options.items() if k != "delta"}
+    )
+    batch = make_batch(B=40, T=16).to("cuda", dtype)
+    options = {**options, "config": objective}
+    expected = run_fused(batch, exact=True, scale=4.0, **options)
+    actual = run_fused(batch, exact=False, scale=4.0, **options, **all_kept)
+    for name, value in expected.gradients.items():
+        if value is not None:
+            assert relative_error(actual.gradients[name], value) < (
+                1e-4 if dtype.itemsize == 4 else 4e-3
+            )
+
+
+@pytest.mark.gpu
+def test_unbiased_on_a_gpu():
+    expect_unbiased(make_batch(B=8, T=16).to("cuda", torch.float32), old_logps=True, bias=True)
 
 
 def test_two_passes_draw_for_trained_sequences_alone(batch, monkeypatch):

@@ -115,9 +115,8 @@ def column_scores(
     for index, block in enumerate(blocks):
         tile, local, given = logits[block], transform.at(block), grads.at(block)
         for rows in _row_blocks(tile, None):
-            out = tile.new_empty((rows.stop - rows.start, tile.shape[1]), dtype=torch.float32)
-            where = targets[block][rows]
-            logit_grads_(tile[rows], where, local.at(rows), given.at(rows), out=out)
+            out = tile[rows].to(torch.float32, copy=True)
+            logit_grads_(out, targets[block][rows], local.at(rows), given.at(rows), out=out)
             sums[index] += out.sum(0)
             squares[index] += out.square_().sum(0)
     return squares, sums
