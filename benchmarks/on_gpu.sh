@@ -6,7 +6,9 @@
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6 and pytest; no network, nothing installed. Peers
 # are compared if they are importable or lie as wheels in DIR, fetched beforehand by
-#     pip download --no-deps -d DIR trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy
+#     pip download --no-deps --only-binary=:all: --python-version 3.12 -d DIR \
+#         trl==1.16.0 datasets dill multiprocess liger-kernel==0.8.5 cut-cross-entropy
+# for that machine's Python; TRL imports datasets, and that the two after it.
 # Correctness, a sanitizer, the head beside its peers, block sizes, scaling: benchmarks/on_gpu.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,8 @@ def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
     }
 
 
-def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a contender and point, with its status: "ok" or why it is not there."""
-    rows: list[dict[str, Any]] = []
+def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Point by point a row a contender, with its status: "ok" or why it is not there."""
     running = [n for n in axis.contenders if args.everyone or n not in PEERS]
     last: dict[str, dict[str, Any]] = {}
     for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
@@ -83,14 +82,11 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> list[dict[str, 
         for contender in running:
             here[contender] |= taken[contender]
             last[contender] = here[contender]
-        rows += here.values()
-        floor = statistics.median(taken[FLOOR]["seconds"])
-        rows.append({"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"})
-        rows[-1]["seconds"] = taken[FLOOR]["seconds"]
-        _print_point(list(here.values()), floor)
+        _print_point(list(here.values()), statistics.median(taken[FLOOR]["seconds"]))
+        floor = {"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"}
+        yield [*here.values(), floor | taken[FLOOR]]
         if not running:
-            break
-    return rows
+            return
 
 
 def _predicted(row: dict[str, Any], shape: tuple[int, int, int]) -> tuple[float, float]:
@@ -186,10 +182,13 @@ def main(argv: list[str] | None = None) -> None:
     print_header(result)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.axes:
-        rows = run_axis(name, axes(on_cuda, args.tiny)[name], args)
-        result["rows"] += rows
-        (args.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(rows, result, args.out / f"{name}.png")
+        rows: list[dict[str, Any]] = []
+        # After each point, so that an interrupted run leaves what it has.
+        for point in run_axis(name, axes(on_cuda, args.tiny)[name], args):
+            rows += point
+            result["rows"] += point
+            (args.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+            plot(rows, result, args.out / f"{name}.png")
 
 
 def _available(device: str) -> int:

@@ -210,13 +210,13 @@ SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "qwen14": (synthetic, (4096, QWEN_V, 5120)),
 }
 WORKLOADS = ("smollm", *SYNTHETIC)
-MOST_MADE = 16_384
+MOST_MADE = 4096
 
 
 def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = "cpu") -> Workload:
     """The workload of this name, float32, the synthetic ones in any `shape` (N, V, H).
 
-    Beyond 16,384 tokens the same sequences come again: to make them takes as long as to score them.
+    Beyond 4,096 tokens the same sequences come again: to make them takes as long as to score them.
     """
     if name == "smollm":
         if shape is not None:
