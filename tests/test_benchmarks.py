@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from itertools import chain
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def scaling_args(monkeypatch):
 
 def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
     for name, axis in scaling.axes(cuda=False, tiny=True).items():
-        rows = sum(scaling.run_axis(name, axis, scaling_args), [])
+        rows = list(chain(*scaling.run_axis(name, axis, scaling_args)))
         expected = [n for n in axis.contenders if n not in scaling.PEERS] + ["bare GEMMs"]
         assert [r["name"] for r in rows] == expected * len(axis.values)
         assert all(r["status"] == "ok" and len(r["seconds"]) == 1 for r in rows)
@@ -129,7 +130,7 @@ def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
 def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling_args):
     vars(scaling_args).update(limits)
     axis = scaling.axes(cuda=False, tiny=True)["tokens"]
-    rows = sum(scaling.run_axis("tokens", axis, scaling_args), [])
+    rows = list(chain(*scaling.run_axis("tokens", axis, scaling_args)))
     first, second = ([r for r in rows if r["value"] == n] for n in axis.values[:2])
     assert all(r["status"] == "ok" for r in first)
     gone = {r["name"]: r for r in second if r["status"] != "ok"}
