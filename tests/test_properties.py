@@ -107,6 +107,10 @@ def test_fused_equals_reference(problem, backend, rows, skip_untrained):
         # Left out of metrics and log-probs on purpose, of loss and gradients never.
         actual.metrics, expected.metrics = {}, {}
         expected.logps = expected.logps.where(actual.logps != 0, 0.0)
+    if options["config"].loss_type in ("sapo", "vespo"):
+        # Far from ratio 1 their slopes fade to 1e-14 or 1e-50: nothing in float32 alone.
+        for out in (actual, expected):
+            out.metrics.pop("zero_gradient", None)
     # Logits of -60 are known to 4e-6; with one unit or two words a gradient cancels far below them.
     assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
 

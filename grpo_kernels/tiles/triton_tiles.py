@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 # The largest that spills in no configuration and still fills the SMs of sm_80, sm_90 and sm_100
 # with warps (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
-COLUMN_LAUNCH = Launch(512, 4)
+COLUMN_LAUNCH = Launch(256, 4)
 TOKEN_LAUNCH = Launch(256, 4)
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
 _FAR = 1e35
