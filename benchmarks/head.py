@@ -19,14 +19,16 @@ import os
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,34 +143,33 @@ def times(
     return taken
 
 
-class Case(NamedTuple):
-    """A workload as a fresh process can make it again."""
+@contextmanager
+def stored(w: Workload) -> Iterator[Path]:
+    """A file of the workload, for fresh processes: to make it takes as long as to score it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.pt"
+        torch.save(
+            {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(w).items()}, path
+        )
+        yield path
 
-    workload: str
-    shape: tuple[int, int, int] | None
-    device: str
-    dtype: str
 
-    def make(self) -> Workload:
-        return make(self.workload, self.shape, self.device).to(getattr(torch, self.dtype))
-
-
-def extra_memory(name: str, case: Case, **options: Any) -> int:
-    """Bytes beyond the inputs at the peak of forward and backward.
+def extra_memory(name: str, path: Path, device: torch.device, **options: Any) -> int:
+    """Bytes beyond the inputs, a stored workload, at the peak of forward and backward.
 
     On a CPU in a fresh process, as memory that the allocator kept would not be seen; raises
     BrokenProcessPool if that is killed for want of memory.
     """
-    if torch.device(case.device).type == "cuda":
-        return measure_memory(name, case, options)
+    if device.type == "cuda":
+        return measure_memory(name, path, options)
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(measure_memory, name, case, options).result()
+        return pool.submit(measure_memory, name, path, options).result()
 
 
-def measure_memory(name: str, case: Case, options: dict[str, Any]) -> int:
+def measure_memory(name: str, path: Path, options: dict[str, Any]) -> int:
     warnings.filterwarnings("ignore", category=UserWarning)
-    loss, w = partial(CONTENDERS[name].loss, **options), case.make()
+    loss, w = partial(CONTENDERS[name].loss, **options), Workload(**torch.load(path))
     # Libraries load and thread pools start on the first call, at a size that costs nothing.
     tiny = w.sequences(slice(1)).each(Tensor.detach)
     tiny.weight = w.weight.detach()[:64].clone()
@@ -177,14 +178,13 @@ def measure_memory(name: str, case: Case, options: dict[str, Any]) -> int:
     with PeakMemory(w.hidden.device) as memory:
         step(loss, with_grad(w))
     if memory.extra_bytes is None:
-        raise OSError(f"this system does not tell the peak memory of work on {case.device}")
+        raise OSError(f"this system does not tell the peak memory of work on {w.hidden.device}")
     return memory.extra_bytes
 
 
 def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a contender: its `status` is "ok", "wrong" or why it is absent."""
-    case = Case(workload, args.shapes, args.device, args.dtype)
-    w = case.make()
+    w = make(workload, args.shapes, args.device).to(getattr(torch, args.dtype))
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
     rows: list[dict[str, Any]] = []
     for name in args.contenders:
@@ -193,12 +193,13 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
         rows.append(row)
     sound = [row for row in rows if row["status"] == "ok"]
     taken = times({row["name"]: CONTENDERS[row["name"]].loss for row in sound}, w, args.rounds)
-    flop = 6 * w.tokens * w.weight.numel()
-    del w
-    for row in sound:
-        row |= taken[row["name"]]
-        row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
-        row["extra_bytes"] = extra_memory(row["name"], case)
+    flop, device = 6 * w.tokens * w.weight.numel(), w.hidden.device
+    with stored(w) as path:
+        del w
+        for row in sound:
+            row |= taken[row["name"]]
+            row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
+            row["extra_bytes"] = extra_memory(row["name"], path, device)
     seconds = taken[FLOOR]["seconds"]
     tflops = flop / statistics.median(seconds) / 1e12
     rows.append({"name": FLOOR, "status": "ok", "seconds": seconds, "tflops": tflops})

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import FLOOR, Case, Loss, extra_memory, header, print_header, times
+from benchmarks.head import FLOOR, Loss, extra_memory, header, print_header, stored, times
+from benchmarks.workloads import Workload, make
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
 LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
@@ -59,7 +60,6 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
     running = [n for n in axis.contenders if args.everyone or n not in PEERS]
     last: dict[str, dict[str, Any]] = {}
     for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
-        case = Case("dense", shape, args.device, args.dtype)
         options = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
         here: dict[str, dict[str, Any]] = {}
         for contender in running:
@@ -68,17 +68,24 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
             row = {"axis": name, "value": value, "shape": shape, "name": contender}
             here[contender] = {**row, "status": status or "ok"}
         sound = [n for n in running if here[n]["status"] == "ok"]
-        for contender in sound:
-            try:
-                here[contender]["extra_bytes"] = extra_memory(contender, case, **options)
-            except (BrokenProcessPool, torch.OutOfMemoryError):
-                here[contender]["status"] = "out of memory"
+        w = make("dense", shape, args.device).to(getattr(torch, args.dtype))
+        device = w.hidden.device
+        with stored(w) as path:
+            del w  # so that what is measured has the memory to itself
+            for contender in sound:
+                try:
+                    here[contender]["extra_bytes"] = extra_memory(
+                        contender, path, device, **options
+                    )
+                except (BrokenProcessPool, torch.OutOfMemoryError):
+                    here[contender]["status"] = "out of memory"
+            w = Workload(**torch.load(path))
         running = [n for n in sound if here[n]["status"] == "ok"]
         losses: dict[str, Loss] = {n: partial(CONTENDERS[n].loss, **options) for n in running}
         # The first point warms everything up; a long one is not taken often.
         slowest = max((_predicted(last[n], shape)[0] for n in running if n in last), default=0.0)
         rounds = args.rounds if slowest < args.limit_s / 8 else 1
-        taken = times(losses, case.make(), rounds, forward=False, warm_up=not last)
+        taken = times(losses, w, rounds, forward=False, warm_up=not last)
         for contender in running:
             here[contender] |= taken[contender]
             last[contender] = here[contender]
@@ -128,6 +135,7 @@ def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     axis = rows[0]["axis"]
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -153,6 +161,9 @@ def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
         values = sorted({row["value"] for row in rows})
         panel.set_xticks(values, [f"{v:,}" if v < 1024 else f"{v // 1024:,}k" for v in values])
         panel.minorticks_off()
+        # Less than a decade has one labelled power of ten, or none.
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
     figure.suptitle(f"Loss head, forward and backward: {text}; {told['device']}", fontsize=10)
