@@ -93,6 +93,7 @@ def truth_of(w: Workload) -> Truth:
         old_logps=exact.old_logps,
     ).loss  # fmt: skip
     loss.backward()
+    assert exact.hidden.grad is not None and exact.weight.grad is not None
     return Truth(w, loss.item(), exact.hidden.grad, exact.weight.grad)
 
 
@@ -101,6 +102,7 @@ def errors(loss: Loss, truth: Truth) -> dict[str, float]:
     w = with_grad(truth.w.each(Tensor.detach))
     value = loss(w)
     value.backward()
+    assert w.hidden.grad is not None and w.weight.grad is not None
     return {
         "loss": abs(value.item() - truth.loss),
         "d_hidden": _relative_error(w.hidden.grad, truth.d_hidden),
