@@ -26,14 +26,22 @@ def run(tolerance: float, seed: int, args: argparse.Namespace) -> list[dict[str,
     name = f"sampled{head}-{tolerance:g}-{seed}"
     path = args.output / name / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if len(rows) != args.steps:
+    if len(rows) < args.steps:
         options = ["--name", name, "--output", str(args.output), "--seed", str(seed)]
-        options += ["--steps", str(args.steps), "--show-every", str(args.steps)]
-        options += ["--model", args.model]
-        options += ["--tolerance", str(tolerance)] if tolerance else []
-        options += ["--train-head"] if args.train_head else []
-        train_additions.train(train_additions.parse_args(options))
+        options += ["--steps", str(args.steps), "--show_every", str(args.steps), "--resume"]
+        options += ["--model", args.model, "--save_every", "10"]
+        options += ["--eval_every", str(args.steps)]
+        if tolerance:
+            options += ["--backward", "sampled", "--tolerance", str(tolerance)]
+        if args.train_head:
+            trained = train_additions.configured(options).trainable
+            options += ["--trainable", f"{trained}|embed_tokens|lm_head"]
+        train_additions.main(options)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
+    evaluations = (path.parent / "evaluations.jsonl").read_text().splitlines()
+    at = {e["step"]: e["accuracy"] for e in map(json.loads, evaluations)}
+    rows = rows[: args.steps]
+    rows[-1]["accuracy"] = at[args.steps]
     return rows
 
 
@@ -44,11 +52,13 @@ def smoothed(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 def table(runs: dict[float, list[list[dict[str, Any]]]]) -> str:
     lines = [
-        "| backward | seeds | reward, last steps | right, last steps | columns kept | noise |",
-        "|---|---|---|---|---|---|",
+        "| backward | seeds | reward, last steps | right, last steps | held-out accuracy "
+        "| columns kept | noise |",
+        "|---|---|---|---|---|---|---|",
     ]
     for tolerance, seeds in runs.items():
-        ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "correct")]
+        ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "right")]
+        ends.append([rows[-1]["accuracy"] for rows in seeds])
         told = [f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in ends]
         sampled = [
             statistics.mean(row[name] for rows in seeds for row in rows)
@@ -71,7 +81,7 @@ def plot(runs: dict[float, list[list[dict[str, Any]]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    titles = {"reward": "reward", "correct": "share of right answers"}
+    titles = {"reward": "reward", "right": "share of right answers"}
     for panel, (name, title) in zip(panels, titles.items(), strict=True):
         for color, (tolerance, seeds) in enumerate(runs.items()):
             curves = list(zip(*(smoothed(rows, name) for rows in seeds), strict=True))

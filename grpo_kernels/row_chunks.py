@@ -115,18 +115,23 @@ def plan_rows(
     return RowPlan(rank.argsort(stable=True)[:num_rows], num_grad_rows, num_rows, max_rows)
 
 
+def default_chunk_bytes(weight: int, device_type: str, memory: int | None = None) -> int:
+    """For a head of so many elements, and a GPU of so many bytes of memory."""
+    if device_type == "cuda":
+        return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
+    if device_type == "cpu":
+        # A quarter of what the gradient of the weight takes anyway: H / 4 rows.
+        least, most = _CPU_CHUNK_BYTES
+        return max(least, min(most, weight))
+    return _GPU_CHUNK_BYTES // 4
+
+
 def _max_chunk_rows(weight: Tensor, chunk_bytes: int | None) -> int:
-    device = weight.device
+    device, memory = weight.device, None
     if chunk_bytes is None:
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
-            chunk_bytes = min(_GPU_CHUNK_BYTES, memory // 16)
-        elif device.type == "cpu":
-            # A quarter of what the gradient of the weight takes anyway: H / 4 rows.
-            least, most = _CPU_CHUNK_BYTES
-            chunk_bytes = max(least, min(most, weight.numel()))
-        else:
-            chunk_bytes = _GPU_CHUNK_BYTES // 4
+        chunk_bytes = default_chunk_bytes(weight.numel(), device.type, memory)
     elif isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
     rows = max(1, chunk_bytes // (4 * weight.shape[0]))

@@ -1,0 +1,182 @@
+"""Problems: dicts with a `prompt`, an `answer`, and whatever else reward functions want to see."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import TrainingConfig
+
+Problem = Mapping[str, Any]
+
+INSTRUCTION = (
+    "Work the problem out between <think> and </think>, then give the answer, nothing else, "
+    "between <answer> and </answer>."
+)
+EXAMPLE = (
+    "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
+    "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
+)
+ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
+OFFLINE = "gsm_symbolic or another task of reasoning-gym, additions, or a file of your own"
+
+
+def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    """The problems to train on, and those that are held out; no problem is in both.
+
+    Raises:
+        ValueError: no such dataset, or one without the columns that are needed.
+        ConnectionError: the hub was not reached; names what works without.
+    """
+    name, sizes = config.dataset, (config.train_size, config.eval_size)
+    if name == "additions":
+        train, held_out = _additions()
+    elif name == "gsm8k":
+        train, held_out = _gsm8k(config)
+    elif name.endswith((".jsonl", ".parquet")) or Path(name).is_dir():
+        train, held_out = _split(_from_path(Path(name), config), sizes[1])
+    else:
+        train, held_out = _reasoning_gym(config)
+    train, held_out = train[: sizes[0]], held_out[: sizes[1]]
+    for problem in (*train[:1], *held_out[:1]):
+        missing = {"prompt", "answer"} - set(problem)
+        if missing:
+            raise ValueError(
+                f"dataset: expected problems with a question (or prompt) and an answer; got "
+                f"{sorted(problem)} in {name}"
+            )
+    if not train:
+        raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
+    return train, held_out
+
+
+def in_order(count: int, seed: int) -> Iterator[int]:
+    """Indices without end: all of them shuffled, then again in another order, and so on."""
+    epoch = 0
+    while True:
+        order = list(range(count))
+        random.Random(f"{seed}-{epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def prompt_of(question: str, chat: bool) -> str | list[dict[str, str]]:
+    """A question as it is put to the model: with an example, or as messages of a chat."""
+    if chat:
+        return [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": question},
+        ]
+    return f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
+
+
+def final_answer(solution: str) -> str:
+    """Of a GSM8K solution: what comes after `####`."""
+    return solution.rsplit("####", 1)[-1].strip()
+
+
+def _additions() -> tuple[list[Problem], list[Problem]]:
+    """All sums of two digits from 1 to 9, two thirds to train on and a third held out."""
+    digits = range(1, 10)
+    problems: list[Problem] = [
+        {"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a in digits for b in digits
+    ]
+    random.Random(0).shuffle(problems)
+    return problems[27:], problems[:27]
+
+
+def _gsm8k(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    import datasets
+
+    try:
+        found = datasets.load_dataset("openai/gsm8k", "main")
+    except Exception as error:  # the hub, the cache and the network each raise their own
+        raise ConnectionError(
+            f"dataset: gsm8k was neither cached nor downloaded ({type(error).__name__}: {error}). "
+            f"Without the hub: {OFFLINE}"
+        ) from error
+    train, test = (
+        [_problem(row, config) for row in found[split].select(range(min(n, len(found[split]))))]
+        for split, n in (("train", config.train_size), ("test", config.eval_size))
+    )
+    return train, test
+
+
+def _from_path(path: Path, config: TrainingConfig) -> list[Problem]:
+    if not path.exists():
+        raise ValueError(f"dataset: expected a file; {path} does not exist")
+    if path.suffix == ".jsonl":
+        rows: Any = [*_json_lines(path)]
+    else:
+        import datasets
+
+        if path.suffix == ".parquet":
+            rows = datasets.Dataset.from_parquet(str(path))
+        else:
+            rows = datasets.load_from_disk(str(path))
+            if isinstance(rows, datasets.DatasetDict):
+                if "train" not in rows:
+                    raise ValueError(f"dataset: expected a split 'train' in {path}; got {[*rows]}")
+                rows = rows["train"]
+    return [_problem(row, config) for row in rows]
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"dataset: expected JSON in every line of {path}; line {number}: {error}"
+                ) from None
+
+
+def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
+    """A row with its prompt, made of the question if it has none of its own."""
+    problem = dict(row)
+    if "prompt" not in problem and "question" in problem:
+        problem["prompt"] = prompt_of(problem["question"], config.chat)
+    if "answer" in problem:
+        problem["answer"] = final_answer(str(problem["answer"]))
+    return problem
+
+
+def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
+    """The last ones are held out, of a few problems no more than a fifth."""
+    count = min(held_out, len(problems) // 5)
+    return problems[: len(problems) - count], problems[len(problems) - count :]
+
+
+def _reasoning_gym(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError(
+            f"dataset: {config.dataset!r} is no file, and tasks of reasoning-gym need that "
+            "package: pip install 'grpo_kernels[train]'"
+        ) from error
+    if config.dataset not in reasoning_gym.factory.DATASETS:
+        raise ValueError(
+            f"dataset: expected gsm8k, additions, a .jsonl or .parquet file, a folder of "
+            f"save_to_disk, or a task of reasoning-gym (gsm_symbolic, chain_sum, ...); got "
+            f"{config.dataset!r}"
+        )
+    wanted = config.train_size + config.eval_size
+    # The same problems whatever the run's seed, so that runs are compared on the same.
+    entries = reasoning_gym.create_dataset(config.dataset, size=wanted, seed=0)
+    seen: set[str] = set()
+    problems: list[Problem] = []
+    for entry in entries:
+        if entry["question"] in seen:
+            continue
+        seen.add(entry["question"])
+        problem = {"question": entry["question"], "answer": entry["answer"]}
+        problems.append({**_problem(problem, config), "task": config.dataset, "entry": entry})
+    held_out = problems[: config.eval_size]
+    return problems[config.eval_size :], held_out

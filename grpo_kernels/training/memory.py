@@ -1,0 +1,207 @@
+r"""Will it fit? What a run needs at its peak, from the model's config alone.
+
+    python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
+        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24]
+
+Takes the options of a run. No weights are downloaded: the model is built without memory, and what
+a forward would keep for its backward is counted tensor by tensor as it is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..row_chunks import default_chunk_bytes
+from .config import DTYPES, TrainingConfig, parse_config
+from .policy import Batch, Policy, head_of
+from .trainer import prepared
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes on one process."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int  # that the body's forward keeps for the backward of one micro-batch
+    backward: int  # gradients of activations on their way
+    head: int  # of this library, in that micro-batch
+    eager_head: int  # the same with logits that are there in full
+    cache: int  # keys and values while sampling
+    sampling: int  # logits and what sampling makes of them
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.optimizer + self.reference
+
+    @property
+    def peak(self) -> int:
+        """The largest of sampling, the head's work, and the backward of the body."""
+        training = self.state + self.gradients + self.activations
+        return max(
+            self.state + self.cache + self.sampling, training + max(self.head, self.backward)
+        )
+
+    @property
+    def eager_peak(self) -> int:
+        return max(self.peak, self.state + self.gradients + self.activations + self.eager_head)
+
+    def table(self) -> str:
+        names = {
+            "weights": "weights", "gradients": "gradients", "optimizer": "optimizer (AdamW)",
+            "reference": "reference model", "activations": "activations of a micro-batch",
+            "backward": "gradients of activations", "head": "head, this library",
+            "eager_head": "head, eager", "cache": "KV cache while sampling",
+            "sampling": "logits while sampling",
+        }  # fmt: skip
+        lines = [f"{text:32}{getattr(self, name) / GIB:9.2f} GiB" for name, text in names.items()]
+        lines.append(f"{'peak':32}{self.peak / GIB:9.2f} GiB")
+        lines.append(f"{'peak with an eager head':32}{self.eager_peak / GIB:9.2f} GiB")
+        return "\n".join(lines)
+
+
+def predict(
+    config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None
+) -> Prediction:
+    """Of a run on one process, with prompts and completions as long as they may be."""
+    with torch.device("meta"):
+        model = _model(config, model_config)
+    weights = sum(map(_bytes, model.parameters()))
+    gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
+    has_reference = bool(config.beta) and not config.lora_rank
+    policy = Policy(model, share_prompts=config.share_prompts)
+    activations = _kept(policy, config, gpu)
+    text = model_config.get_text_config()
+    head = head_of(model)
+    V, H = head.weight.shape
+    rows, T = config.micro_batch_size, config.max_completion_length
+    N = rows * T
+    width = 2 if config.dtype == "bf16" or _autocasts(config, gpu) else 4
+    layers = text.num_hidden_layers
+    tokens = _tokens(config, policy)
+    if config.gradient_checkpointing:
+        # The input of each layer, and one layer's activations made again.
+        activations = layers * tokens * H * width + activations // layers
+    d_weight = 4 * V * H if head.weight.requires_grad else 0
+    chunk = min(4 * N * V, default_chunk_bytes(V * H, "cuda" if gpu else "cpu", gpu_bytes))
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or H // text.num_attention_heads
+    sampled = config.prompts_per_step * config.num_generations
+    length = config.max_prompt_length + T
+    return Prediction(
+        weights=weights,
+        gradients=gradients,
+        optimizer=2 * gradients,
+        reference=gradients if has_reference else 0,
+        activations=activations,
+        # Those of a layer's widest part: its gate and its product, for all tokens.
+        backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
+        head=chunk + d_weight + N * H * width,
+        eager_head=3 * 4 * N * V + (d_weight if head.weight.requires_grad else 0),
+        cache=2 * layers * kv_heads * head_dim * sampled * length * width,
+        sampling=4 * 4 * sampled * V,
+    )
+
+
+def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, DTYPES[config.dtype])
+    return prepared(AutoModelForCausalLM.from_config(model_config, dtype=dtype), config)
+
+
+def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
+    """Bytes of the tensors that the backward of the body needs, each storage once.
+
+    The forward runs on tensors that have shapes and no memory, on a CPU's kernels: those of a GPU
+    keep the same for attention (queries, keys, values, output, log-sum-exp).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rows, P, T = config.micro_batch_size, config.max_prompt_length, config.max_completion_length
+    prompts = -(-rows // config.num_generations)
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        # Kept, so that no other storage takes its place.
+        seen.setdefault(x.untyped_storage()._cdata, x)
+        return x
+
+    with FakeTensorMode():
+        weights = {
+            name: torch.empty(p.shape, dtype=p.dtype, requires_grad=p.requires_grad)
+            for name, p in policy.named_parameters()
+        }
+        buffers = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in policy.named_buffers()}
+        batch = Batch(
+            torch.ones(prompts, P, dtype=torch.int64), torch.ones(prompts, P, dtype=torch.int64),
+            torch.arange(rows) // config.num_generations, torch.ones(rows, T, dtype=torch.int64),
+            torch.ones(rows, T, dtype=torch.int64),
+        )  # fmt: skip
+        low = _autocasts(config, gpu)
+        autocast = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
+        policy.train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
+            torch.func.functional_call(policy, {**weights, **buffers}, ("hidden", batch))
+    own = {x.untyped_storage()._cdata for x in (*weights.values(), *buffers.values())}
+    return sum(x.untyped_storage().nbytes() for key, x in seen.items() if key not in own)
+
+
+def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
+    return config.dtype == "fp32" and (
+        config.precision == "bf16" or (config.precision == "auto" and gpu)
+    )
+
+
+def _tokens(config: TrainingConfig, policy: Policy) -> int:
+    rows = config.micro_batch_size
+    prompts = -(-rows // config.num_generations) if policy.not_shared is None else rows
+    return prompts * config.max_prompt_length + rows * config.max_completion_length
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from transformers import AutoConfig
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    gpu_gib, argv = _take(argv, "--gpu-gib")
+    config = parse_config(argv, micro_batch_size=8)
+    gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
+    prediction = predict(config, AutoConfig.from_pretrained(config.model), gpu_bytes=gpu_bytes)
+    print(prediction.table())
+    if gpu_gib is not None:
+        fits = prediction.peak <= 0.92 * gpu_gib * GIB
+        print(f"{'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB, of which 8 % are left "
+              "to the driver and to fragmentation")  # fmt: skip
+        if not fits:
+            print("Smaller: micro_batch_size; gradient_checkpointing; lora_rank; dtype bf16")
+        sys.exit(0 if fits else 1)
+
+
+def _take(argv: list[str], flag: str) -> tuple[float | None, list[str]]:
+    if flag not in argv:
+        return None, argv
+    place = argv.index(flag)
+    try:
+        value = float(argv[place + 1])
+    except (IndexError, ValueError):
+        sys.exit(f"{flag}: expected a number of GiB")
+    return value, argv[:place] + argv[place + 2 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""`Policy`: a causal language model whose loss, log-probs and samples all come from its forward.
+
+What wraps a model (DDP, FSDP, ZeRO-3) gathers weights and reduces gradients around the forward of
+the wrapped module alone. So everything that needs the weights happens inside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
+from .rollout import end_tokens, pad
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Completions and the prompts they share, each prompt once."""
+
+    prompts: Tensor  # [U, P], int64, padded on the left
+    prompt_mask: Tensor  # [U, P], int64
+    of: Tensor  # [B], int64: whose prompt is which row of `prompts`
+    completions: Tensor  # [B, T], int64, padded on the right
+    mask: Tensor  # [B, T], int64
+
+    @staticmethod
+    def of_rows(
+        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_id: int,
+        device: Any = None,
+    ) -> Batch:  # fmt: skip
+        """Of one prompt a completion; those that are equal are kept once."""
+        places: dict[tuple[int, ...], int] = {}
+        of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+        prompt_ids, prompt_mask = pad(list(places), pad_id, left=True, device=device)
+        ids, mask = pad(completions, pad_id, device=device)
+        return Batch(prompt_ids, prompt_mask, torch.tensor(of, device=device), ids, mask)
+
+
+class Head(NamedTuple):
+    """The last linear layer, and what the model does to its output."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    logit_scale: float
+
+
+class Policy(nn.Module):
+    """`policy("loss" | "logps" | "generate" | "hidden", ...)`: see the methods of these names.
+
+    With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
+    a forward over the prompts fills the cache, which is then repeated for the completions, and
+    gradients flow back through it.
+    """
+
+    def __init__(self, model: nn.Module, *, share_prompts: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
+        _register_with_zero3(self, head_of(model).weight)
+
+    def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
+        methods: dict[str, Callable[..., Any]] = {
+            "loss": self.loss, "logps": self.logps, "generate": self.generate,
+            "hidden": self.hidden,
+        }  # fmt: skip
+        return methods[what](*args, **kwargs)
+
+    def loss(
+        self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """`fused_grpo_loss` of the completions, whose options it takes; `[B, T]` log-probs."""
+        hidden, head = self.hidden(batch), head_of(self.model)
+        out = fused_grpo_loss(
+            hidden, head.weight, batch.completions, advantages, batch.mask, bias=head.bias,
+            softcap=head.softcap, logit_scale=head.logit_scale, config=config, **options,
+        )  # fmt: skip
+        return out.loss, out.metrics, out.logps
+
+    @torch.no_grad()
+    def logps(self, batch: Batch, temperature: float, entropy: bool = False) -> Any:
+        """`linear_logprobs` of the completions: `[B, T]` log-probs, and entropy if asked for."""
+        hidden, head = self.hidden(batch), head_of(self.model)
+        out = linear_logprobs(
+            hidden, head.weight, batch.completions, mask=batch.mask, bias=head.bias,
+            softcap=head.softcap, logit_scale=head.logit_scale, temperature=temperature,
+            entropy=entropy,
+        )  # fmt: skip
+        return out.logps, out.entropy
+
+    def generate(
+        self, ids: Tensor, mask: Tensor, count: int, options: dict[str, Any]
+    ) -> tuple[Tensor, list[int]]:
+        """`[U * count, P + T]` tokens of `model.generate`, and the ids that end a completion."""
+        inputs: dict[str, Any] = {
+            "input_ids": ids.repeat_interleave(count, 0),
+            "attention_mask": mask.repeat_interleave(count, 0),
+        }
+        if count > 1 and ids.shape[1] > 1 and self.not_shared is None:
+            # All but the last token of the prompts, once a prompt; generate goes on from there.
+            cache = self._encode(ids[:, :-1], mask[:, :-1]).past_key_values
+            cache.batch_repeat_interleave(count)
+            inputs["past_key_values"] = cache
+        return self.model.generate(**inputs, **options), end_tokens(self.model)  # type: ignore
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """The states that predict the tokens of the completions: `[B, T, H]`."""
+        T = batch.completions.shape[1]
+        prompt_mask = batch.prompt_mask[batch.of]
+        attention = torch.cat([prompt_mask, batch.mask], 1)[:, :-1]
+        if self.not_shared is not None:
+            ids = torch.cat([batch.prompts[batch.of], batch.completions], 1)[:, :-1]
+            states = self._body(
+                input_ids=ids, attention_mask=attention, position_ids=positions(attention),
+                use_cache=False,
+            )  # fmt: skip
+            return states.last_hidden_state[:, -T:]
+        encoded = self._encode(batch.prompts, batch.prompt_mask)
+        first = encoded.last_hidden_state[batch.of, -1:]
+        if T == 1:
+            return first
+        encoded.past_key_values.batch_select_indices(batch.of)
+        states = self._body(
+            input_ids=batch.completions[:, :-1], attention_mask=attention,
+            position_ids=positions(attention)[:, 1 - T :],
+            past_key_values=encoded.past_key_values, use_cache=True,
+        )  # fmt: skip
+        return torch.cat([first, states.last_hidden_state], 1)
+
+    def _encode(self, ids: Tensor, mask: Tensor) -> Any:
+        return self._body(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
+        )
+
+    @property
+    def _body(self) -> Any:
+        return unadapted(self.model).base_model
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Of tokens among those that count: padding on the left takes none."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def unadapted(model: Any) -> Any:
+    """The transformers model inside a PEFT one, whose layers have the adapters in them."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def head_of(model: Any) -> Head:
+    model = unadapted(model)
+    layer, config = model.get_output_embeddings(), model.config.get_text_config()
+    if type(layer) is not nn.Linear:
+        raise ValueError(
+            f"model: expected an output layer that is a torch.nn.Linear; got "
+            f"{type(layer).__name__} (adapters on the head are not supported)"
+        )
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies, Granite divides
+    scale = 1.0 / getattr(config, "logits_scaling", 1.0) if scale is None else scale
+    return Head(
+        layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), float(scale)
+    )
+
+
+@torch.no_grad()
+def check_head(policy: Policy, ids: Tensor) -> None:
+    """Compares the head, as the loss will use it, with the model's own logits on a prompt.
+
+    Raises:
+        ValueError: the model does something to its logits that is not known here.
+    """
+    model, head = unadapted(policy.model), head_of(policy.model)
+    was_training = model.training
+    model.eval()
+    logits = model(ids).logits.double()
+    states = model.base_model(ids, use_cache=False).last_hidden_state.to(head.weight.dtype)
+    model.train(was_training)
+    mine = torch.nn.functional.linear(states, head.weight, head.bias).double() * head.logit_scale
+    if head.softcap is not None:
+        mine = head.softcap * torch.tanh(mine / head.softcap)
+    worst = float((mine - logits).abs().max() / logits.abs().max().clamp(min=1e-6))
+    if not worst < 0.05:
+        raise ValueError(
+            f"model: expected logits that are a linear layer of the last states, scaled and capped "
+            f"as its config says; those of {type(model).__name__} are off by {worst:.1%}"
+        )
+
+
+def why_not_shared(model: Any) -> str | None:
+    """Why the model's cache can not carry a prompt over to its completions; None if it can."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    model = unadapted(model)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "gradient checkpointing keeps no cache"
+    if getattr(model, "_is_stateful", False):
+        return f"{type(model).__name__} keeps a recurrent state"
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), "")
+    return f"{type(model).__name__} has a {other} in its cache" if other else None
+
+
+def _register_with_zero3(policy: nn.Module, weight: Tensor) -> None:
+    """ZeRO-3 gathers a module's own parameters around its forward; the head is used outside."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(policy, weight)

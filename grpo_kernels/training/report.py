@@ -1,0 +1,341 @@
+"""A run as one looks at it: lines in the terminal, and `report.html`, which needs nothing else.
+
+python -m grpo_kernels.training.report runs/NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .config import TrainingConfig
+
+Row = Mapping[str, Any]
+_SHOWN = 4
+_SMOOTH = 5
+
+
+def line(row: Row) -> str:
+    """A step in one line."""
+    parts = [f"{row['step']:5d}  reward {row['reward']:.3f}"]
+    for name, text in (
+        ("right", "right {:.0%}"),
+        ("kl", "kl {:.4f}"),
+        ("entropy", "entropy {:.2f}"),
+    ):
+        if name in row:
+            parts.append(text.format(row[name]))
+    parts += [
+        f"length {row['completion_length']:.1f}", f"loss {row['loss']:+.4f}",
+        f"grad norm {row['grad_norm']:.3g}",
+    ]  # fmt: skip
+    split = [f"{part} {row[key]:.1f}" for part in _PHASES if (key := f"seconds/{part}") in row]
+    parts.append(f"{row['seconds']:.1f} s ({', '.join(split)})")
+    return "  ".join(parts)
+
+
+_PHASES = ("generate", "reward", "score", "train")
+
+
+def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first groups."""
+    shown = []
+    for start in range(0, min(len(samples.texts), _SHOWN // 2 * group_size), group_size):
+        group = range(start, start + group_size)
+        by_advantage = sorted(group, key=lambda i: float(samples.advantages[i]))
+        for i in dict.fromkeys((by_advantage[-1], by_advantage[0])):
+            shown.append({
+                "prompt": samples.problems[i]["prompt"], "completion": samples.texts[i],
+                "answer": samples.problems[i].get("answer"),
+                "reward": float(samples.rewards[i].nan_to_num().sum()),
+                "advantage": float(samples.advantages[i]),
+                "ended": samples.completions[i].ended,
+            })  # fmt: skip
+    return shown
+
+
+def sample_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        question = _shortened(_text_of(row["prompt"]), 60, end=True)
+        text = _shortened(row["completion"] + ("" if row["ended"] else " [cut]"), 90)
+        lines.append(
+            f"      {question} -> {text}   (answer {_shortened(str(row['answer']), 20)}, reward "
+            f"{row['reward']:.2f}, advantage {row['advantage']:+.2f})"
+        )
+    return "\n".join(lines)
+
+
+def _shortened(text: str, width: int, end: bool = False) -> str:
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    return "..." + text[len(text) - width :] if end else text[:width] + "..."
+
+
+def _text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def flat(config: TrainingConfig) -> dict[str, Any]:
+    """The config as trackers take it."""
+    return {
+        k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in asdict(config).items()
+    }
+
+
+def summary(folder: Path) -> str:
+    """How a run ended."""
+    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    first, last = (sum(r["reward"] for r in some) / len(some) for some in (rows[:5], rows[-5:]))
+    text = f"Reward {first:.3f} (first 5 steps) -> {last:.3f} (last 5)"
+    if len(evaluations) > 1:
+        before, after = evaluations[0], evaluations[-1]
+        text += (
+            f"; accuracy on {after['problems']} held-out problems {before['accuracy']:.1%} -> "
+            f"{after['accuracy']:.1%} (95 %: {after['low']:.1%} to {after['high']:.1%})"
+        )
+    return f"{text}\nLook at {folder / 'report.html'}"
+
+
+def write(folder: Path) -> Path:
+    """Makes `report.html` of what the folder's logs have so far."""
+    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    samples = _rows(folder / "samples.jsonl")
+    config = json.loads((folder / "config.json").read_text())
+    parts = [_numbers(rows, evaluations), _warnings(rows)]
+    if rows:
+        parts.append(_pictures(rows, evaluations))
+    parts += [_samples(samples), _options(config)]
+    title = html.escape(f"{config['name']}: {config['model']} on {config['dataset']}")
+    page = _PAGE.format(title=title, body="\n".join(parts))
+    path = folder / "report.html"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(page, encoding="utf-8")
+    scratch.replace(path)
+    return path
+
+
+def picture(folder: Path) -> Path:
+    """`reward.png`: the reward of the samples and the accuracy on held-out problems."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, label in (("reward", "reward"), ("right", "share of right answers")):
+        known = [(r["step"], r[name]) for r in rows if _has(r, name)]
+        if known:
+            steps, values = zip(*known, strict=True)
+            (drawn,) = axes.plot(steps, _smooth(values), label=f"{label}, mean of {_SMOOTH} steps")
+            axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.4)
+    if evaluations:
+        points = [(e["step"], e["accuracy"], e["low"], e["high"]) for e in evaluations]
+        x, y, low, high = zip(*points, strict=True)
+        errors = [[b - a for a, b in zip(low, y, strict=True)],
+                  [b - a for a, b in zip(y, high, strict=True)]]  # fmt: skip
+        axes.errorbar(x, y, errors, fmt="o", capsize=3, label="held-out accuracy, 95 %")
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"GRPO, {json.loads((folder / 'config.json').read_text())['dataset']}")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    path = folder / "reward.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1120px; padding: 0 1rem;
+       color: #222; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
+th, td {{ text-align: left; vertical-align: top; padding: .3rem .6rem;
+         border-bottom: 1px solid #ddd; }}
+td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+pre {{ white-space: pre-wrap; margin: 0; font-size: 12px; max-height: 16rem; overflow: auto; }}
+.plots {{ display: grid; gap: .5rem;
+         grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); }}
+.plots svg {{ width: 100%; height: auto; }}
+.numbers {{ display: flex; flex-wrap: wrap; gap: 1rem 2.5rem; }}
+.numbers b {{ display: block; font-size: 1.5rem; }}
+.warning {{ background: #fff4e0; border-left: 4px solid #e0902a; padding: .4rem .8rem;
+           margin: .4rem 0; }}
+</style></head><body><h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def _numbers(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
+    if not rows:
+        return "<p>No step yet.</p>"
+    last = rows[-1]
+    facts = {
+        "steps": f"{last['step']:,}",
+        "reward, last 5 steps": f"{_smooth([r['reward'] for r in rows])[-1]:.3f}",
+        "seconds a step": f"{sum(r['seconds'] for r in rows) / len(rows):.1f}",
+        "peak memory": f"{max(r['peak_memory_gib'] for r in rows):.2f} GiB",
+    }
+    if evaluations:
+        e = evaluations[-1]
+        before = evaluations[0]["accuracy"]
+        facts["held-out accuracy, before -> now"] = f"{before:.1%} &rarr; {e['accuracy']:.1%}"
+    cells = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in facts.items())
+    return f'<div class="numbers">{cells}</div>'
+
+
+def _warnings(rows: Sequence[Row]) -> str:
+    told = [(r["step"], text) for r in rows for text in r.get("warnings", [])]
+    if not told:
+        return ""
+    divs = "".join(
+        f'<div class="warning">step {step}: {html.escape(text)}</div>' for step, text in told[-20:]
+    )
+    return f"<h2>Warnings</h2>{divs}"
+
+
+def _samples(samples: Sequence[Row]) -> str:
+    if not samples:
+        return ""
+    cells = []
+    for row in [s for s in samples if s["step"] == samples[-1]["step"]]:
+        cut = "" if row["ended"] else " <i>[cut]</i>"
+        cells.append(
+            f"<tr><td><pre>{html.escape(_text_of(row['prompt'])[-600:])}</pre></td>"
+            f"<td><pre>{html.escape(row['completion'])}{cut}</pre></td>"
+            f"<td>{html.escape(str(row['answer']))}</td><td class='number'>{row['reward']:.2f}</td>"
+            f"<td class='number'>{row['advantage']:+.2f}</td></tr>"
+        )
+    return (
+        f"<h2>Completions of step {samples[-1]['step']}</h2><table><tr><th>prompt</th>"
+        f"<th>completion</th><th>answer</th><th>reward</th><th>advantage</th></tr>{''.join(cells)}"
+        "</table>"
+    )
+
+
+def _options(config: Row) -> str:
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+        for name, value in config.items()
+    )
+    return f"<details><summary>Options</summary><table>{rows}</table></details>"
+
+
+def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
+    x = [row["step"] for row in rows]
+
+    def lines(*names: str, smooth: bool = False) -> Callable[[Any], None]:
+        def draw(axes: Any) -> None:
+            for name in names:
+                known = [(s, r[name]) for s, r in zip(x, rows, strict=True) if _has(r, name)]
+                if not known:
+                    continue
+                steps, values = zip(*known, strict=True)
+                label = name.removeprefix("reward/")
+                if smooth:
+                    (drawn,) = axes.plot(steps, _smooth(values), label=label)
+                    axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.3, markersize=3)
+                else:
+                    axes.plot(steps, values, label=label)
+            if len(names) > 1 and axes.lines:
+                axes.legend(fontsize=7)
+
+        return draw
+
+    def accuracy(axes: Any) -> None:
+        steps = [e["step"] for e in evaluations]
+        values = [e["accuracy"] for e in evaluations]
+        axes.plot(steps, values, "o-")
+        low, high = [e["low"] for e in evaluations], [e["high"] for e in evaluations]
+        axes.fill_between(steps, low, high, alpha=0.2)
+        axes.set_ylim(0, 1.02)
+
+    def split(axes: Any) -> None:
+        parts = [p for p in _PHASES if _has(rows[0], f"seconds/{p}")]
+        axes.stackplot(x, [[r.get(f"seconds/{p}", 0) for r in rows] for p in parts], labels=parts)
+        axes.legend(fontsize=7, loc="lower left")
+        axes.set_ylim(bottom=0)
+
+    functions = [name for name in rows[-1] if name.startswith("reward/")]
+    panels: dict[str, Callable[[Any], None]] = {
+        "reward, mean of 5 steps": lines("reward", *functions, smooth=True)
+    }
+    if _has(rows[-1], "right"):
+        panels["share of right answers while sampling"] = lines("right", smooth=True)
+    if evaluations:
+        panels["held-out accuracy, 95 % interval"] = accuracy
+    for title, names in (
+        ("KL to the reference", ("kl",)), ("entropy, nats", ("entropy",)),
+        ("completion length, tokens", ("completion_length",)),
+        ("share of completions cut, of equal groups", ("truncated", "groups_equal")),
+        ("share of tokens clipped", ("clip_low", "clip_high")),
+        ("gradient norm", ("grad_norm",)), ("importance ratio", ("ratio_mean", "ratio_max")),
+    ):  # fmt: skip
+        if any(_has(r, name) for r in rows for name in names):
+            panels[title] = lines(*names)
+    panels["seconds a step"] = split
+    panels["peak memory, GiB"] = lines("peak_memory_gib")
+    pictures = "".join(_svg(title, draw) for title, draw in panels.items())
+    return f'<h2>Curves</h2><div class="plots">{pictures}</div>'
+
+
+def _svg(title: str, draw: Callable[[Any], None]) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.4, 2.8), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    draw(axes)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("step", fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize=7)
+    axes.grid(alpha=0.3)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _has(row: Row, name: str) -> bool:
+    return row.get(name) is not None
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    parts = [values[max(0, i - _SMOOTH + 1) : i + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_kernels.training.report", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("folder", type=Path, help="of a run")
+    folder = parser.parse_args(argv).folder
+    if not (folder / "config.json").exists():
+        parser.error(f"folder: expected that of a run, with config.json; got {folder}")
+    print(write(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Reward functions: what a completion is worth.
+
+A reward function takes `(prompts, completions, **columns)`, lists of one entry a completion, where
+the columns are those of the problems (`answer`, say), and returns a list of floats, None where it
+does not apply. A problem that has a column `rewards` is judged by the functions named there alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+Reward = Callable[..., Sequence[float | None]]
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# No number that is an answer is longer, and none of these takes long to read.
+_LONGEST = 100
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
+
+
+def answer_of(completion: str) -> str | None:
+    """What stands between the answer tags; None unless there is exactly one pair of them."""
+    if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
+        return None
+    rest = completion.partition("<answer>")[2]
+    inside, closed, _ = rest.partition("</answer>")
+    return inside.strip() if closed else None
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a text is: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
+
+    ASCII digits only: of the others some are digits and some are exponents.
+    """
+    if len(text) > _LONGEST:
+        return None
+    match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
+    if match is None or (match[1] and match[2]):
+        return None
+    above, below = (Fraction((part or "1").replace(",", "")) for part in match.groups()[2:])
+    if below == 0:
+        return None
+    return (-1 if "-" in match[1] + match[2] else 1) * above / below
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Whether the tagged answer is the right one, as text or as a number."""
+    given = answer_of(completion)
+    if given is None:
+        return False
+    number = number_of(given)
+    return given == answer.strip() or (number is not None and number == number_of(answer))
+
+
+def answer(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+) -> list[float]:
+    """2.0 for the right answer in `<answer>` tags, 1.5 for one that is numerically equal."""
+    given = [answer_of(text) for text in completions]
+    return [
+        2.0 if mine == right.strip() else 1.5 * is_right(text, right)
+        for mine, text, right in zip(given, completions, answer, strict=True)
+    ]
+
+
+def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that is there once."""
+    return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in completions]
+
+
+def addition(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+) -> list[float]:
+    """For completions that are an answer alone: 0.2 a tag, 0.1 for a number, 0.5 for the right one.
+
+    Everything counts at the beginning only, so that a list of guesses earns nothing.
+    """
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        tags = sum(text.count(tag) == 1 for tag in TAGS[2:])
+        match = re.match(r"\s{0,9}<answer>\s{0,9}(-?\d{1,20})\s{0,9}</answer>", text, re.ASCII)
+        correct = match is not None and int(match[1]) == int(right)
+        rewards.append(0.2 * tags + 0.1 * (match is not None) + 0.5 * correct)
+    return rewards
+
+
+def math_equal(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+) -> list[float]:
+    """2.0 where `math-verify` finds the tagged answer equal to the right one, as expressions."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError(
+            "the reward 'math_equal' needs math-verify: pip install 'grpo_kernels[train]'"
+        ) from error
+
+    def equal(text: str, right: str) -> bool:
+        given = answer_of(text)
+        if given is None or len(given) > _LONGEST:
+            return False
+        return is_right(text, right) or bool(verify(parse(f"${right}$"), parse(f"${given}$")))
+
+    return [2.0 * equal(text, right) for text, right in zip(completions, answer, strict=True)]
+
+
+def reasoning_gym(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    task: Sequence[str],
+    entry: Sequence[Mapping[str, Any]],
+    **_: Any,
+) -> list[float]:
+    """What the task's own judge gives the tagged answer, 0 to 1, times 2."""
+    from reasoning_gym import get_score_answer_fn
+
+    given = [answer_of(text) for text in completions]
+    return [
+        0.0 if mine is None else 2.0 * float(get_score_answer_fn(name)(mine, problem))
+        for mine, name, problem in zip(given, task, entry, strict=True)
+    ]
+
+
+REWARDS: dict[str, Reward] = {
+    "answer": answer,
+    "format": format,
+    "addition": addition,
+    "math_equal": math_equal,
+    "reasoning_gym": reasoning_gym,
+}
+
+
+def named(names: Sequence[str], more: Mapping[str, Reward] | None = None) -> dict[str, Reward]:
+    """The reward functions of these names, of the caller's own (`more`) and of the library's."""
+    known = {**REWARDS, **(more or {})}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"rewards: expected names among {', '.join(known)}; got {unknown[0]!r}")
+    return {name: known[name] for name in names}
+
+
+def reward_table(
+    rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]], completions: Sequence[str]
+) -> list[list[float]]:
+    """`[B][R]`: what each function gives each completion; NaN where it does not apply."""
+    columns: dict[str, list[Any]] = {
+        name: [problem[name] for problem in problems] for name in problems[0] if name != "prompt"
+    }
+    prompts = [problem["prompt"] for problem in problems]
+    table = []
+    for name, function in rewards.items():
+        values = list(function(prompts, list(completions), **columns))
+        if len(values) != len(completions):
+            raise ValueError(
+                f"reward function {name}: expected {len(completions)} values, one a completion; "
+                f"got {len(values)}"
+            )
+        asked = [_applies(name, problem) for problem in problems]
+        table.append([
+            math.nan if value is None or not wanted else float(value)
+            for value, wanted in zip(values, asked, strict=True)
+        ])  # fmt: skip
+    return [list(row) for row in zip(*table, strict=True)]
+
+
+def _applies(name: str, problem: Mapping[str, Any]) -> bool:
+    wanted = problem.get("rewards")
+    return wanted is None or name == wanted or (not isinstance(wanted, str) and name in wanted)

@@ -1,0 +1,113 @@
+"""Warnings that name a cause and what to do, from what the steps and evaluations told."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from .config import TrainingConfig
+from .evaluate import Evaluation
+
+# Steps over which something is "always" so; steps before the same warning comes again.
+WINDOW = 5
+QUIET = 20
+LARGE_RATIO = 10.0
+LARGE_KL = 10.0
+LOW_ENTROPY = 0.05
+
+
+class Watch:
+    """Looks at each step's row and at each evaluation."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.config = config
+        self.rows: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self.evaluations: list[tuple[float, float, float]] = []  # accuracy, high, mean reward
+        self.told: dict[str, int] = {}
+        self.rewards: list[float] = []
+        self.first_entropy: float | None = None
+
+    def spikes(self, row: dict[str, Any]) -> bool:
+        """Whether a token moved so far that one wants to see it."""
+        return row.get("ratio_max", 0.0) > LARGE_RATIO or row.get("kl_max", 0.0) > LARGE_KL
+
+    def after_step(self, row: dict[str, Any], worst_token: str | None = None) -> list[str]:
+        """What is wrong; each thing again only after a while."""
+        self.rows.append(row)
+        self.rewards.append(row["reward"])
+        entropy = row.get("entropy")
+        if entropy is not None and self.first_entropy is None:
+            self.first_entropy = entropy
+        full = len(self.rows) == WINDOW
+        found: dict[str, str] = {}
+        if not math.isfinite(row["grad_norm"]):
+            found["gradient"] = (
+                f"the gradient's norm is {row['grad_norm']}: the update was left out. Lower "
+                "learning_rate, or look for NaN in the model"
+            )
+        if full and all(r["groups_equal"] == 1 for r in self.rows):
+            found["equal"] = (
+                f"in {WINDOW} steps every group had equal rewards, so nothing was learned. The "
+                "problems are too hard or too easy for the model, or the rewards see no "
+                "difference: look at samples.jsonl, and raise num_generations or temperature"
+            )
+        if full and all(r["truncated"] == 1 for r in self.rows):
+            found["truncated"] = (
+                f"in {WINDOW} steps every completion was cut at max_completion_length = "
+                f"{self.config.max_completion_length}. Raise it, or give a stop string"
+            )
+        if self._collapsed(entropy):
+            found["entropy"] = (
+                f"entropy fell from {self.first_entropy:.2f} to {entropy:.3f}: completions of a "
+                "group are nearly the same. Lower learning_rate, raise temperature, epsilon_high "
+                "or entropy_coef"
+            )
+        if self.spikes(row):
+            what = ", ".join(
+                f"{name} {row[name]:.3g}" for name in ("ratio_max", "kl_max") if name in row
+            )
+            found["spike"] = f"{what}; {worst_token or 'no token to show'}. " + (
+                "Lower learning_rate, or bound the ratio with delta"
+            )
+        fresh = [
+            name for name in found
+            if row["step"] - self.told.get(name, -QUIET) >= QUIET or name == "gradient"
+        ]  # fmt: skip
+        self.told |= {name: row["step"] for name in fresh}
+        return [found[name] for name in fresh]
+
+    def after_evaluation(self, evaluation: Evaluation) -> str | None:
+        """Whether rewards went up while the answers got worse."""
+        recent = self.rewards[-WINDOW:]
+        mean = sum(recent) / len(recent) if recent else math.nan
+        self.evaluations.append((evaluation.accuracy, evaluation.high, mean))
+        trained = [e for e in self.evaluations if not math.isnan(e[2])]
+        if len(trained) < 2 or not trained[-1][2] > trained[0][2]:
+            return None
+        best = max(e[0] for e in self.evaluations[:-1])
+        if evaluation.high >= best:
+            return None
+        return (
+            f"the reward rose from {trained[0][2]:.2f} to {mean:.2f} while held-out accuracy fell "
+            f"from {best:.1%} to {evaluation.accuracy:.1%}: the model may earn the reward in a way "
+            "that was not meant. Read samples.jsonl"
+        )
+
+    def _collapsed(self, entropy: float | None) -> bool:
+        if entropy is None or self.first_entropy is None or len(self.rows) < WINDOW:
+            return False
+        return entropy < LOW_ENTROPY and entropy < 0.2 * self.first_entropy
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "rows": list(self.rows), "evaluations": self.evaluations, "told": self.told,
+            "rewards": self.rewards, "first_entropy": self.first_entropy,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.rows = deque(state["rows"], maxlen=WINDOW)
+        self.evaluations = [(a, b, c) for a, b, c in state["evaluations"]]
+        self.told, self.rewards = state["told"], state["rewards"]
+        self.first_entropy = state["first_entropy"]

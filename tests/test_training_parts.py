@@ -1,0 +1,379 @@
+"""What the trainer is made of: rewards, data, warnings, memory, options from a command line."""
+
+import json
+import math
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from grpo_kernels.training import TrainingConfig, data, load_problems, memory, parse_config, rewards
+from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
+from grpo_kernels.training.policy import Batch, Policy
+from grpo_kernels.training.watch import WINDOW, Watch
+
+
+@pytest.fixture(autouse=True)
+def real_memory(monkeypatch):
+    monkeypatch.undo()
+
+
+def config_of(**options):
+    return TrainingConfig(**{"model": "m", **options})
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("<answer>12</answer>", "12"),
+        ("so <answer>\n 12 \n</answer> it is", "12"),
+        ("<answer></answer>", ""),
+        ("<answer>1</answer><answer>2</answer>", None),
+        ("<answer><answer>1</answer></answer>", None),
+        ("<answer><think>1</think></answer>", "<think>1</think>"),
+        ("</answer>12<answer>", None),
+        ("<answer>12", None),
+        ("12</answer>", None),
+        ("<ANSWER>12</ANSWER>", None),
+        ("", None),
+    ),
+)
+def test_answer_of(text, expected):
+    assert rewards.answer_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        ("12", 12), ("-3", -3), ("\u22123", -3), ("+4", 4), ("$1,234.50", Fraction("1234.5")),
+        ("-$5", -5), ("$-5", -5), ("-$-5", None), ("50%", 50), ("1/2", Fraction(1, 2)),
+        ("-1/2", Fraction(-1, 2)), ("3.", 3), (".5", Fraction(1, 2)), (" 7 ", 7),
+        ("1,000,000", 10**6), ("0.50", Fraction(1, 2)), ("1/0", None), ("1/2/3", None),
+        ("1,23", None), ("12,", None), ("--3", None), ("", None), (".", None), ("-", None),
+        ("1e9", None), ("1e999999999", None), ("nan", None), ("inf", None), ("twelve", None),
+        ("12 apples", None), ("1 2", None), ("\u0663", None), ("\u00b2", None),
+        ("\uff17", None), ("0x10", None), ("1_000", None), ("9" * 101, None),
+    ),
+)  # fmt: skip
+def test_number_of(text, expected):
+    assert rewards.number_of(text) == expected
+
+
+def test_rewards_of_gsm8k():
+    texts = [
+        "<think>a</think><answer>1234.5</answer>", "<answer>$1,234.50</answer>",
+        "<answer>1235</answer>", "1234.5", "<answer>1234.5</answer><answer>2</answer>",
+    ]  # fmt: skip
+    assert rewards.answer([], texts, answer=["1234.5"] * 5) == [2.0, 1.5, 0.0, 0.0, 0.0]
+    assert rewards.format([], texts) == pytest.approx([0.8, 0.4, 0.4, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "<answer>" * 10**5, "</answer>" * 10**5, "<answer>" + "9" * 10**6 + "</answer>",
+        "<answer>" + "1," * 10**6 + "</answer>", " " * 10**6 + "<answer>5</answer>",
+        "<answer>" + " " * 10**6 + "5</answer>", "\x00" * 10**6, "<think>" * 10**5 + "1" * 10**6,
+        "-" * 10**6,
+    ),
+)  # fmt: skip
+def test_hostile_text_is_read_in_no_time(text):
+    start = time.perf_counter()
+    for function in (rewards.answer, rewards.addition, rewards.math_equal):
+        assert 0 <= function([], [text], answer=["5"])[0] <= 2
+    assert rewards.format([], [text])[0] <= 0.8
+    rewards.number_of(text)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "right"),
+    (
+        ("<answer>12</answer>", 1.0, True),
+        ("\n<answer> 12 </answer> and more", 1.0, True),
+        ("<answer>13</answer>", 0.5, False),
+        ("The sum is <answer>12</answer>", 0.4, True),
+        ("<answer>12", 0.2, False),
+        ("<answer>12</answer><answer>12</answer>", 0.6, False),
+        ("<answer>twelve</answer>", 0.4, False),
+        ("", 0.0, False),
+    ),
+)
+def test_addition(text, reward, right):
+    assert rewards.addition([], [text], answer=["12"]) == [pytest.approx(reward)]
+    assert rewards.is_right(text, "12") == right
+
+
+def test_math_equal_knows_expressions():
+    texts = [f"<answer>{x}</answer>" for x in (r"\frac{1}{2}", "0.5", "2/4", "1/3", r"\sqrt{")]
+    assert rewards.math_equal([], texts, answer=["1/2"] * 5) == [2.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_the_tasks_own_judge():
+    train, _ = load_problems(config_of(dataset="chain_sum", train_size=2, eval_size=1))
+    texts = [f"<answer>{train[0]['answer']}</answer>", "<answer>no</answer>"]
+    table = rewards.reward_table(rewards.named(["reasoning_gym"]), train, texts)
+    assert table[0] == [2.0] and table[1][0] < 2.0
+
+
+def test_some_rewards_apply_to_some_problems():
+    functions = {
+        "one": lambda prompts, completions, **_: [1.0] * len(completions),
+        "maybe": lambda prompts, completions, level, **_: [x or None for x in level],
+    }
+    problems = [
+        {"prompt": "a", "level": 3, "rewards": ["one", "maybe"]},
+        {"prompt": "b", "level": 0, "rewards": ["one", "maybe"]},
+        {"prompt": "c", "level": 3, "rewards": "one"},
+    ]
+    table = rewards.reward_table(functions, problems, ["x", "y", "z"])
+    assert table[0] == [1.0, 3.0]
+    assert table[1][0] == table[2][0] == 1.0 and math.isnan(table[1][1] + table[2][1])
+    with pytest.raises(ValueError, match="reward function one: expected 1 values"):
+        rewards.reward_table({"one": lambda *_, **__: [1, 2]}, problems[:1], ["x"])
+
+
+# Data
+
+
+def test_additions_are_held_out():
+    train, held_out = load_problems(config_of(dataset="additions"))
+    prompts = [p["prompt"] for p in train], [p["prompt"] for p in held_out]
+    assert len(train) == 54 and len(held_out) == 27 and not set(prompts[0]) & set(prompts[1])
+    assert all(p["prompt"].endswith("?\n") and p["answer"].isdigit() for p in train)
+
+
+def test_word_problems_are_held_out():
+    config = config_of(dataset="gsm_symbolic", train_size=20, eval_size=5)
+    train, held_out = load_problems(config)
+    assert len(held_out) == 5 and 10 < len(train) <= 20
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
+    assert data.EXAMPLE in train[0]["prompt"] and rewards.number_of(train[0]["answer"]) is not None
+    chat = load_problems(config_of(dataset="gsm_symbolic", train_size=2, eval_size=0, chat=True))
+    assert [m["role"] for m in chat[0][0]["prompt"]] == ["system", "user"]
+
+
+def test_files_and_folders(tmp_path):
+    import datasets
+
+    rows = [{"question": f"{i}?", "answer": f"so\n#### {i}", "level": i} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    found = datasets.Dataset.from_list(rows)
+    found.to_parquet(tmp_path / "a.parquet")
+    found.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": found}).save_to_disk(tmp_path / "parts")
+    for name in ("a.jsonl", "a.parquet", "plain", "parts"):
+        train, held_out = load_problems(config_of(dataset=str(tmp_path / name)))
+        assert [p["answer"] for p in train] == [str(i) for i in range(16)], name
+        assert [p["level"] for p in held_out] == [16, 17, 18, 19]
+        assert train[3]["prompt"].endswith("Question: 3?\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    (
+        ('{"question": "a", "answer": "b"}\n{', "expected JSON in every line of .* line 2"),
+        ('{"text": "a"}', r"expected problems with a question .* got \['text'\]"),
+        ("", "expected at least one problem"),
+    ),
+)
+def test_files_that_are_no_problems(text, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0))
+
+
+def test_without_the_hub_it_says_what_works(monkeypatch):
+    import datasets
+
+    def offline(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ConnectionError, match="Without the hub: gsm_symbolic or another task"):
+        load_problems(config_of(dataset="gsm8k"))
+
+
+def test_gsm8k_as_the_hub_has_it(monkeypatch):
+    import datasets
+
+    split = datasets.Dataset.from_list([{"question": "q", "answer": "2+2\n#### 1,234"}] * 3)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": split, "test": split})
+    train, test = load_problems(config_of(dataset="gsm8k", train_size=2))
+    assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
+    assert rewards.is_right("<answer>1234</answer>", train[0]["answer"])
+
+
+def test_every_problem_once_an_epoch():
+    from itertools import islice
+
+    order = list(islice(data.in_order(7, seed=3), 21))
+    assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
+    assert order[:7] != order[7:14] and order == list(islice(data.in_order(7, seed=3), 21))
+
+
+# Evaluations and warnings
+
+
+def test_the_interval_is_wilsons():
+    # Newcombe (1998), table I.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
+    assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=1e-4)
+    assert wilson_interval(5, 5)[1] == 1.0
+
+
+def row_of(step, **values):
+    return {
+        "step": step, "reward": 0.5, "grad_norm": 1.0, "groups_equal": 0.0, "truncated": 0.0,
+        "entropy": 2.0, **values,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    (
+        ({"groups_equal": 1.0}, "every group had equal rewards"),
+        ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
+        ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
+        ({"ratio_max": 50.0}, "ratio_max 50; token 3 'x'"),
+        ({"kl_max": 50.0}, "kl_max 50; token 3 'x'"),
+        ({"grad_norm": math.nan}, "the gradient's norm is nan: the update was left out"),
+        ({}, None),
+    ),
+)
+def test_warnings_name_the_cause(values, told):
+    watch = Watch(config_of())
+    assert watch.after_step(row_of(0)) == []
+    warnings = [
+        w
+        for i in range(1, WINDOW + 1)
+        for w in watch.after_step(row_of(i, **values), "token 3 'x'")
+    ]
+    if told is None:
+        assert warnings == []
+    else:
+        assert told in warnings[0]
+        # The same again only after a while; but an update left out is always told.
+        assert len(warnings) == (WINDOW if "gradient" in told else 1)
+
+
+def test_a_reward_that_is_gamed_is_told():
+    def evaluation(right):
+        answers = [{"right": i < right, "rewards": {"a": 1.0}} for i in range(100)]
+        return accuracy_of(answers)
+
+    watch = Watch(config_of())
+    assert watch.after_evaluation(evaluation(60)) is None
+    for step in range(20):
+        watch.after_step(row_of(step, reward=step / 20))
+        if step == 5:
+            assert watch.after_evaluation(evaluation(58)) is None
+    assert "the reward rose from" in watch.after_evaluation(evaluation(20))
+    assert watch.after_evaluation(evaluation(61)) is None
+
+
+# Memory
+
+
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_kept_activations_are_what_a_forward_keeps(checkpointing):
+    """Counted on tensors without memory as on real ones."""
+    config = config_of(
+        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    model_config = make_model("llama").config
+    predicted = memory.predict(config, model_config, gpu=False)
+    assert predicted.weights == sum(4 * p.numel() for p in make_model("llama").parameters())
+    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
+    if checkpointing:
+        return
+    # What a real forward keeps, counted here.
+    model, storages = make_model("llama").train(), {}
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    prompts = [[i + 1, *[5] * 23] for i in range(2) for _ in range(4)]
+    batch = Batch.of_rows(prompts, [[7] * 16] * 8, 0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = Policy(model).hidden(batch)
+    assert hidden.requires_grad
+    real = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in own)
+    assert predicted.activations == pytest.approx(real, rel=0.02)
+
+
+def test_the_prediction_follows_the_options():
+    config = make_model("llama").config
+
+    def predicted(**options):
+        return memory.predict(config_of(**options), config)
+
+    base = predicted()
+    assert predicted(lora_rank=4).gradients < base.gradients / 4
+    assert predicted(beta=0.1).reference == base.weights and base.reference == 0
+    assert predicted(trainable=r"layers\.1").gradients < base.gradients
+    assert predicted(dtype="bf16").weights == base.weights / 2
+    assert predicted(gradient_checkpointing=True).activations < base.activations
+    assert predicted(share_prompts=False).activations > base.activations
+    assert predicted(micro_batch_size=4).activations < base.activations
+    assert base.peak <= base.eager_peak
+
+
+def test_the_command_says_whether_it_fits(tmp_path, capsys):
+    make_model("llama").config.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--num-generations", "8", "--max-completion-length", "64"]
+    with pytest.raises(SystemExit) as fits:
+        memory.main([*options, "--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"])
+    assert fits.value.code == 0 and "fits into 24 GiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as too_small:
+        memory.main([*options, "--gpu-gib", "0.001"])
+    assert too_small.value.code == 1 and "does not fit" in capsys.readouterr().out
+
+
+# Options
+
+
+def test_flags_and_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\nlearning_rate: 1e-6\nstop: ['</answer>']\nbeta: 0.04\nsteps: 7\n")
+    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
+    assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
+    assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    (
+        ("modell: m", [], "unknown options: modell"),
+        ("model: m\nbeta: high", [], "beta: expected a number; got 'high'"),
+        ("model: m", ["--stepz", "3"], "unknown options: --stepz 3"),
+        ("model: m", ["--step", "3"], "unknown options: --step 3"),
+        ("model: m", ["--loss_type", "ppo"], "loss_type: expected one of grpo"),
+        ("steps: 3", [], "model: expected a hub name or a folder"),
+        (": {", [], "run.yaml"),
+    ),
+)
+def test_options_that_are_not_understood(text, flags, message, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        parse_config([str(path), *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_every_option_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    text = capsys.readouterr().out
+    assert "weight of the KL to the reference policy" in text
+    assert text.count("(default:") >= len(TrainingConfig.__dataclass_fields__)
+    assert all(f.metadata["help"] for f in TrainingConfig.__dataclass_fields__.values())

@@ -1,0 +1,63 @@
+"""Causal language models of a few thousand parameters, one of each kind that differs."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Family(NamedTuple):
+    config: str
+    shares: bool  # whether its cache carries prompts over
+    options: dict | None = None
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", True),
+    "qwen2": Family("Qwen2Config", True),
+    "qwen3": Family("Qwen3Config", True, {"head_dim": 16}),
+    "gemma2": Family(
+        "Gemma2Config",
+        False,
+        {"head_dim": 16, "sliding_window": 4, "final_logit_softcapping": 30.0},
+    ),
+    "cohere": Family("CohereConfig", True, {"logit_scale": 0.5}),
+    "granite": Family("GraniteConfig", True, {"logits_scaling": 4.0}),
+    "gpt2": Family("GPT2Config", True),
+}
+V = 257
+
+
+def make_model(family: str):
+    import transformers
+
+    kind = FAMILIES[family]
+    options = {
+        "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 0,
+        "pad_token_id": 0, "tie_word_embeddings": True, "max_position_embeddings": 128,
+    }  # fmt: skip
+    if family == "gpt2":
+        options = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128,
+                   "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
+                   "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+    config = getattr(transformers, kind.config)(**{**options, **(kind.options or {})})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    # Larger than models begin with, so that words differ.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5.0)
+    return model
+
+
+def make_tokenizer():
+    """One token a byte, and one that ends."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {t: i for i, t in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
