@@ -46,12 +46,15 @@ class Prediction:
         return self.weights + self.optimizer + self.reference
 
     @property
-    def peak(self) -> int:
-        """The largest of sampling, the head's work, and the backward of the body."""
+    def training_peak(self) -> int:
+        """Of the head's work and of the backward of the body, the larger."""
         training = self.state + self.gradients + self.activations
-        return max(
-            self.state + self.cache + self.sampling, training + max(self.head, self.backward)
-        )
+        return training + max(self.head, self.backward)
+
+    @property
+    def peak(self) -> int:
+        """Of training and of sampling, the larger."""
+        return max(self.state + self.cache + self.sampling, self.training_peak)
 
     @property
     def eager_peak(self) -> int:

@@ -218,7 +218,7 @@ class Trainer:
         updates = []
         with clock("train"):
             for epoch in range(config.epochs_per_rollout):
-                for part, rows in enumerate(self._minibatches(len(samples.texts), epoch)):
+                for part, rows in enumerate(self._minibatches(len(samples.texts))):
                     updates.append(self._update(samples, rows, f"{epoch}-{part}"))
         row = self._row(samples, updates, clock)
         return row, samples
@@ -227,8 +227,7 @@ class Trainer:
 
     def _sample(self, problems: Sequence[Problem], clock: Clock) -> Samples:
         config, rank = self.config, self.accelerator.process_index
-        share = len(problems) // self.accelerator.num_processes
-        mine = problems[rank * share : (rank + 1) * share]
+        mine = problems[rank :: self.accelerator.num_processes]
         G = config.num_generations
         with clock("generate"):
             prompts = [self._encode(problem) for problem in mine]
@@ -337,15 +336,10 @@ class Trainer:
 
     # Updates
 
-    def _minibatches(self, count: int, epoch: int) -> list[list[int]]:
-        """Rows of whole groups, in as many parts, in another order each epoch."""
-        config, G = self.config, self.config.num_generations
-        groups = list(range(count // G))
-        if config.minibatches > 1:
-            random.Random(self._draw(f"minibatches-{epoch}")).shuffle(groups)
-        size = len(groups) // config.minibatches
-        parts = [groups[i : i + size] for i in range(0, len(groups), size)]
-        return [[g * G + i for g in part for i in range(G)] for part in parts]
+    def _minibatches(self, count: int) -> list[list[int]]:
+        """Rows of whole groups, in as many parts; the same parts for any number of processes."""
+        size = count // self.config.minibatches
+        return [list(range(start, start + size)) for start in range(0, count, size)]
 
     def _update(self, samples: Samples, rows: list[int], name: str) -> dict[str, float]:
         """One optimizer step on these rows of every process; its metrics."""
@@ -524,6 +518,12 @@ class Trainer:
                 merged[name] = float((column * tokens[tokens > 0]).sum() / tokens.sum())
             else:
                 merged[name] = _pick(name)(column.tolist())
+        if "ess" in merged:
+            # (sum r)^2 / (N sum r^2), of the parts' own.
+            mean, ess = (rows[tokens > 0, names.index(name)] for name in ("ratio_mean", "ess"))
+            count = tokens[tokens > 0]
+            squares = (count * mean**2 / ess).sum()
+            merged["ess"] = float((count * mean).sum() ** 2 / (count.sum() * squares))
         return merged
 
     # Between processes
@@ -699,7 +699,8 @@ class Trainer:
             report.write(folder)
             report.picture(folder)
             tqdm.write(report.summary(folder))
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         return folder
 
     # Prompts, draws

@@ -1,0 +1,136 @@
+"""The memory that a training run was predicted to need, and what it took, on a CPU.
+
+    python -m benchmarks.training_memory [--model FOLDER]
+
+Each case is two steps in a fresh process, with completions as long as they may be: what
+`grpo_kernels.training.memory` counts on. The model has random weights, made in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.head import header
+from benchmarks.memory import PeakMemory
+from examples import smollm
+from grpo_kernels.training import Completion, Trainer, TrainingConfig
+from grpo_kernels.training.memory import predict
+from grpo_kernels.training.trainer import prepared
+
+PROMPT, LENGTH = 96, 64
+CASES: dict[str, dict[str, Any]] = {
+    "everything trained": {},
+    "upper half, KL": {"trainable": r"\.layers\.(1[5-9]|2\d)\.", "beta": 0.1},
+    "LoRA, rank 16": {"lora_rank": 16},
+    "prompts not shared": {"share_prompts": False},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "half the micro-batch": {"micro_batch_size": 8},
+}
+
+
+class Longest:
+    """Completions as long as they may be."""
+
+    def __call__(self, prompts: Any, count: int, sampling: Any) -> list[Completion]:
+        draw = torch.Generator().manual_seed(0)
+        shape = (len(prompts) * count, sampling.max_new_tokens)
+        ids = torch.randint(100, 1000, shape, generator=draw).tolist()
+        return [Completion(row, False) for row in ids]
+
+
+class NoTokenizer:
+    pad_token_id, eos_token = 0, "."
+
+    def __call__(self, prompt: str) -> Any:
+        draw = torch.Generator().manual_seed(int(prompt))
+        return argparse.Namespace(
+            input_ids=torch.randint(100, 999, (PROMPT,), generator=draw).tolist()
+        )
+
+    def batch_decode(self, rows: Any, **_: Any) -> list[str]:
+        return ["x"] * len(rows)
+
+    def decode(self, row: Any, **_: Any) -> str:
+        return "x"
+
+
+def rewards(prompts: list[Any], completions: list[str], **_: Any) -> list[float]:
+    return [float(i % 3) for i in range(len(completions))]
+
+
+def config_of(model: str, options: dict[str, Any], output: str = "runs") -> TrainingConfig:
+    return TrainingConfig(**{
+        "model": model, "steps": 2, "prompts_per_step": 4, "num_generations": 4, "output": output,
+        "micro_batch_size": 16, "max_prompt_length": PROMPT, "max_completion_length": LENGTH,
+        "rewards": ["it"], "eval_size": 0, "save_model": False, "precision": "no", **options,
+    })  # fmt: skip
+
+
+def measured(model: str, options: dict[str, Any]) -> int:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # What libraries and thread pools take comes first.
+    (torch.ones(512, 512, requires_grad=True) @ torch.ones(512, 512)).sum().backward()
+    with tempfile.TemporaryDirectory() as output:
+        config = config_of(model, options, output)
+        architecture = AutoConfig.from_pretrained(model)
+        AutoModelForCausalLM.from_config(_small(architecture))
+        with PeakMemory(torch.device("cpu")) as memory:
+            policy = prepared(AutoModelForCausalLM.from_config(architecture), config)
+            problems = [{"prompt": str(i)} for i in range(16)]
+            trainer = Trainer(
+                config, policy, NoTokenizer(), problems, rewards={"it": rewards},
+                rollout=lambda _: Longest(),
+            )  # fmt: skip
+            trainer._save = lambda: None  # type: ignore[method-assign]
+            trainer.train()
+    assert memory.extra_bytes is not None
+    return memory.extra_bytes
+
+
+def _small(architecture: Any) -> Any:
+    import copy
+
+    small = copy.deepcopy(architecture)
+    small.num_hidden_layers, small.vocab_size = 1, 128
+    return small
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training_memory", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--model", default=None, help="a folder; default: the demo's")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from transformers import AutoConfig
+
+    model = args.model or str(smollm.model_path())
+    print("| run | predicted, GiB | measured, GiB | off by |\n|---|---|---|---|")
+    rows = []
+    for name, options in CASES.items():
+        prediction = predict(
+            config_of(model, options), AutoConfig.from_pretrained(model), gpu=False
+        )
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            taken = pool.submit(measured, model, options).result()
+        # No sampling here, so no keys and values kept for it.
+        expected = prediction.training_peak
+        figures = f"{expected / 2**30:.2f} | {taken / 2**30:.2f} | {expected / taken - 1:+.0%}"
+        print(f"| {name} | {figures} |", flush=True)
+        rows.append({"name": name, "measured": taken, **asdict(prediction)})
+    if args.json:
+        args.json.write_text(json.dumps({**header("cpu"), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

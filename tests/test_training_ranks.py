@@ -1,0 +1,82 @@
+"""Two processes against one: the same losses, the same weights, by DDP and by FSDP2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_training import rows_of, tiny_model  # noqa: F401 - a fixture
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def real_memory(monkeypatch):
+    monkeypatch.undo()
+
+
+def environment_of(config):
+    """What `accelerate launch` would set for this config file."""
+    from accelerate.commands.launch import (
+        _validate_launch_command,
+        launch_command_parser,
+        prepare_multi_gpu_env,
+    )
+
+    arguments = ["--config_file", str(config), "--mixed_precision", "no", "script"]
+    before = dict(os.environ)
+    try:
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        set_here = prepare_multi_gpu_env(args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return {name: value for name, value in set_here.items() if before.get(name) != value}
+
+
+def run(kind, model, output, **options):
+    command = [sys.executable]
+    environment = {}
+    if kind:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
+    script = str(ROOT / "tests" / "training_ranks.py")
+    done = subprocess.run(
+        [*command, script, kind, str(model), str(output), json.dumps(options)],
+        capture_output=True, text=True, timeout=300,
+        env={
+            **os.environ, **environment, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output / "t"
+
+
+OPTIONS = {
+    "bnpo": {"loss_type": "bnpo"},
+    "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
+    "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_processes_are_as_one(name, tiny_model, tmp_path):  # noqa: F811
+    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
+    alone = run("", tiny_model, tmp_path / "one", **options)
+    for kind in ("ddp", "fsdp2"):
+        both = run(kind, tiny_model, tmp_path / kind, **options)
+        assert_same(both, alone)
+
+
+def assert_same(both, alone):
+    for mine, theirs in zip(rows_of(both), rows_of(alone), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    expected = torch.load(alone / "weights.pt")
+    for key, weight in torch.load(both / "weights.pt").items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
