@@ -42,6 +42,8 @@ _DENSE_SHARE = 1 / 3
 _PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
 _SOLVER_STEPS = 8
+# After chunks that went dense as a whole, this many at most go dense without being scored.
+_MOST_SKIPPED = 8
 # Of the relative variance, from the gradient of the logits to that of W, before it is known: the
 # rows of W are much alike, and so are the states that a word is likely in.
 TYPICAL_INFLATION = 1.5
@@ -177,9 +179,26 @@ class ColumnSampler:
         self.generator = sampling.generator(device)
         self.rows = self.blocks = self.dense_blocks = 0
         self.kept = 0.0
+        self.to_skip = self.last_skip = 0
         # Of the logits' gradient: its variance; its square over the blocks that are not dense, and
         # over all.
         self.planned = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def skips(self, blocks: list[slice]) -> bool:
+        """Whether these blocks go dense unseen: after dense chunks one more, then two, four, eight.
+
+        A flat softmax then costs little more than the exact backward. Unbiased all the same: it is
+        not their own draw that decides.
+        """
+        if self.to_skip == 0:
+            return False
+        self.to_skip -= 1
+        size = sum(rows.stop - rows.start for rows in blocks)
+        self.rows += size
+        self.kept += size
+        self.blocks += len(blocks)
+        self.dense_blocks += len(blocks)
+        return True
 
     def sample(
         self,
@@ -206,6 +225,8 @@ class ColumnSampler:
         kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
         pairs = kept.nonzero()
         counts = torch.stack((kept.sum(1), dense.long())).tolist()
+        self.last_skip = min(max(1, 2 * self.last_skip), _MOST_SKIPPED) if all(counts[1]) else 0
+        self.to_skip = self.last_skip
         samples: list[KeptColumns | None] = []
         start = 0
         for index, (rows, count, is_dense) in enumerate(zip(blocks, *counts, strict=True)):

@@ -70,12 +70,12 @@ class HeadGradients:
         sampler: ColumnSampler | None = None,
     ) -> None:
         """The share of a chunk, from its logits `[C, V]`, which are overwritten."""
-        if sampler is None:
+        blocks = row_blocks(chunk.size, logits.device)
+        if sampler is None or sampler.skips(blocks):
             d_logits = self.head.d_logits_like(logits)
             self.tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
             self.head.add_gradients(chunk, hidden_rows, d_logits)
             return
-        blocks = row_blocks(chunk.size, logits.device)
         squares, sums = self.tiles.column_scores(logits, targets, transform, grads, blocks)
         samples, missed = sampler.sample(squares, targets, blocks, self.inflation(sampler))
         if self.row_squares is not None:

@@ -231,7 +231,8 @@ class _LinearLogprobs(torch.autograd.Function):
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         dtype = gemm_dtype(hidden, weight)
         head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
-        sampler, samples = None, []
+        sampler: ColumnSampler | None = None
+        samples: list[list[KeptColumns | None]] = []
         if job.sampling is not None and grad_enabled and any(ctx.needs_input_grad[:3]):
             sampler = ColumnSampler(job.sampling, head.V, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -243,11 +244,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[rows] = stats.entropy
-                if sampler is not None and chunk.needs_grad:
+                if sampler is None or not chunk.needs_grad:
+                    continue
+                blocks = row_blocks(chunk.size, hidden.device)
+                if sampler.skips(blocks):
+                    samples.append([None] * len(blocks))
+                else:
                     # Every log-prob as if it had the same gradient: none is known yet.
                     ones = torch.ones_like(stats.logps)
                     grads = LogitGradInputs(stats.logps, stats.logsumexp, ones, ones)
-                    blocks = row_blocks(chunk.size, hidden.device)
                     squares, _ = job.tiles.column_scores(logits, targets, transform, grads, blocks)
                     drawn, _ = sampler.sample(squares, targets, blocks, BLIND_INFLATION)
                     samples.append([None if x is None else x.narrowed() for x in drawn])

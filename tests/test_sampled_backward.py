@@ -234,6 +234,44 @@ def test_a_flat_softmax_goes_dense():
         assert relative_error(drawn[name], expected) < 1e-6
 
 
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
+    """Of 12 flat chunks four are scored: after the first one is not, then two, then four."""
+    scored = []
+    real = torch_tiles.column_scores
+
+    def counted(logits, *args):
+        scored.append(len(logits))
+        return real(logits, *args)
+
+    monkeypatch.setattr(torch_tiles, "column_scores", counted)
+    w = make("flat", (12 * 16, 5003, 64))
+    options = {"config": config(loss_type=loss_type), "chunk_bytes": 16 * 5003 * 4}
+    drawn, metrics = head_gradients(w, backward="sampled", **options)
+    assert scored == [16] * 4
+    assert metrics["dense_blocks"] == metrics["columns_kept"] == 1
+    for name, expected in head_gradients(w, **options)[0].items():
+        assert relative_error(drawn[name], expected) < 1e-6
+
+
+def test_chunks_are_sampled_again_after_dense_ones():
+    asked = column_sampling.Sampling(0.5, 0)
+    sampler = column_sampling.ColumnSampler(asked, 100, torch.device("cpu"))
+    blocks, targets = [slice(0, 4)], torch.zeros(4, dtype=torch.int64)
+    flat, peaked = torch.ones(1, 100), torch.full((1, 100), 1e-9)
+    peaked[0, :3] = 1.0
+    seen = []
+    for squares in (flat, flat, flat, flat, flat, peaked, peaked, flat, peaked, peaked):
+        if sampler.skips(blocks):
+            seen.append("skipped")
+        else:
+            samples, _ = sampler.sample(squares, targets, blocks, 1e4)
+            seen.append("dense" if samples[0] is None else "sampled")
+    expected = ["dense", "skipped", "dense", "skipped", "skipped", "sampled", "sampled", "dense"]
+    assert seen == [*expected, "skipped", "sampled"]
+    assert sampler.metrics()["dense_blocks"] == pytest.approx(0.7)
+
+
 def test_numbers_of_numpy_are_numbers(batch):
     given = {"seed": np.int64(3), "tolerance": np.float32(0.25), "backward": "sampled"}
     run = run_fused(batch, exact=False, **given)

@@ -1,0 +1,172 @@
+"""Steps of this library's trainer and of TRL's, in turns: what is computed is the same.
+
+    python -m benchmarks.trainers [--tasks additions gsm_symbolic] [--steps 4] [--rounds 2]
+
+Same model, problems, rewards, completions a prompt, sampling, trained weights, optimizer, precision
+(float32), reference model. Each round starts both anew in a process of its own; the first step of
+each is left out. What is measured is from the end of a step to the end of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.head import header, spread
+from examples import smollm, train_additions
+from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems
+
+# The demo's settings; and problems in words, with long completions and every weight trained.
+TASKS: dict[str, list[str]] = {
+    "additions": [],
+    "gsm_symbolic": [
+        "--dataset", "gsm_symbolic", "--rewards", "answer", "format", "--beta", "0",
+        "--max_completion_length", "128", "--micro_batch_size", "16", "--trainable", ".",
+        "--learning_rate", "1e-5",
+    ],
+}  # fmt: skip
+
+
+def config_of(task: str, steps: int, output: str) -> TrainingConfig:
+    common = ["--steps", str(steps), "--eval_size", "0", "--output", output]
+    return train_additions.configured([*TASKS[task], *common])
+
+
+def ours(task: str, steps: int, skip: bool = True) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    last = time.perf_counter()
+
+    class Timed(Trainer):
+        def _tell(self, progress: Any, row: dict[str, Any], samples: Any) -> None:
+            nonlocal last
+            super()._tell(progress, row, samples)
+            now = time.perf_counter()
+            parts = ("generate", "score", "train")
+            rows.append({
+                "seconds": now - last, "tokens": row["completion_length"], "loss": row["loss"],
+                "grad_norm": row["grad_norm"], **{p: row[f"seconds/{p}"] for p in parts},
+            })  # fmt: skip
+            last = now
+
+        def _save(self) -> None:
+            pass
+
+    with tempfile.TemporaryDirectory() as output:
+        config = replace(config_of(task, steps, output), skip_untrained=skip)
+        Timed(config, *load_model(config), *load_problems(config)).train()
+    return rows[1:]
+
+
+def trl(task: str, steps: int) -> list[dict[str, float]]:
+    import datasets
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from grpo_kernels.training.data import in_order
+    from grpo_kernels.training.rewards import named
+
+    rows: list[dict[str, float]] = []
+
+    class Timed(TrainerCallback):
+        def __init__(self) -> None:
+            self.last = time.perf_counter()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "completions/mean_length" in logs:
+                now = time.perf_counter()
+                rows.append({
+                    "seconds": now - self.last, "tokens": logs["completions/mean_length"],
+                    "loss": logs["loss"], "grad_norm": logs["grad_norm"],
+                })  # fmt: skip
+                self.last = now
+
+    with tempfile.TemporaryDirectory() as output:
+        config = config_of(task, steps, output)
+        model, tokenizer = load_model(config)
+        problems, _ = load_problems(config)
+        wanted = config.prompts_per_step * steps
+        order = [i for i, _ in zip(in_order(len(problems), config.seed), range(wanted))]  # noqa: B905
+        columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
+
+        def reward(name: str) -> Any:
+            function = named([name], None)[name]
+
+            def by_trl(prompts: Any, completions: Any, answer: Any, **_: Any) -> Any:
+                return function(prompts, completions, answer=answer)
+
+            by_trl.__name__ = name
+            return by_trl
+
+        batch = config.prompts_per_step * config.num_generations
+        micro = config.micro_batch_size
+        arguments = GRPOConfig(
+            output_dir=output, max_steps=steps, use_cpu=True, bf16=False, report_to="none",
+            gradient_checkpointing=False, per_device_train_batch_size=micro,
+            gradient_accumulation_steps=batch // micro, num_generations=config.num_generations,
+            max_completion_length=config.max_completion_length, beta=config.beta,
+            loss_type=config.loss_type, learning_rate=config.learning_rate, logging_steps=1,
+            save_strategy="no", lr_scheduler_type="constant", seed=config.seed,
+            shuffle_dataset=False, temperature=config.temperature, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=model, args=arguments, processing_class=tokenizer,
+            reward_funcs=[reward(name) for name in config.rewards],
+            train_dataset=datasets.Dataset.from_list(columns), callbacks=[Timed()],
+        )  # fmt: skip
+        trainer.train()
+    return rows[1:]
+
+
+def in_a_process(contender: Any, task: str, steps: int) -> list[dict[str, float]]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(contender, task, steps).result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trainers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--steps", type=int, default=4, help="of each, in each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps: expected at least 2, as the first is not counted")
+    smollm.model_path()
+    result: dict[str, Any] = {**header("cpu"), "tasks": {}}
+    for task in args.tasks:
+        with tempfile.TemporaryDirectory() as output:
+            config = config_of(task, args.steps, output)
+        contenders: dict[str, Any] = {"ours": ours, "TRL": trl}
+        if not config.beta:
+            # Else no completion is without a gradient.
+            contenders["ours, none skipped"] = partial(ours, skip=False)
+        steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+        for _ in range(args.rounds):
+            for name, contender in contenders.items():
+                steps[name] += in_a_process(contender, task, args.steps)
+        theirs = statistics.median(step["seconds"] for step in steps["TRL"])
+        print(f"{task}: seconds a step [p20, p80], tokens a completion, TRL's time / its own")
+        for name, rows in steps.items():
+            length = statistics.mean(row["tokens"] for row in rows)
+            median, low, high = spread([row["seconds"] for row in rows])
+            figures = f"{median:6.1f} [{low:.1f}, {high:.1f}] {length:6.1f} {theirs / median:6.2f}"
+            print(f"{name:20} {figures}", flush=True)
+        options = {k: v for k, v in asdict(config).items() if k not in ("model", "output")}
+        result["tasks"][task] = {"config": options, "steps": steps}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
