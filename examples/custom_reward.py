@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         argv, model=smollm.MODEL, name="custom-reward", steps=20, num_generations=8,
         prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
         rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
-    )  # fmt: skip
+    ).unused()  # fmt: skip
     if config.model == smollm.MODEL:
         config = replace(config, model=str(smollm.model_path()))
     problems = [

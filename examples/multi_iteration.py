@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         num_iterations=3, epochs_per_rollout=3, minibatches=2, beta=0.04, epsilon_high=0.28,
         rewards=["addition"], prompts_per_step=4, num_generations=8, max_completion_length=16,
         micro_batch_size=32, learning_rate=1e-5, eval_size=27, save_model=False,
-    )  # fmt: skip
+    ).unused()  # fmt: skip
     if config.model == smollm.MODEL:
         config = replace(config, model=str(smollm.model_path()))
     if config.trainable is None:

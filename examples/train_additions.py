@@ -38,7 +38,7 @@ def upper_half(model: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = configured(argv)
+    config = configured(argv).unused()
     train, held_out = load_problems(config)
     return Trainer(config, *load_model(config), train, held_out).train()
 

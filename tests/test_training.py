@@ -19,9 +19,10 @@ from tiny_models import FAMILIES, make_model, make_tokenizer
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training import metrics as of
 from grpo_kernels.training.policy import Batch, Policy, head_of, positions, why_not_shared
 from grpo_kernels.training.rollout import GenerateRollout, Sampling, completion
-from grpo_kernels.training.trainer import micro_batches
+from grpo_kernels.training.samples import micro_batches
 
 
 @pytest.fixture(autouse=True)
@@ -213,8 +214,7 @@ def updated_gradient(trainer, samples, parts):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.optimizer, "step", keep)
-        patch.setattr(trainer.schedule, "step", lambda: None)
-        metrics = trainer._update(samples, list(range(len(samples.texts))), "test")
+        metrics = trainer._update(samples, 0, list(range(len(samples.texts))))
     return grads, metrics
 
 
@@ -235,9 +235,7 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
     trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
     trainer.step = 1
-    from grpo_kernels.training.trainer import Clock
-
-    samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
+    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
     trainer._score(samples)
     whole, metrics = updated_gradient(trainer, samples, 16)
     assert len(set(samples.lengths)) > 2
@@ -270,9 +268,7 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
     config = config_of(tiny_model, tmp_path, loss_type="dapo", max_grad_norm=1e9)
     trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
-    from grpo_kernels.training.trainer import Clock
-
-    samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
+    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
     grads, metrics = updated_gradient(trainer, samples, 5)
     model, _ = load_model(config)
     batch = Batch.of_rows(
@@ -392,6 +388,80 @@ def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
     assert (folder / "model" / "adapter_model.safetensors").exists()
 
 
+def test_dropout_is_off(tmp_path):
+    """Or old log-probs, and those of the reference, would be of other policies."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+    ))  # fmt: skip
+    config = config_of("m", tmp_path, beta=0.1, minibatches=2, epochs_per_rollout=2, steps=1)
+    config = replace(config, learning_rate=1e-12)
+    problems = load_problems(config)[0]
+    folder = Trainer(config, model.train(), tokenizer, problems, rewards={"noise": noise}).train()
+    row = rows_of(folder)[0]
+    assert row["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert row["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_layers_are_checkpointed(tiny_model, tmp_path, monkeypatch):
+    """Also after a rollout, and with a sampler that does not touch the model."""
+    from transformers import modeling_utils
+
+    real, calls = modeling_utils.checkpoint, []
+    monkeypatch.setattr(
+        modeling_utils, "checkpoint", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    options = {"steps": 1, "gradient_checkpointing": True}
+    plain = trainer_of(config_of(tiny_model, tmp_path, name="a", steps=1, share_prompts=False))
+    expected = rows_of(plain.train())
+    assert not calls
+    mine = rows_of(trainer_of(config_of(tiny_model, tmp_path, name="b", **options)).train())
+    assert len(calls) == 2  # layers, of one micro-batch
+    assert mine[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-4)
+    config = config_of(tiny_model, tmp_path, name="c", **options)
+    trainer_of(config, rollout=lambda _: FakeRollout()).train()
+    assert len(calls) == 4
+
+
+def test_adapters_begin_as_the_seed_says(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, lora_rank=2)
+    first, second = (
+        {n: p.clone() for n, p in load_model(config)[0].named_parameters() if "lora_A" in n}
+        for _ in range(2)
+    )
+    assert first and all(torch.equal(p, second[n]) for n, p in first.items())
+
+
+def test_a_metric_of_one_minibatch_is_not_lost(tiny_model, tmp_path):
+    """The first one has groups of equal rewards alone, and so no log-probs at all."""
+    config = config_of(tiny_model, tmp_path, steps=1, minibatches=2)
+    halves = {"noise": lambda prompts, completions, **_: [1] * 8 + [*range(8)]}
+    row = rows_of(trainer_of(config, rewards=halves).train())[0]
+    assert row["ratio_max"] > 0 and row["entropy"] > 0 and row["groups_equal"] == 0.5
+
+
+def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path)
+    loaded, problems = load_model(config), load_problems(config)[0]
+    with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
+        Trainer(config, *loaded, problems, [{"prompt": "a"}], rewards={"noise": noise})
+    some = [{"prompt": "a", "answer": "1"}, *({"prompt": x} for x in "bcde")]
+    folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
+    assert "right" not in rows_of(folder)[0]
+
+
+def test_a_prompt_becomes_a_message_of_a_chat(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, dataset="gsm_symbolic", chat=True, train_size=4)
+    model, tokenizer = load_model(config)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    trainer = Trainer(config, model, tokenizer, [{"prompt": "hi"}], rewards={"noise": noise})
+    assert tokenizer.decode(trainer._encode({"prompt": "hi"})) == "<user>hi:"
+
+
 def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
     config = config_of(tiny_model, tmp_path, steps=1)
     trainer = trainer_of(config)
@@ -500,6 +570,14 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     trainer_of(config_of(tiny_model, tmp_path)).train()
     with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
         trainer_of(config_of(tiny_model, tmp_path)).train()
+    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+        load_model(config_of("not there", tmp_path))
+    assert config_of(tiny_model, tmp_path).unused().name == "t-2"
+    before = (tmp_path / "t" / "config.json").read_text()
+    other = config_of(tiny_model, tmp_path, resume=True, trainable="layers", steps=3)
+    with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
+        trainer_of(other).train()
+    assert (tmp_path / "t" / "config.json").read_text() == before
     other = config_of(tiny_model, tmp_path, resume=True, learning_rate=1e-3, steps=3)
     with pytest.raises(ValueError, match=r"learning_rate: was 0\.01, is 0\.001"):
         trainer_of(other).train()
@@ -525,6 +603,10 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
         ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
         ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
         ({"name": "a/b"}, "name: expected the name of a folder"),
+        ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
+        ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
+        ({"eval_temperature": 1.0}, "eval_temperature: expected 0 where eval_size is 0"),
+        ({"chat": True}, "chat: expected false with additions"),
         ({"rollout": "continuous_batching", "stop": ["x"]}, "rollout: expected generate"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
     ),

@@ -4,12 +4,22 @@ import json
 import math
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import make_model
 
-from grpo_kernels.training import TrainingConfig, data, load_problems, memory, parse_config, rewards
+from grpo_kernels.training import (
+    TrainingConfig,
+    data,
+    load_problems,
+    logs,
+    memory,
+    metrics,
+    parse_config,
+    rewards,
+)
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.watch import WINDOW, Watch
@@ -138,6 +148,77 @@ def test_some_rewards_apply_to_some_problems():
         rewards.reward_table({"one": lambda *_, **__: [1, 2]}, problems[:1], ["x"])
 
 
+def test_functions_get_the_columns_they_can_take():
+    problems = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "level": 3}]
+
+    def plain(prompts, completions):
+        return [1.0] * len(prompts)
+
+    def levels(prompts, completions, level):
+        return level
+
+    table = rewards.reward_table({"plain": plain, "levels": levels}, problems, ["x", "y"])
+    assert table[1] == [1.0, 3.0] and table[0][0] == 1.0 and math.isnan(table[0][1])
+    # What nobody asks a function for, it does not see.
+    others = [{**problems[0], "answer": "Paris", "rewards": ["plain"]}, problems[1]]
+    functions = {"plain": plain, "addition": rewards.addition}
+    assert math.isnan(rewards.reward_table(functions, others, ["x", "y"])[0][1])
+    with pytest.raises(ValueError, match=r"columns \['entry', 'task'\] for reasoning_gym; got"):
+        rewards.reward_table(rewards.named(["reasoning_gym"]), problems, ["x", "y"])
+
+
+def test_rewards_are_weighed():
+    table = torch.tensor([[1.0, 2.0], [3.0, math.nan]], dtype=torch.float64)
+    assert rewards.weighed(table, [0.5, 2.0]).tolist() == [4.5, 1.5]
+    assert rewards.weighed(table, []).tolist() == [3.0, 3.0]
+
+
+# Metrics and logs
+
+
+def test_what_some_updates_do_not_have_is_of_the_others():
+    row = metrics.of_step([{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}])
+    assert row == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
+    log = logs.Logs(tmp_path)
+    assert log.append("metrics.jsonl", {"step": 1, "loss": math.nan}) is None
+    real, full = Path.open, [True]
+
+    class Half:
+        """Takes the first bytes and then no more."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, text):
+            self.file.write(text[:5])
+            self.file.flush()
+            raise OSError(28, "No space left on device")
+
+    def opened(self, mode="r", *args, **options):
+        file = real(self, mode, *args, **options)
+        return Half(file) if mode == "a" and full[0] else file
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert "No space left" in log.append("metrics.jsonl", {"step": 2})
+    assert logs.read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
+    full[0] = False
+    assert log.append("metrics.jsonl", {"step": 3}) is None
+    assert [row["step"] for row in logs.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    logs.cut(tmp_path, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [row["step"] for row in logs.read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
 # Data
 
 
@@ -155,7 +236,7 @@ def test_word_problems_are_held_out():
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
     assert data.EXAMPLE in train[0]["prompt"] and rewards.number_of(train[0]["answer"]) is not None
     chat = load_problems(config_of(dataset="gsm_symbolic", train_size=2, eval_size=0, chat=True))
-    assert [m["role"] for m in chat[0][0]["prompt"]] == ["system", "user"]
+    assert [m["role"] for m in chat[0][0]["prompt"]] == ["user"]
 
 
 def test_files_and_folders(tmp_path):
@@ -169,9 +250,21 @@ def test_files_and_folders(tmp_path):
     datasets.DatasetDict({"train": found}).save_to_disk(tmp_path / "parts")
     for name in ("a.jsonl", "a.parquet", "plain", "parts"):
         train, held_out = load_problems(config_of(dataset=str(tmp_path / name)))
-        assert [p["answer"] for p in train] == [str(i) for i in range(16)], name
-        assert [p["level"] for p in held_out] == [16, 17, 18, 19]
-        assert train[3]["prompt"].endswith("Question: 3?\n")
+        answers = [[p["answer"] for p in part] for part in (train, held_out)]
+        assert [len(part) for part in answers] == [16, 4], name
+        assert sorted(int(x) for part in answers for x in part) == [*range(20)]
+        assert all(p["level"] == int(p["answer"]) for p in (*train, *held_out))
+        assert train[3]["prompt"].endswith(f"Question: {train[3]['level']}?\n")
+
+
+def test_a_problem_is_not_in_both_parts(tmp_path):
+    """Files may have rows twice, and be sorted."""
+    rows = [{"prompt": f"{i // 2}?", "answer": str(i // 2)} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, held_out = load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=4))
+    prompts = [{p["prompt"] for p in part} for part in (train, held_out)]
+    assert len(prompts[0]) == 16 and len(prompts[1]) == 4 and not prompts[0] & prompts[1]
+    assert max(int(p["answer"]) for p in train) > 16 > min(int(p["answer"]) for p in held_out)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +358,7 @@ def test_warnings_name_the_cause(values, told):
 
 def test_a_reward_that_is_gamed_is_told():
     def evaluation(right):
-        answers = [{"right": i < right, "rewards": {"a": 1.0}} for i in range(100)]
+        answers = [{"right": i < right, "reward": 1.0} for i in range(100)]
         return accuracy_of(answers)
 
     watch = Watch(config_of())

@@ -58,7 +58,7 @@ def run(kind, model, output, **options):
 
 OPTIONS = {
     "bnpo": {"loss_type": "bnpo"},
-    "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
+    "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "num_iterations": 2},
     "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
 }
 

@@ -26,8 +26,12 @@ def main(kind: str, model: str, output: str, options: str) -> None:
     told = (trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes)
     assert told == {"": ("NO", 1), "ddp": ("MULTI_CPU", 2), "fsdp2": ("FSDP", 2)}[kind], told
     if kind == "fsdp2":
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
+        for part in filter(None, (trainer.policy, trainer.reference)):
+            # The whole, and each of the two layers.
+            assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
     folder = trainer.train()

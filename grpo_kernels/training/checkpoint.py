@@ -10,15 +10,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 # What a run may change when it goes on: how long, how often something is told or kept, and how the
 # work is cut into pieces.
 MAY_CHANGE = {
@@ -68,29 +68,40 @@ def save(
     checkpoints = folder / "checkpoints"
     final = checkpoints / _name(state["step"])
     scratch = checkpoints / f".{final.name}.tmp"
-    problem: str | None = None
-    try:
+    weights = None if reference is None else accelerator.get_state_dict(reference)
+
+    def start() -> None:
         if accelerator.is_main_process:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-        accelerator.wait_for_everyone()
+
+    def write() -> None:
         accelerator.save_state(str(scratch))
         if accelerator.is_main_process:
-            if reference is not None:
-                weights = accelerator.unwrap_model(reference).state_dict()
+            if weights is not None:
                 torch.save(weights, scratch / _REFERENCE)
             (scratch / _STATE).write_text(json.dumps(state))
-    # A full disk is an OSError to Python, a RuntimeError to torch, another error to safetensors.
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if accelerator.num_processes > 1:
-        problem = next((p for p in gather_object([problem]) if p is not None), None)
+
+    problem = _problem(accelerator, start) or _problem(accelerator, write)
     if accelerator.is_main_process:
         if problem is None:
             problem = _put(scratch, final)
         if problem is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     accelerator.wait_for_everyone()
+    return problem
+
+
+def _problem(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
+    """What went wrong in any of the processes, the same for all of them; None: nothing."""
+    problem: str | None = None
+    try:
+        work()
+    # A full disk is an OSError to Python, a RuntimeError to torch, another error to safetensors.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if accelerator.num_processes > 1:
+        problem = next((p for p in gather_object([problem]) if p is not None), None)
     return problem
 
 
@@ -114,13 +125,17 @@ def latest(folder: Path) -> Path | None:
     return whole[max(whole)] if whole else None
 
 
-def load(accelerator: Accelerator, path: Path, reference: Any = None) -> dict[str, Any]:
-    """Puts everything back; the state that was saved with it."""
+def state_of(path: Path) -> dict[str, Any]:
+    """What was saved beside the tensors."""
+    return json.loads((path / _STATE).read_text())
+
+
+def load(accelerator: Accelerator, path: Path, reference: Any = None) -> None:
+    """Puts the tensors and the random states back."""
     accelerator.load_state(str(path))
     if reference is not None and (path / _REFERENCE).exists():
         saved = torch.load(path / _REFERENCE, map_location="cpu", weights_only=True)
-        accelerator.unwrap_model(reference).load_state_dict(saved)
-    return json.loads((path / _STATE).read_text())
+        set_model_state_dict(reference, saved, options=StateDictOptions(full_state_dict=True))
 
 
 def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: int) -> None:
@@ -134,11 +149,15 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
     if names:
         told = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)
         raise ValueError(f"resume: expected the options of the checkpoint; got others: {told}")
-    # With a schedule that ends, the number of steps is more than where to stop.
-    if config["schedule"] != "constant" and config["steps"] != before["steps"]:
+    # Where something depends on it, the number of steps is more than where to stop.
+    by_steps = [
+        name for name, ends in (("schedule", "constant"), ("num_iterations", 1))
+        if config[name] != ends
+    ]  # fmt: skip
+    if by_steps and config["steps"] != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']}, as the learning rate's schedule "
-            f"{config['schedule']!r} ends there; got {config['steps']}"
+            f"steps: expected {before['steps']}, which {by_steps[0]} = {config[by_steps[0]]!r} "
+            f"goes by; got {config['steps']}"
         )
     if state["processes"] != processes:
         raise ValueError(
@@ -153,24 +172,6 @@ def prune(accelerator: Accelerator, folder: Path, keep: set[int]) -> None:
         for step, path in _whole(folder).items():
             if step not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def cut_logs(folder: Path, step: int) -> None:
-    """Takes out of the logs what came after the step, and a last line that was not finished."""
-    for name in LOGS:
-        path = folder / name
-        if not path.exists():
-            continue
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except json.JSONDecodeError:
-                continue
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text("".join(kept))
-        scratch.replace(path)
 
 
 def _name(step: int) -> str:

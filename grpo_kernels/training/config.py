@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,10 @@ class TrainingConfig:
     prompts_per_step: int = _option(4, "different prompts in a rollout, over all processes")
     num_generations: int = _option(8, "completions of each prompt, which advantages compare")
     max_completion_length: int = _option(256, "tokens a completion may have")
-    top_k: int = _option(0, "sample from the k likeliest words only; 0: from all")
+    top_k: int = _option(
+        0, "sample from the k likeliest words only; 0: from all. The loss is of the whole softmax "
+        "all the same, as with top_p and min_p"
+    )  # fmt: skip
     top_p: float = _option(1.0, "sample from the likeliest words that have this probability")
     min_p: float = _option(0.0, "sample from words of this share of the likeliest's probability")
     stop: list[str] = _option((), "strings that end a completion, as its last part")
@@ -197,6 +200,14 @@ class TrainingConfig:
     def folder(self) -> Path:
         return Path(self.output) / self.name
 
+    def unused(self) -> TrainingConfig:
+        """With a number behind its name, if there is a run of that name and it is not resumed."""
+        number, config = 1, self
+        while not self.resume and config.folder.exists():
+            number += 1
+            config = replace(self, name=f"{self.name}-{number}")
+        return config
+
     @property
     def updates_per_step(self) -> int:
         return self.epochs_per_rollout * self.minibatches
@@ -263,12 +274,23 @@ class TrainingConfig:
             refuse(
                 "entropy_coef", "0 with top_entropy_quantile, whose tokens each part has its own of"
             )
+        for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl"):
+            if not self.beta and getattr(self, name) != getattr(GRPOLossConfig(), name):
+                refuse(name, f"{getattr(GRPOLossConfig(), name)!r} where beta is 0")
+        for name in ("lora_alpha", "lora_target"):
+            if not self.lora_rank and getattr(self, name) != _DEFAULTS[name]:
+                refuse(name, f"{_DEFAULTS[name]!r} where lora_rank is 0")
+        if self.eval_temperature and not self.eval_size:
+            refuse("eval_temperature", "0 where eval_size is 0")
+        if self.chat and self.dataset == "additions":
+            refuse("chat", "false with additions, whose prompts are no chat")
         if self.rollout == "continuous_batching" and (self.stop or self.min_p):
             refuse("rollout", "generate with stop or min_p")
 
 
 # As written: HfArgumentParser puts types in the place of the fields' own.
 _KINDS: dict[str, str] = dict(TrainingConfig.__annotations__)
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainingConfig)}
 
 
 def parse_config(argv: Sequence[str] | None = None, **defaults: Any) -> TrainingConfig:

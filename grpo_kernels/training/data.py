@@ -66,10 +66,8 @@ def in_order(count: int, seed: int) -> Iterator[int]:
 def prompt_of(question: str, chat: bool) -> str | list[dict[str, str]]:
     """A question as it is put to the model: with an example, or as messages of a chat."""
     if chat:
-        return [
-            {"role": "system", "content": INSTRUCTION},
-            {"role": "user", "content": question},
-        ]
+        # Not a system message: some templates have none.
+        return [{"role": "user", "content": f"{INSTRUCTION}\n\n{question}"}]
     return f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
 
 
@@ -148,9 +146,11 @@ def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
 
 
 def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """The last ones are held out, of a few problems no more than a fifth."""
-    count = min(held_out, len(problems) // 5)
-    return problems[: len(problems) - count], problems[len(problems) - count :]
+    """Some are held out, of a few problems no more than a fifth; always the same ones."""
+    different = list({json.dumps(p["prompt"]): p for p in problems if "prompt" in p}.values())
+    random.Random(0).shuffle(different)
+    count = min(held_out, len(different) // 5)
+    return different[count:] or problems, different[:count]
 
 
 def _reasoning_gym(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:

@@ -33,14 +33,11 @@ class Evaluation:
 
 
 def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
-    """Of answers with `right` and `rewards` by name (NaN where one does not apply)."""
-    right = sum(answer["right"] for answer in answers)
-    totals = [
-        sum(value for value in answer["rewards"].values() if not math.isnan(value))
-        for answer in answers
-    ]
-    low, high = wilson_interval(right, len(answers))
-    return Evaluation(list(answers), right / len(answers), low, high, sum(totals) / len(totals))
+    """Of answers with `right` and `reward`."""
+    count, right = len(answers), sum(answer["right"] for answer in answers)
+    low, high = wilson_interval(right, count)
+    reward = sum(answer["reward"] for answer in answers) / count
+    return Evaluation(list(answers), right / count, low, high, reward)
 
 
 def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:

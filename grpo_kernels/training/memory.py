@@ -38,6 +38,7 @@ class Prediction:
     backward: int  # gradients of activations on their way
     head: int  # of this library, in that micro-batch
     eager_head: int  # the same with logits that are there in full
+    accumulates: bool  # whether the gradients of a micro-batch are there in the next one's forward
     cache: int  # keys and values while sampling
     sampling: int  # logits and what sampling makes of them
 
@@ -48,8 +49,14 @@ class Prediction:
     @property
     def training_peak(self) -> int:
         """Of the head's work and of the backward of the body, the larger."""
-        training = self.state + self.gradients + self.activations
-        return training + max(self.head, self.backward)
+        return self._training_peak(self.head)
+
+    def _training_peak(self, head: int) -> int:
+        working = self.activations + max(head, self.backward)
+        if self.accumulates:
+            return self.state + self.gradients + working
+        # The backward makes gradients as it gives activations back.
+        return self.state + max(self.gradients, working)
 
     @property
     def peak(self) -> int:
@@ -58,7 +65,7 @@ class Prediction:
 
     @property
     def eager_peak(self) -> int:
-        return max(self.peak, self.state + self.gradients + self.activations + self.eager_head)
+        return max(self.peak, self._training_peak(self.eager_head))
 
     def table(self) -> str:
         names = {
@@ -101,6 +108,7 @@ def predict(
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or H // text.num_attention_heads
     sampled = config.prompts_per_step * config.num_generations
+    accumulates = sampled // config.minibatches > rows
     length = config.max_prompt_length + T
     return Prediction(
         weights=weights,
@@ -111,7 +119,8 @@ def predict(
         # Those of a layer's widest part: its gate and its product, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
         head=chunk + d_weight + N * H * width,
-        eager_head=3 * 4 * N * V + (d_weight if head.weight.requires_grad else 0),
+        eager_head=3 * 4 * N * V + d_weight,
+        accumulates=accumulates,
         cache=2 * layers * kv_heads * head_dim * sampled * length * width,
         sampling=4 * 4 * sampled * V,
     )
@@ -182,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     gpu_gib, argv = _take(argv, "--gpu-gib")
-    config = parse_config(argv, micro_batch_size=8)
+    config = parse_config(argv)
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
     prediction = predict(config, AutoConfig.from_pretrained(config.model), gpu_bytes=gpu_bytes)
     print(prediction.table())

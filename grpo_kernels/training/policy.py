@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from .rollout import end_tokens, pad
+from .rollout import end_tokens, evaluating, pad
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
+        # By which accelerate tells what FSDP is to shard one by one.
+        self._no_split_modules = getattr(unadapted(model), "_no_split_modules", None)
         _register_with_zero3(self, head_of(model).weight)
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +143,18 @@ class Policy(nn.Module):
         return unadapted(self.model).base_model
 
 
+def without_dropout(policy: Policy) -> Policy:
+    """In evaluation mode, where log-probs are the policy's and not those of a part of it.
+
+    Layers are checkpointed in training mode alone: they stay in it, and what is in them does not.
+    """
+    policy.eval()
+    for module in policy.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+    return policy
+
+
 def positions(mask: Tensor) -> Tensor:
     """Of tokens among those that count: padding on the left takes none."""
     return (mask.cumsum(1) - 1).clamp(min=0)
@@ -174,11 +188,10 @@ def check_head(policy: Policy, ids: Tensor) -> None:
         ValueError: the model does something to its logits that is not known here.
     """
     model, head = unadapted(policy.model), head_of(policy.model)
-    was_training = model.training
-    model.eval()
-    logits = model(ids).logits.double()
-    states = model.base_model(ids, use_cache=False).last_hidden_state.to(head.weight.dtype)
-    model.train(was_training)
+    ids = ids.to(head.weight.device)
+    with evaluating(model):
+        logits = model(ids).logits.double()
+        states = model.base_model(ids, use_cache=False).last_hidden_state.to(head.weight.dtype)
     mine = torch.nn.functional.linear(states, head.weight, head.bias).double() * head.logit_scale
     if head.softcap is not None:
         mine = head.softcap * torch.tanh(mine / head.softcap)

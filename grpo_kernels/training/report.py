@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import logs
 from .config import TrainingConfig
 
 Row = Mapping[str, Any]
@@ -53,7 +54,7 @@ def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
             shown.append({
                 "prompt": samples.problems[i]["prompt"], "completion": samples.texts[i],
                 "answer": samples.problems[i].get("answer"),
-                "reward": float(samples.rewards[i].nan_to_num().sum()),
+                "reward": float(samples.totals[i]),
                 "advantage": float(samples.advantages[i]),
                 "ended": samples.completions[i].ended,
             })  # fmt: skip
@@ -92,7 +93,7 @@ def flat(config: TrainingConfig) -> dict[str, Any]:
 
 def summary(folder: Path) -> str:
     """How a run ended."""
-    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
     first, last = (sum(r["reward"] for r in some) / len(some) for some in (rows[:5], rows[-5:]))
     text = f"Reward {first:.3f} (first 5 steps) -> {last:.3f} (last 5)"
     if len(evaluations) > 1:
@@ -106,8 +107,8 @@ def summary(folder: Path) -> str:
 
 def write(folder: Path) -> Path:
     """Makes `report.html` of what the folder's logs have so far."""
-    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
-    samples = _rows(folder / "samples.jsonl")
+    rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
+    samples = logs.read(folder / "samples.jsonl")
     config = json.loads((folder / "config.json").read_text())
     parts = [_numbers(rows, evaluations), _warnings(rows)]
     if rows:
@@ -127,7 +128,7 @@ def picture(folder: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -318,12 +319,6 @@ def _has(row: Row, name: str) -> bool:
 def _smooth(values: Sequence[float]) -> list[float]:
     parts = [values[max(0, i - _SMOOTH + 1) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(text) for text in path.read_text().splitlines()]
 
 
 def main(argv: list[str] | None = None) -> None:

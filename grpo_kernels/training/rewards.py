@@ -7,11 +7,15 @@ does not apply. A problem that has a column `rewards` is judged by the functions
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+
+import torch
+from torch import Tensor
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -146,25 +150,52 @@ def named(names: Sequence[str], more: Mapping[str, Reward] | None = None) -> dic
 def reward_table(
     rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]], completions: Sequence[str]
 ) -> list[list[float]]:
-    """`[B][R]`: what each function gives each completion; NaN where it does not apply."""
-    columns: dict[str, list[Any]] = {
-        name: [problem[name] for problem in problems] for name in problems[0] if name != "prompt"
-    }
-    prompts = [problem["prompt"] for problem in problems]
-    table = []
-    for name, function in rewards.items():
-        values = list(function(prompts, list(completions), **columns))
-        if len(values) != len(completions):
+    """`[B][R]`: what each function gives each completion; NaN where it does not apply.
+
+    A function sees the completions it is asked for alone, with the columns that any of their
+    problems has, None where one does not.
+    """
+    table = [[math.nan] * len(rewards) for _ in problems]
+    for place, (name, function) in enumerate(rewards.items()):
+        asked = [i for i, problem in enumerate(problems) if _applies(name, problem)]
+        if not asked:
+            continue
+        some = [problems[i] for i in asked]
+        columns = _columns(name, function, some)
+        prompts = [problem["prompt"] for problem in some]
+        values = list(function(prompts, [completions[i] for i in asked], **columns))
+        if len(values) != len(asked):
             raise ValueError(
-                f"reward function {name}: expected {len(completions)} values, one a completion; "
+                f"reward function {name}: expected {len(asked)} values, one a completion; "
                 f"got {len(values)}"
             )
-        asked = [_applies(name, problem) for problem in problems]
-        table.append([
-            math.nan if value is None or not wanted else float(value)
-            for value, wanted in zip(values, asked, strict=True)
-        ])  # fmt: skip
-    return [list(row) for row in zip(*table, strict=True)]
+        for i, value in zip(asked, values, strict=True):
+            table[i][place] = math.nan if value is None else float(value)
+    return table
+
+
+def weighed(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """`[B]`: sums of `[B, R]` rewards by their weights (empty: 1 each), those that apply."""
+    given = torch.tensor(weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+    return (rewards.nan_to_num() * given).sum(1)
+
+
+def _columns(
+    name: str, function: Reward, problems: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Any]]:
+    """The columns of problems, of which a function without `**columns` gets those it names."""
+    there = sorted(set().union(*problems) - {"prompt"})
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    kinds = inspect.Parameter
+    wanted = {p.name for p in parameters if p.kind is not kinds.VAR_KEYWORD}
+    needed = {p.name for p in parameters if p.default is kinds.empty} & wanted
+    if not needed <= set(there):
+        raise ValueError(
+            f"rewards: expected problems with the columns {sorted(needed)} for {name}; got {there}"
+        )
+    if len(wanted) == len(parameters):
+        there = [column for column in there if column in wanted]
+    return {column: [problem.get(column) for problem in problems] for column in there}
 
 
 def _applies(name: str, problem: Mapping[str, Any]) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Completion:
 class Rollout(Protocol):
     """Samples from the policy as it is now: in this process, or on a server.
 
-    A server's implementation sends it the weights first: a call is made once a step.
+    A server's implementation sends it the weights first, where they have changed: a step makes one
+    call, an evaluation several.
     """
 
     def __call__(
@@ -77,8 +79,6 @@ class GenerateRollout:
     ) -> list[Completion]:
         device = next(self.policy.parameters()).device
         ids, mask = pad(prompts, self.tokenizer.pad_token_id, left=True, device=device)
-        was_training = self.policy.training
-        self.policy.eval()
         options: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": self.tokenizer.pad_token_id,
@@ -92,8 +92,8 @@ class GenerateRollout:
             options |= {"top_p": sampling.top_p, "min_p": sampling.min_p or None}
         if sampling.stop:
             options |= {"stop_strings": list(sampling.stop), "tokenizer": self.tokenizer}
-        output, eos = self.policy("generate", ids, mask, count, options)
-        self.policy.train(was_training)
+        with evaluating(self.policy):
+            output, eos = self.policy("generate", ids, mask, count, options)
         rows = output[:, ids.shape[1] :].tolist()
         return [completion(row, eos, sampling, self.tokenizer) for row in rows]
 
@@ -125,11 +125,9 @@ class ContinuousBatchingRollout:
             max_new_tokens=sampling.max_new_tokens, eos_token_id=eos,
             pad_token_id=self.tokenizer.pad_token_id, use_cuda_graph=False, **options,
         )  # fmt: skip
-        was_training = self.model.training
-        self.model.eval()
         inputs = [list(prompt) for prompt in prompts for _ in range(count)]
-        results = self.model.generate_batch(inputs, generation_config=generation)
-        self.model.train(was_training)
+        with evaluating(self.model):
+            results = self.model.generate_batch(inputs, generation_config=generation)
         # By request, in the order of their numbers.
         ordered = sorted(results.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
         if len(ordered) != len(inputs):
@@ -138,6 +136,18 @@ class ContinuousBatchingRollout:
             completion(list(result.generated_tokens), eos, sampling, self.tokenizer)
             for _, result in ordered
         ]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No module in training mode, in which layers that are checkpointed take no cache."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def end_tokens(model: Any) -> list[int]:

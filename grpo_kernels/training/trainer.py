@@ -7,11 +7,9 @@ import json
 import math
 import random
 import re
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,12 @@ from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
 from ..objective import masked_quantile
-from . import checkpoint, report
+from . import checkpoint, logs, metrics, report
 from .config import DTYPES, TrainingConfig
 from .data import Problem, in_order
 from .evaluate import Evaluation, accuracy_of
-from .policy import Batch, Policy, check_head
-from .rewards import Reward, is_right, named, reward_table
+from .policy import Batch, Policy, check_head, without_dropout
+from .rewards import Reward, is_right, named, reward_table, weighed
 from .rollout import (
     Completion,
     ContinuousBatchingRollout,
@@ -38,34 +36,17 @@ from .rollout import (
     Sampling,
     pad,
 )
+from .samples import Samples, micro_batches
 from .watch import Watch
 
 
-@dataclass
-class Samples:
-    """What one process sampled in a step: `B` completions, those of a prompt together."""
-
-    problems: list[Problem]
-    prompts: list[list[int]]
-    completions: list[Completion]
-    texts: list[str]
-    rewards: Tensor  # [B, R], NaN where a function does not apply
-    advantages: Tensor  # [B]
-    mask: Tensor  # [B, T], int64
-    right: list[bool]  # empty where problems have no answer
-    old_logps: Tensor | None = None  # [B, T], as all that follow
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    entropy_threshold: Tensor | None = None  # 0-d
-    logps: Tensor | None = None  # of the last update that saw them, 0 where none did
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(c.token_ids) for c in self.completions]
-
-
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
-    """The model with what is trained of it set, and its tokenizer."""
+    """The model with what is trained of it set, and its tokenizer.
+
+    Raises:
+        FileExistsError: before anything is loaded, if the run's folder has another run in it.
+    """
+    _check_folder(config)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])
@@ -102,6 +83,7 @@ def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
         raise ImportError(
             "lora_rank: adapters need peft: pip install 'grpo_kernels[train]'"
         ) from error
+    set_seed(config.seed)
     lora = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0,
         target_modules=config.lora_target, task_type="CAUSAL_LM",
@@ -139,6 +121,7 @@ class Trainer:
         is_right: Callable[[str, str], bool] = is_right,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
+        _check_folder(config)
         self.config, self.tokenizer, self.is_right = config, tokenizer, is_right
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -147,40 +130,45 @@ class Trainer:
             mixed_precision=_precision(config), log_with=config.trackers or None,
             project_dir=str(config.folder),
         )  # fmt: skip
-        world = self.accelerator.num_processes
+        world, kind = self.accelerator.num_processes, self.accelerator.distributed_type.value
+        self.sharded = kind if kind in ("FSDP", "DEEPSPEED") else None
         if config.prompts_per_step % (world * config.minibatches):
             raise ValueError(
                 f"prompts_per_step: expected a multiple of processes times minibatches, {world} * "
                 f"{config.minibatches}; got {config.prompts_per_step}"
             )
+        if rollout is None:
+            self._check_own_rollout()
         set_seed(config.seed)
         self.train_problems = self._short_enough(train)
         self.held_out = self._short_enough(held_out)
+        if not all("answer" in problem for problem in self.held_out):
+            raise ValueError("held_out: expected an answer in every problem, to compare with")
+        self.judged = all("answer" in problem for problem in self.train_problems)
         self.reference = self._make_reference(model)
-        policy = Policy(model, share_prompts=config.share_prompts)
+        policy = without_dropout(Policy(model, share_prompts=config.share_prompts))
         check_head(policy, torch.tensor([self._encode(self.train_problems[0])]))
         trained = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
             weight_decay=config.weight_decay,
         )  # fmt: skip
+        if self.sharded == "DEEPSPEED":
+            self._configure_deepspeed()
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
         if self.reference is not None:
-            self.reference = self.accelerator.prepare_model(self.reference, evaluation_mode=True)
-        self.schedule = _schedule(self.optimizer, config)
+            self.reference = self._placed(self.reference)
         self.rollout = (rollout or self._default_rollout)(self.policy)
         self.watch = Watch(config)
+        self.logs = logs.Logs(config.folder)
         self.step = 0
         self.best: dict[str, Any] = {}
         checkpoint.trained_weights_only(self.accelerator)
-        self.accelerator.register_for_checkpointing(self.schedule)
 
     def train(self) -> Path:
         """Runs what is left of the steps; returns the run's folder."""
         config, main = self.config, self.accelerator.is_main_process
         self._open_folder()
-        if config.resume:
-            self._resume()
         if self.step == 0:
             self._evaluate()
         ids = islice(
@@ -211,21 +199,19 @@ class Trainer:
         set_seed(self._draw("step"))
         if self.reference is not None and self._starts_iteration():
             self._refresh_reference()
-        clock = Clock(self.accelerator.device)
+        clock = metrics.Clock(self.accelerator.device)
         samples = self._sample(problems, clock)
         with clock("score"):
             self._score(samples)
-        updates = []
+        minibatches = self._minibatches(len(samples.texts)) * config.epochs_per_rollout
         with clock("train"):
-            for epoch in range(config.epochs_per_rollout):
-                for part, rows in enumerate(self._minibatches(len(samples.texts))):
-                    updates.append(self._update(samples, rows, f"{epoch}-{part}"))
+            updates = [self._update(samples, *update) for update in enumerate(minibatches)]
         row = self._row(samples, updates, clock)
         return row, samples
 
     # Sampling and judging
 
-    def _sample(self, problems: Sequence[Problem], clock: Clock) -> Samples:
+    def _sample(self, problems: Sequence[Problem], clock: metrics.Clock) -> Samples:
         config, rank = self.config, self.accelerator.process_index
         mine = problems[rank :: self.accelerator.num_processes]
         G = config.num_generations
@@ -236,6 +222,7 @@ class Trainer:
             repeated = [problem for problem in mine for _ in range(G)]
             texts = self._texts(completions)
             rewards = torch.tensor(reward_table(self.rewards, repeated, texts), dtype=torch.float64)
+            totals = weighed(rewards, config.reward_weights)
             everyone = self._gather(rewards)
             advantages = group_advantages(
                 everyone, G, scale=config.scale_rewards, weights=config.reward_weights or None
@@ -246,7 +233,7 @@ class Trainer:
             mask *= torch.tensor([[c.ended] for c in completions], device=device)
         return Samples(
             repeated, [prompt for prompt in prompts for _ in range(G)], completions, texts, rewards,
-            advantages.to(device), mask, self._right(repeated, texts),
+            totals, advantages.to(device), mask, self._right(repeated, texts),
             sampling_logps=self._sampling_logps(completions, mask),
         )  # fmt: skip
 
@@ -283,7 +270,7 @@ class Trainer:
         )
 
     def _right(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[bool]:
-        if "answer" not in problems[0]:
+        if not self.judged:
             return []
         return [self.is_right(t, str(p["answer"])) for t, p in zip(texts, problems, strict=True)]
 
@@ -341,9 +328,12 @@ class Trainer:
         size = count // self.config.minibatches
         return [list(range(start, start + size)) for start in range(0, count, size)]
 
-    def _update(self, samples: Samples, rows: list[int], name: str) -> dict[str, float]:
-        """One optimizer step on these rows of every process; its metrics."""
+    def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
+        """One optimizer step, of this number in the rollout, on these rows of every process."""
         config, accelerator = self.config, self.accelerator
+        rate = learning_rate(config, (self.step - 1) * config.updates_per_step + number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         plan = self._plan(samples, [i for i in rows if self._trains(samples, i)])
         tokens = int(samples.mask[rows].sum())
         all_tokens = self._over_processes(tokens, sum)
@@ -373,16 +363,18 @@ class Trainer:
                 options["entropy_threshold"] = samples.entropy_threshold
             if config.backward == "sampled":
                 options |= {"backward": "sampled", "tolerance": config.tolerance}
-                options["seed"] = self._draw(f"columns-{name}-{index}")
+                options["seed"] = self._draw(f"columns-{number}-{index}")
             last = index == len(plan) - 1
             with nullcontext() if last else accelerator.no_sync(self.policy):
                 with accelerator.autocast():
-                    part, metrics, logps = self.policy(
+                    part, told, logps = self.policy(
                         "loss", batch, samples.advantages[some], config_here, **options
                     )
+                # DeepSpeed steps within the backward, where gradients are to be synced.
+                accelerator.sync_gradients = last
                 accelerator.backward(part * share)
             loss += part.detach() * share
-            gathered.append(metrics)
+            gathered.append(told)
             if samples.logps is None:
                 samples.logps = torch.zeros(samples.mask.shape, device=logps.device)
             if some is not _NOTHING:
@@ -392,12 +384,10 @@ class Trainer:
         grad_norm = float(norm) if norm is not None else math.nan
         if math.isfinite(grad_norm):
             self.optimizer.step()
-            self.schedule.step()
         self.optimizer.zero_grad()
         return {
-            **self._merged(gathered), "grad_norm": grad_norm,
-            "loss": self._over_processes(float(loss), _mean),
-            "learning_rate": self.schedule.get_last_lr()[0],
+            **metrics.of_update(gathered, self._gather), "grad_norm": grad_norm,
+            "loss": self._over_processes(float(loss), metrics.mean), "learning_rate": rate,
         }  # fmt: skip
 
     def _trains(self, samples: Samples, row: int) -> bool:
@@ -451,10 +441,27 @@ class Trainer:
         """A copy of the model as it is now; what is frozen in both is there once."""
         if not self.config.beta or self.config.lora_rank:
             return None
-        sharded = self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
-        frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
+        frozen = [] if self.sharded else [p for p in model.parameters() if not p.requires_grad]
         copied = copy.deepcopy(model, {id(p): p for p in frozen}).eval().requires_grad_(False)
         return Policy(copied, share_prompts=self.config.share_prompts)
+
+    def _placed(self, reference: Policy) -> Any:
+        """On the device, sharded as the policy is."""
+        if self.accelerator.is_fsdp2:
+            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+            return fsdp2_prepare_model(self.accelerator, reference)
+        return reference.to(self.accelerator.device)
+
+    def _configure_deepspeed(self) -> None:
+        """What it wants to know before anything is prepared, and does in our place."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": self.config.micro_batch_size,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.config.max_grad_norm,
+            "zero_allow_untested_optimizer": True,
+        }
 
     def _starts_iteration(self) -> bool:
         """Whether this step is the first of an iteration after the first."""
@@ -468,63 +475,38 @@ class Trainer:
     def _refresh_reference(self) -> None:
         unwrap = self.accelerator.unwrap_model
         policy, reference = unwrap(self.policy), unwrap(self.reference)
+        for module in (*policy.modules(), *reference.modules()):
+            # Under FSDP2 a root stays whole after its forward.
+            if hasattr(module, "reshard"):
+                module.reshard()
         for mine, theirs in zip(policy.parameters(), reference.parameters(), strict=True):
             theirs.copy_(mine)
 
     # Metrics
 
     def _row(
-        self, samples: Samples, updates: list[dict[str, float]], clock: Clock
+        self, samples: Samples, updates: list[dict[str, float]], clock: metrics.Clock
     ) -> dict[str, Any]:
         """What a step is remembered by: means over all processes."""
         rewards = self._gather(samples.rewards)
         lengths = self._gather(torch.tensor(samples.lengths).double())
         ended = self._gather(torch.tensor([float(c.ended) for c in samples.completions]))
-        weights = torch.tensor(self.config.reward_weights or [1.0] * len(self.rewards)).double()
-        total = (rewards.nan_to_num() * weights).sum(1)
+        total = weighed(rewards, self.config.reward_weights)
         groups = total.view(-1, self.config.num_generations)
         row: dict[str, Any] = {"step": self.step, "reward": float(total.mean())}
         row["reward_std"] = float(groups.std(1).mean())
         for name, column in zip(self.rewards, rewards.T, strict=True):
             row[f"reward/{name}"] = float(column.nanmean())
-        if samples.right:
+        if self.judged:
             row["right"] = float(self._gather(torch.tensor(samples.right).double()).mean())
         row["groups_equal"] = float((groups.amax(1) == groups.amin(1)).double().mean())
         row["completion_length"] = float(lengths.mean())
         row["truncated"] = 1 - float(ended.mean())
-        for name in updates[0]:
-            values = [update[name] for update in updates if name in update]
-            row[name] = _pick(name)(values)
+        row |= metrics.of_step(updates)
         row["seconds"] = sum(clock.seconds.values())
         row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
-        row["peak_memory_gib"] = _peak_memory(self.accelerator.device) / 2**30
+        row["peak_memory_gib"] = metrics.peak_memory(self.accelerator.device) / 2**30
         return row
-
-    def _merged(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """One dict of the micro-batches' of all processes: means by tokens, and extremes."""
-        names = sorted({name for part in parts for name in part})
-        values = torch.stack([
-            torch.stack([part.get(name, torch.tensor(0.0)).double().cpu() for name in names])
-            for part in parts
-        ])  # fmt: skip
-        rows = self._gather(values)
-        tokens = rows[:, names.index("tokens")]
-        merged = {"tokens": float(tokens.sum())}
-        for i, name in enumerate(names):
-            column = rows[tokens > 0, i]
-            if name == "tokens" or not len(column):
-                continue
-            if _pick(name) is _mean:
-                merged[name] = float((column * tokens[tokens > 0]).sum() / tokens.sum())
-            else:
-                merged[name] = _pick(name)(column.tolist())
-        if "ess" in merged:
-            # (sum r)^2 / (N sum r^2), of the parts' own.
-            mean, ess = (rows[tokens > 0, names.index(name)] for name in ("ratio_mean", "ess"))
-            count = tokens[tokens > 0]
-            squares = (count * mean**2 / ess).sum()
-            merged["ess"] = float((count * mean).sum() ** 2 / (count.sum() * squares))
-        return merged
 
     # Between processes
 
@@ -547,7 +529,7 @@ class Trainer:
             row["warnings"] = warnings
         if not self.accelerator.is_main_process:
             return
-        _append(self.config.folder / "metrics.jsonl", row)
+        self._log("metrics.jsonl", row)
         if self.config.trackers:
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
             self.accelerator.log(numbers, step=self.step)
@@ -558,25 +540,46 @@ class Trainer:
         if self.step == 1 or self.step % self.config.show_every == 0:
             shown = report.sample_rows(samples, self.config.num_generations)
             for sample in shown:
-                _append(self.config.folder / "samples.jsonl", {"step": self.step, **sample})
+                self._log("samples.jsonl", {"step": self.step, **sample})
             tqdm.write(report.sample_table(shown))
+            self._report()
+
+    def _log(self, name: str, row: Mapping[str, Any]) -> None:
+        problem = self.logs.append(name, row)
+        if problem is not None:
+            tqdm.write(
+                f"      warning: {name} was not written ({problem}); its rows are kept and written "
+                f"when there is room in {self.config.folder}"
+            )
+
+    def _report(self) -> None:
+        try:
             report.write(self.config.folder)
+        except OSError as error:
+            tqdm.write(f"      warning: no report ({type(error).__name__}: {error})")
 
     def _worst_token(self, samples: Samples, row: dict[str, Any]) -> str | None:
         """The token whose log-prob moved the most, in words; None without one to compare."""
-        against = samples.old_logps if samples.old_logps is not None else samples.ref_logps
-        if against is None or samples.logps is None or not self.watch.spikes(row):
+        spike = self.watch.spike(row)
+        against = {"ratio_max": samples.old_logps, "kl_max": samples.ref_logps}.get(spike or "")
+        if spike is None or against is None:
             return None
-        seen = (samples.mask != 0) & (samples.logps != 0)
-        gap = torch.where(seen, samples.logps - against, 0.0)
-        place = int(gap.abs().argmax())
-        i, t = divmod(place, gap.shape[1])
-        token = self.tokenizer.decode([samples.completions[i].token_ids[t]])
-        before = self.tokenizer.decode(samples.completions[i].token_ids[max(0, t - 8) : t])
-        return (
-            f"token {t} {token!r} after {before!r}: log-prob {float(against[i, t]):.2f} -> "
-            f"{float(samples.logps[i, t]):.2f}"
-        )
+        gap, text = 0.0, ""
+        if samples.logps is not None:
+            seen = (samples.mask != 0) & (samples.logps != 0)
+            gaps = torch.where(seen, samples.logps - against, 0.0).abs()
+            i, t = divmod(int(gaps.argmax()), gaps.shape[1])
+            ids = samples.completions[i].token_ids
+            token, before = (
+                self.tokenizer.decode(some) for some in ([ids[t]], ids[max(0, t - 8) : t])
+            )
+            gap = float(gaps[i, t])
+            text = (
+                f"token {t} {token!r} after {before!r}: log-prob {float(against[i, t]):.2f} -> "
+                f"{float(samples.logps[i, t]):.2f}"
+            )
+        found: tuple[float, str] = self._over_processes((gap, text), max)
+        return found[1]
 
     def _evaluate(self) -> bool:
         """Answers the held-out problems; whether they were answered better than ever."""
@@ -589,9 +592,9 @@ class Trainer:
             self.best = {"step": self.step, "accuracy": evaluation.accuracy}
         warning = self.watch.after_evaluation(evaluation)
         if self.accelerator.is_main_process:
-            _append(self.config.folder / "evaluations.jsonl", evaluation.summary(self.step))
+            self._log("evaluations.jsonl", evaluation.summary(self.step))
             for answer in evaluation.answers:
-                _append(self.config.folder / "answers.jsonl", {"step": self.step, **answer})
+                self._log("answers.jsonl", {"step": self.step, **answer})
             tqdm.write(f"{self.step:5d}  {evaluation}")
             if warning:
                 tqdm.write(f"      warning: {warning}")
@@ -613,12 +616,14 @@ class Trainer:
             prompts = [self._encode(problem) for problem in some]
             completions = self._completions(prompts, 1, self._sampling(config.eval_temperature))
             texts = self._texts(completions)
-            table = reward_table(self.rewards, some, texts)
-            for problem, text, values, done in zip(some, texts, table, completions, strict=True):
+            table = torch.tensor(reward_table(self.rewards, some, texts), dtype=torch.float64)
+            totals = weighed(table, config.reward_weights).tolist()
+            rows = zip(some, texts, table.tolist(), totals, completions, strict=True)
+            for problem, text, values, total, done in rows:
                 answers.append({
                     "prompt": problem["prompt"], "completion": text, "answer": problem["answer"],
                     "right": self.is_right(text, str(problem["answer"])), "ended": done.ended,
-                    "rewards": dict(zip(self.rewards, values, strict=True)),
+                    "reward": total, "rewards": dict(zip(self.rewards, values, strict=True)),
                 })  # fmt: skip
         if world > 1:
             answers = gather_object(answers)
@@ -641,24 +646,26 @@ class Trainer:
             )
 
     def _open_folder(self) -> None:
-        folder, main = self.config.folder, self.accelerator.is_main_process
-        if main:
-            folder.mkdir(parents=True, exist_ok=True)
-            found = checkpoint.latest(folder)
-            if found is not None and not self.config.resume:
-                kept = folder / "checkpoints"
-                raise FileExistsError(
-                    f"name: expected one without checkpoints, which a new run would replace; "
-                    f"{kept} has some. Give resume, another name, or delete {folder}"
-                )
-            if found is None:
-                for log in checkpoint.LOGS:
-                    (folder / log).unlink(missing_ok=True)
-            (folder / "config.json").write_text(json.dumps(asdict(self.config), indent=1) + "\n")
-            tqdm.write(self._about())
+        config, main = self.config, self.accelerator.is_main_process
+        found = checkpoint.latest(config.folder) if config.resume else None
+        state = {} if found is None else checkpoint.state_of(found)
+        if found is not None:
+            checkpoint.check_same(state, asdict(config), self.accelerator.num_processes)
         self.accelerator.wait_for_everyone()
-        if self.config.trackers:
-            self.accelerator.init_trackers(self.config.name, config=report.flat(self.config))
+        if main:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            logs.cut(config.folder, state.get("step", -1))
+            (config.folder / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+            tqdm.write(self._about())
+        if found is not None:
+            checkpoint.load(self.accelerator, found, self.reference)
+            self.step, self.best = state["step"], state["best"]
+            self.watch.restore(state["watch"])
+            if main:
+                tqdm.write(f"Going on after step {self.step}, from {found}")
+        self.accelerator.wait_for_everyone()
+        if config.trackers:
+            self.accelerator.init_trackers(config.name, config=report.flat(config))
 
     def _about(self) -> str:
         policy = self.accelerator.unwrap_model(self.policy)
@@ -669,22 +676,14 @@ class Trainer:
             f"{len(self.train_problems):,} problems, {len(self.held_out):,} held out; "
             f"results in {self.config.folder}/"
         )
+        if self.config.dtype == "bf16" and not self.config.lora_rank:
+            text += (
+                "\nwarning: weights in bf16 move by 1/256 of themselves or not at all: use dtype "
+                "fp32 (its products are bf16 with precision), lora_rank, or a large learning_rate"
+            )
         if self.config.share_prompts and policy.not_shared:
             text += f"\nPrompts are encoded with each completion: {policy.not_shared}"
         return text
-
-    def _resume(self) -> None:
-        path = checkpoint.latest(self.config.folder)
-        if path is None:
-            return
-        state = checkpoint.load(self.accelerator, path, self.reference)
-        checkpoint.check_same(state, asdict(self.config), self.accelerator.num_processes)
-        self.step, self.best = state["step"], state["best"]
-        self.watch.restore(state["watch"])
-        if self.accelerator.is_main_process:
-            checkpoint.cut_logs(self.config.folder, self.step)
-            tqdm.write(f"Going on after step {self.step}, from {path}")
-        self.accelerator.wait_for_everyone()
 
     def _finish(self) -> Path:
         folder = self.config.folder
@@ -696,7 +695,7 @@ class Trainer:
                 model.save_pretrained(folder / "model", state_dict=state)
                 self.tokenizer.save_pretrained(folder / "model")
         if self.accelerator.is_main_process:
-            report.write(folder)
+            self._report()
             report.picture(folder)
             tqdm.write(report.summary(folder))
         for tracker in self.accelerator.trackers:
@@ -707,8 +706,10 @@ class Trainer:
 
     def _encode(self, problem: Problem) -> list[int]:
         prompt = problem["prompt"]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and not self.config.chat:
             return list(self.tokenizer(prompt).input_ids)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         return list(ids if isinstance(ids, list) else ids["input_ids"])
 
@@ -739,64 +740,22 @@ class Trainer:
             return ContinuousBatchingRollout(
                 self.accelerator.unwrap_model(policy).model, self.tokenizer
             )
-        sharded = self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
-        return GenerateRollout(policy, self.tokenizer, synced=sharded)
+        return GenerateRollout(policy, self.tokenizer, synced=self.sharded is not None)
+
+    def _check_own_rollout(self) -> None:
+        if self.config.is_correction != "none":
+            raise ValueError(
+                f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
+                f"{self.config.is_correction!r}"
+            )
+        if self.config.rollout == "continuous_batching" and self.sharded:
+            raise ValueError(
+                "rollout: expected generate with sharded weights; got continuous_batching"
+            )
 
 
 # A micro-batch that takes part and counts for nothing: the last completion, masked.
 _NOTHING = [-1]
-
-
-def micro_batches(
-    rows: Sequence[int], size: int, prompts: Sequence[Sequence[int]], lengths: Sequence[int],
-    *, shared: bool,
-) -> list[list[int]]:  # fmt: skip
-    """Rows in parts of at most `size`: by length, or by prompt and length, as takes fewer tokens.
-
-    Completions of one prompt together save encoding it again, completions of one length padding.
-    """
-    group_length: dict[tuple[int, ...], int] = defaultdict(int)
-    keys = {i: tuple(prompts[i]) for i in rows}
-    for i in rows:
-        group_length[keys[i]] = max(group_length[keys[i]], lengths[i])
-
-    def tokens(part: Sequence[int]) -> int:
-        longest = max(len(keys[i]) for i in part)
-        encoded = len({keys[i] for i in part}) if shared else len(part)
-        return encoded * longest + len(part) * max(lengths[i] for i in part)
-
-    orders = (
-        sorted(rows, key=lambda i: (lengths[i], keys[i], i)),
-        sorted(rows, key=lambda i: (group_length[keys[i]], keys[i], lengths[i], i)),
-    )
-    plans = [[list(o[i : i + size]) for i in range(0, len(o), size)] for o in orders]
-    return min(plans, key=lambda plan: sum(map(tokens, plan)))
-
-
-class Clock:
-    """Seconds of the parts of a step, by name."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _pick(name: str) -> Callable[[Sequence[float]], float]:
-    """How values of this name are put together."""
-    last = name.replace("/", "_").rsplit("_", 1)[-1]
-    return {"max": max, "min": min}.get(last, _mean)
 
 
 def _precision(config: TrainingConfig) -> str:
@@ -805,42 +764,23 @@ def _precision(config: TrainingConfig) -> str:
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
-def _schedule(optimizer: Any, config: TrainingConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """Of updates, not of processes: accelerate's own would step once a process."""
+def learning_rate(config: TrainingConfig, update: int) -> float:
+    """Of the optimizer's step of this number, from 0."""
     total = config.steps * config.updates_per_step
-
-    def factor(update: int) -> float:
-        warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
-        done = max(0.0, (update - config.warmup_steps) / max(1, total - config.warmup_steps))
-        falls = {
-            "constant": 1.0,
-            "linear": 1 - done,
-            "cosine": 0.5 + 0.5 * math.cos(math.pi * done),
-        }
-        return warm * falls[config.schedule]
-
-    return torch.optim.lr_scheduler.LambdaLR(getattr(optimizer, "optimizer", optimizer), factor)
+    warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
+    done = max(0.0, (update - config.warmup_steps) / max(1, total - config.warmup_steps))
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+    return config.learning_rate * warm * falls[config.schedule]
 
 
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _check_folder(config: TrainingConfig) -> None:
+    if not config.resume and checkpoint.latest(config.folder) is not None:
+        raise FileExistsError(
+            f"name: expected one without checkpoints, which a new run would replace; "
+            f"{config.folder / 'checkpoints'} has some. Give resume, another name, or delete "
+            f"{config.folder}"
+        )
 
 
 def _every(count: int, step: int) -> bool:
     return count > 0 and step % count == 0
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(_numbers(row)) + "\n")
-
-
-def _numbers(x: Any) -> Any:
-    """With null for what JSON has no number for."""
-    if isinstance(x, Mapping):
-        return {key: _numbers(value) for key, value in x.items()}
-    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -28,9 +28,12 @@ class Watch:
         self.rewards: list[float] = []
         self.first_entropy: float | None = None
 
-    def spikes(self, row: dict[str, Any]) -> bool:
-        """Whether a token moved so far that one wants to see it."""
-        return row.get("ratio_max", 0.0) > LARGE_RATIO or row.get("kl_max", 0.0) > LARGE_KL
+    def spike(self, row: dict[str, Any]) -> str | None:
+        """The metric by which a token moved so far that one wants to see it."""
+        for name, large in (("ratio_max", LARGE_RATIO), ("kl_max", LARGE_KL)):
+            if row.get(name, 0.0) > large:
+                return name
+        return None
 
     def after_step(self, row: dict[str, Any], worst_token: str | None = None) -> list[str]:
         """What is wrong; each thing again only after a while."""
@@ -63,7 +66,7 @@ class Watch:
                 "group are nearly the same. Lower learning_rate, raise temperature, epsilon_high "
                 "or entropy_coef"
             )
-        if self.spikes(row):
+        if self.spike(row):
             what = ", ".join(
                 f"{name} {row[name]:.3g}" for name in ("ratio_max", "kl_max") if name in row
             )

@@ -1,0 +1,68 @@
+"""The files of a run that grow by a line: written as JSON, and read again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
+
+
+class Logs:
+    """Appends rows; those that a full disk does not take are kept and written later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.waiting: dict[str, list[str]] = {}
+
+    def append(self, name: str, row: Mapping[str, Any]) -> str | None:
+        """What went wrong, or None."""
+        self.waiting.setdefault(name, []).append(json.dumps(_numbers(row)) + "\n")
+        return self.flush()
+
+    def flush(self) -> str | None:
+        for name in list(self.waiting):
+            path = self.folder / name
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a") as file:
+                    file.write("".join(self.waiting[name]))
+            except OSError as error:
+                if path.exists() and path.stat().st_size > size:
+                    with path.open("r+") as file:
+                        file.truncate(size)
+                return f"{type(error).__name__}: {error}"
+            del self.waiting[name]
+        return None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last one that was not finished is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def cut(folder: Path, step: int) -> None:
+    """Takes out what came after the step, and a last line that was not finished."""
+    for name in NAMES:
+        path = folder / name
+        if path.exists():
+            kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text("".join(kept))
+            scratch.replace(path)
+
+
+def _numbers(x: Any) -> Any:
+    """With null for what JSON has no number for."""
+    if isinstance(x, Mapping):
+        return {key: _numbers(value) for key, value in x.items()}
+    return None if isinstance(x, float) and not math.isfinite(x) else x
