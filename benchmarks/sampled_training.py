@@ -15,9 +15,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.head import header
 from examples import train_additions
 
 LAST = 5
+KEPT = ("reward", "right", "entropy", "kl", "grad_norm")
 
 
 def run(tolerance: float, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -116,6 +118,10 @@ def main(argv: list[str] | None = None) -> None:
         print(table(runs), flush=True)
         name = "sampled-training-head" if args.train_head else "sampled-training"
         plot(runs, args.output / f"{name}.png")
+        curves = {label(t): [{k: [row[k] for row in rows] for k in KEPT} for rows in seeds]
+                  for t, seeds in runs.items()}  # fmt: skip
+        result = {**header("cpu"), "seeds": args.seeds, "runs": curves}
+        (args.output / f"{name}.json").write_text(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from grpo_kernels.training import Trainer, load_model, load_problems
 
 
 def main(kind: str, model: str, output: str, options: str) -> None:
-    if kind == "fsdp2":
-        # accelerate has FSDP for GPUs alone, though it works with gloo as well.
+    if kind in ("fsdp2", "zero3"):
+        # accelerate has these for GPUs alone, though they work with gloo as well.
         from accelerate import PartialState
         from accelerate.utils import DistributedType
 
         PartialState(cpu=True)
+    if kind == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     config = config_of(model, output, **json.loads(options))
     train, held_out = load_problems(config)
@@ -24,7 +25,15 @@ def main(kind: str, model: str, output: str, options: str) -> None:
         rollout=lambda _: SameForAnyRanks(),
     )  # fmt: skip
     told = (trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes)
-    assert told == {"": ("NO", 1), "ddp": ("MULTI_CPU", 2), "fsdp2": ("FSDP", 2)}[kind], told
+    assert (
+        told
+        == {
+            "": ("NO", 1),
+            "ddp": ("MULTI_CPU", 2),
+            "fsdp2": ("FSDP", 2),
+            "zero3": ("DEEPSPEED", 2),
+        }[kind]
+    ), told
     if kind == "fsdp2":
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor

@@ -7,7 +7,7 @@ the wrapped module alone. So everything that needs the weights happens inside th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -121,10 +121,15 @@ class Policy(nn.Module):
                 use_cache=False,
             )  # fmt: skip
             return states.last_hidden_state[:, -T:]
+        if T == 1:
+            # With one more, which does not count: where weights are sharded, every process has to
+            # run every layer as often as the others, whose completions may be longer.
+            completions, mask = (
+                nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.mask)
+            )
+            return self.hidden(replace(batch, completions=completions, mask=mask))[:, :1]
         encoded = self._encode(batch.prompts, batch.prompt_mask)
         first = encoded.last_hidden_state[batch.of, -1:]
-        if T == 1:
-            return first
         encoded.past_key_values.batch_select_indices(batch.of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,

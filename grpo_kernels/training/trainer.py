@@ -139,6 +139,11 @@ class Trainer:
             )
         if rollout is None:
             self._check_own_rollout()
+        if self.sharded == "DEEPSPEED" and config.num_iterations > 1:
+            raise ValueError(
+                f"num_iterations: expected 1 with DeepSpeed, which shards the policy and not the "
+                f"reference; got {config.num_iterations}"
+            )
         set_seed(config.seed)
         self.train_problems = self._short_enough(train)
         self.held_out = self._short_enough(held_out)
@@ -458,6 +463,7 @@ class Trainer:
         plugin = self.accelerator.state.deepspeed_plugin
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": self.config.micro_batch_size,
+            "train_batch_size": self.config.micro_batch_size * self.accelerator.num_processes,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self.config.max_grad_norm,
             "zero_allow_untested_optimizer": True,
