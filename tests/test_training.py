@@ -21,7 +21,12 @@ from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.policy import Batch, Policy, head_of, positions, why_not_shared
-from grpo_kernels.training.rollout import GenerateRollout, Sampling, completion
+from grpo_kernels.training.rollout import (
+    ContinuousBatchingRollout,
+    GenerateRollout,
+    Sampling,
+    completion,
+)
 from grpo_kernels.training.samples import micro_batches
 
 
@@ -199,6 +204,16 @@ def test_stop_strings_end_generation():
     done = rollout([[7, 8, 9]], 1, Sampling(8, temperature=0.0, stop=(string,)))[0]
     assert done.ended and done.token_ids == full.token_ids[: len(done.token_ids)]
     assert len(done.token_ids) <= 3
+
+
+def test_continuous_batching_samples_the_same(tiny_model, tmp_path):
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], Sampling(6, temperature=0.0)
+    expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
+    assert ContinuousBatchingRollout(model, tokenizer)(prompts, 2, sampling) == expected
+    config = config_of(tiny_model, tmp_path, rollout="continuous_batching", steps=1)
+    row = rows_of(trainer_of(config).train())[0]
+    assert row["grad_norm"] > 0 and row["completion_length"] > 1
 
 
 # Micro-batches, minibatches and ranks add up

@@ -98,6 +98,10 @@ class GenerateRollout:
         return [completion(row, eos, sampling, self.tokenizer) for row in rows]
 
 
+# Prompts that are encoded together, in continuous batching.
+_LEAST_BATCH_TOKENS = 512
+
+
 class ContinuousBatchingRollout:
     """transformers' continuous batching: rows that end make room for others at once."""
 
@@ -114,7 +118,7 @@ class ContinuousBatchingRollout:
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
     ) -> list[Completion]:
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         eos = end_tokens(self.model)
         options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
@@ -126,8 +130,15 @@ class ContinuousBatchingRollout:
             pad_token_id=self.tokenizer.pad_token_id, use_cuda_graph=False, **options,
         )  # fmt: skip
         inputs = [list(prompt) for prompt in prompts for _ in range(count)]
+        # Room for all of them: else it would take what memory there is, which training needs.
+        longest = max(map(len, inputs)) + sampling.max_new_tokens
+        batching = ContinuousBatchingConfig()
+        batching.num_blocks = len(inputs) * (-(-longest // batching.page_size) + 1)
+        batching.max_batch_tokens = max(_LEAST_BATCH_TOKENS, len(inputs))
         with evaluating(self.model):
-            results = self.model.generate_batch(inputs, generation_config=generation)
+            results = self.model.generate_batch(
+                inputs, generation_config=generation, continuous_batching_config=batching
+            )
         # By request, in the order of their numbers.
         ordered = sorted(results.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
         if len(ordered) != len(inputs):

@@ -245,7 +245,8 @@ class Trainer:
     def _completions(
         self, prompts: list[list[int]], count: int, sampling: Sampling
     ) -> list[Completion]:
-        completions = self.rollout(prompts, count, sampling)
+        with self.accelerator.autocast():
+            completions = self.rollout(prompts, count, sampling)
         if len(completions) != len(prompts) * count:
             raise ValueError(
                 f"rollout: expected {count} completions of {len(prompts)} prompts; got "
