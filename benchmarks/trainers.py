@@ -30,7 +30,7 @@ TASKS: dict[str, list[str]] = {
     "additions": [],
     "gsm_symbolic": [
         "--dataset", "gsm_symbolic", "--rewards", "answer", "format", "--beta", "0",
-        "--max_completion_length", "128", "--micro_batch_size", "16", "--trainable", ".",
+        "--max_completion_length", "128", "--micro_batch_size", "8", "--trainable", ".",
         "--learning_rate", "1e-5",
     ],
 }  # fmt: skip

@@ -262,6 +262,45 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
         assert parts["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
 
 
+@pytest.mark.parametrize("name", CUTS)
+def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monkeypatch):
+    """Each with half of the groups, of other lengths, what they tell each other played back."""
+    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
+    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
+    trainer.step = 1
+    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
+    trainer._score(samples)
+    whole, metrics = updated_gradient(trainer, samples, 16)
+
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(trainer, "_gather", lambda rows: rows)
+    halves = [half_of(samples, 0), half_of(samples, 8)]
+    told = [[], []]
+    for rank in (0, 1, 0, 1):
+        # The first time round each one hears its own numbers only, and the gradient is discarded.
+        others, mine = iter([*told[1 - rank]]), told[rank]
+        mine.clear()
+
+        def over(value, reduce, others=others, mine=mine):
+            mine.append(value)
+            return reduce([value, next(others, value)])
+
+        monkeypatch.setattr(trainer, "_over_processes", over)
+        halves[rank].logps = None
+        halves[rank].grads, parts = updated_gradient(trainer, halves[rank], 8)
+    average = {n: (g + halves[1].grads[n]) / 2 for n, g in halves[0].grads.items()}
+    assert_same_grads(average, whole, 3e-6)
+    assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
+
+
+def half_of(samples, start):
+    def cut(x):
+        sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
+        return x[start : start + 8] if sized else x
+
+    return replace(samples, **{name: cut(value) for name, value in vars(samples).items()})
+
+
 class FakeRollout:
     """A sampler that is no model here: it needs no weights, and says its own log-probs."""
 
