@@ -516,6 +516,36 @@ def test_a_prompt_becomes_a_message_of_a_chat(tiny_model, tmp_path):
     assert tokenizer.decode(trainer._encode({"prompt": "hi"})) == "<user>hi:"
 
 
+def test_trackers_get_every_step(tiny_model, tmp_path):
+    from accelerate.tracking import GeneralTracker, register_tracker_class
+
+    calls = []
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, tracker = "kept", False, None
+
+        def __init__(self, run_name, **_):
+            super().__init__()
+            calls.append(("name", run_name))
+
+        def store_init_configuration(self, values):
+            calls.append(("config", values["learning_rate"]))
+
+        def log(self, values, step=None, **_):
+            calls.append((step, sorted(values)))
+
+        def finish(self):
+            calls.append("finished")
+
+    register_tracker_class(Kept)
+    trainer_of(config_of(tiny_model, tmp_path, trackers=["kept"], eval_size=3)).train()
+    assert calls[:2] == [("name", "t"), ("config", 0.01)] and calls[-1] == "finished"
+    assert [c[0] for c in calls[2:-1]] == [0, 1, 2, 2]
+    assert calls[2][1] == ["accuracy"] and "reward" in calls[3][1]
+    with pytest.raises(ImportError, match="trackers: aim is not installed"):
+        trainer_of(config_of(tiny_model, tmp_path, name="u", trackers=["aim"]))
+
+
 def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
     config = config_of(tiny_model, tmp_path, steps=1)
     trainer = trainer_of(config)

@@ -114,7 +114,9 @@ def write(folder: Path) -> Path:
     if rows:
         parts.append(_pictures(rows, evaluations))
     parts += [_samples(samples), _options(config)]
-    title = html.escape(f"{config['name']}: {config['model']} on {config['dataset']}")
+    model = config["model"]
+    model = Path(model).name if Path(model).is_absolute() else model
+    title = html.escape(f"{config['name']}: {model} on {config['dataset']}")
     page = _PAGE.format(title=title, body="\n".join(parts))
     path = folder / "report.html"
     scratch = path.with_suffix(".tmp")

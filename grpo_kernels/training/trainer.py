@@ -130,6 +130,10 @@ class Trainer:
             mixed_precision=_precision(config), log_with=config.trackers or None,
             project_dir=str(config.folder),
         )  # fmt: skip
+        there = {str(tracker) for tracker in self.accelerator.log_with}
+        missing = [name for name in config.trackers if name not in there | {"all"}]
+        if missing:
+            raise ImportError(f"trackers: {missing[0]} is not installed: pip install {missing[0]}")
         world, kind = self.accelerator.num_processes, self.accelerator.distributed_type.value
         self.sharded = kind if kind in ("FSDP", "DEEPSPEED") else None
         if config.prompts_per_step % (world * config.minibatches):

@@ -70,8 +70,10 @@ class Watch:
             what = ", ".join(
                 f"{name} {row[name]:.3g}" for name in ("ratio_max", "kl_max") if name in row
             )
-            found["spike"] = f"{what}; {worst_token or 'no token to show'}. " + (
-                "Lower learning_rate, or bound the ratio with delta"
+            bound = {"ratio_max": "the ratio with delta", "kl_max": "the KL with kl_clamp"}
+            found["spike"] = (
+                f"{what}; {worst_token or 'no token to show'}. Lower learning_rate, or bound "
+                f"{bound[self.spike(row) or '']}"
             )
         fresh = [
             name for name in found
