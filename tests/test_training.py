@@ -722,6 +722,11 @@ def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path):
         trainer_of(config_of(tiny_model, tmp_path, **options)).train()
 
 
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
+        load_model(config_of(tmp_path / "nowhere", tmp_path))
+
+
 def test_why_not_shared_names_the_reason():
     assert why_not_shared(make_model("llama")) is None
     assert "Sliding" in why_not_shared(make_model("gemma2"))

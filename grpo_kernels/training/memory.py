@@ -21,7 +21,7 @@ from torch import nn
 from ..row_chunks import default_chunk_bytes
 from .config import DTYPES, TrainingConfig, parse_config
 from .policy import Batch, Policy, head_of
-from .trainer import prepared
+from .trainer import finding, prepared
 
 GIB = 2**30
 
@@ -193,7 +193,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_gib, argv = _take(argv, "--gpu-gib")
     config = parse_config(argv)
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    prediction = predict(config, AutoConfig.from_pretrained(config.model), gpu_bytes=gpu_bytes)
+    try:
+        with finding(config.model):
+            model_config = AutoConfig.from_pretrained(config.model)
+    except OSError as error:
+        sys.exit(str(error))
+    prediction = predict(config, model_config, gpu_bytes=gpu_bytes)
     print(prediction.table())
     if gpu_gib is not None:
         fits = prediction.peak <= 0.92 * gpu_gib * GIB

@@ -7,8 +7,8 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -45,14 +45,28 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
 
     Raises:
         FileExistsError: before anything is loaded, if the run's folder has another run in it.
+        OSError: no such model, or the hub was not reached.
     """
     _check_folder(config)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    with finding(config.model):
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
     return prepared(model, config), tokenizer
+
+
+@contextmanager
+def finding(model: str) -> Iterator[None]:
+    """Says of a model that is not found what would be."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"model: {model!r} is no folder with a model, and the hub gave none "
+            f"({str(error).splitlines()[0]}). Without the hub: the folder of a downloaded model"
+        ) from error
 
 
 def prepared(model: Any, config: TrainingConfig) -> nn.Module:
