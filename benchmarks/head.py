@@ -6,8 +6,8 @@
 Every contender gets the same inputs. Its loss and gradients are compared with float64 on a few
 sequences first; one that is wrong, and one that is not there, gets a row that says so, never a
 time. Times are taken in turns (a round runs each contender once, forward alone and forward with
-backward) and given as median [20th, 80th percentile]. Memory is the peak beyond the inputs, in a
-fresh process for each contender.
+backward), on a CPU each contender in a process of its own, and given as median [20th, 80th
+percentile]. Memory is the peak beyond the inputs, in a fresh process for each contender.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -132,37 +132,73 @@ def time_once(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def times(
-    losses: dict[str, Loss],
-    w: Workload,
+    names: Sequence[str],
+    path: Path,
+    device: torch.device,
     rounds: int,
     *,
     forward: bool = True,
     warm_up: bool = True,
+    **options: Any,
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each loss with its backward and of the bare GEMMs, in turns.
+    """Seconds of each contender with its backward and of the bare GEMMs, in turns.
 
-    `forward`: the loss alone, too. `warm_up`: a first round is not measured.
+    On a CPU each one has a process of its own, which waits while others run: in a shared one the
+    allocator serves a contender faster or slower for what others took and gave back.
+
+    Args:
+        names: of the contenders.
+        path: of a stored workload.
+        device: where it is taken to.
+        rounds: that are measured.
+        forward: the loss alone, too.
+        warm_up: a first round is not measured.
+        options: of every contender.
     """
-    device = w.hidden.device
     taken: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], **({"forward_seconds": []} if forward else {})} for name in losses
+        name: {"seconds": [], **({"forward_seconds": []} if forward else {})} for name in names
     }
     taken[FLOOR] = {"seconds": []}
     runs = [(round_, name) for round_ in range(rounds + warm_up) for name in taken]
-    for round_, name in tqdm(runs, desc="timing", disable=None):
-        with_grad(w)
-        measured = {}
-        loss = losses.get(name)
-        if loss is None:
-            measured["seconds"] = time_once(lambda: bare_gemms(w), device)
-        else:
-            if forward:
-                with torch.no_grad():
-                    measured["forward_seconds"] = time_once(partial(loss, w), device)
-            measured["seconds"] = time_once(partial(step, loss, w), device)
-        for key, seconds in measured.items() if round_ >= warm_up else ():
-            taken[name][key].append(seconds)
+    with ExitStack() as stack:
+        fresh = multiprocessing.get_context("spawn")
+        pools = {
+            name: stack.enter_context(ProcessPoolExecutor(1, mp_context=fresh))
+            for name in (() if device.type == "cuda" else taken)
+        }
+        for round_, name in tqdm(runs, desc="timing", disable=None):
+            turn = (name, path, device, forward and name != FLOOR, options)
+            pool = pools.get(name)
+            measured = take_turn(*turn) if pool is None else pool.submit(take_turn, *turn).result()
+            for key, seconds in measured.items() if round_ >= warm_up else ():
+                taken[name][key].append(seconds)
+    _held.clear()
     return taken
+
+
+# The workload of this process.
+_held: dict[Path, Workload] = {}
+
+
+def take_turn(
+    name: str, path: Path, device: torch.device, forward: bool, options: dict[str, Any]
+) -> dict[str, float]:
+    if path not in _held:
+        warnings.filterwarnings("ignore", category=UserWarning)
+        # Mapped, so that processes share it.
+        loaded = torch.load(path, mmap=device.type == "cpu", map_location=device)
+        _held.clear()
+        _held[path] = Workload(**loaded)
+    w = with_grad(_held[path])
+    if name == FLOOR:
+        return {"seconds": time_once(lambda: bare_gemms(w), device)}
+    measured, loss = {}, partial(CONTENDERS[name].loss, **options)
+    if forward:
+        with torch.no_grad():
+            measured["forward_seconds"] = time_once(partial(loss, w), device)
+    measured["seconds"] = time_once(partial(step, loss, w), device)
+    with_grad(w)  # gives the gradients back
+    return measured
 
 
 @contextmanager
@@ -216,10 +252,10 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
         rows.append(row)
     del truth
     sound = [row for row in rows if row["status"] == "ok"]
-    taken = times({row["name"]: CONTENDERS[row["name"]].loss for row in sound}, w, args.rounds)
     flop, device = 6 * w.tokens * w.weight.numel(), w.hidden.device
     with stored(w) as path:
         del w
+        taken = times([row["name"] for row in sound], path, device, args.rounds)
         for row in sound:
             row |= taken[row["name"]]
             row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12

@@ -15,15 +15,14 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import FLOOR, Loss, extra_memory, header, print_header, stored, times
-from benchmarks.workloads import Workload, make
+from benchmarks.head import FLOOR, extra_memory, header, print_header, stored, times
+from benchmarks.workloads import make
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
 LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
@@ -60,7 +59,7 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
     running = [n for n in axis.contenders if args.everyone or n not in PEERS]
     last: dict[str, dict[str, Any]] = {}
     for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
-        options = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
+        options: dict[str, Any] = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
         here: dict[str, dict[str, Any]] = {}
         for contender in running:
             absent = CONTENDERS[contender].absent(torch.device(args.device))
@@ -79,13 +78,13 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
                     )
                 except (BrokenProcessPool, torch.OutOfMemoryError):
                     here[contender]["status"] = "out of memory"
-            w = Workload(**torch.load(path))
-        running = [n for n in sound if here[n]["status"] == "ok"]
-        losses: dict[str, Loss] = {n: partial(CONTENDERS[n].loss, **options) for n in running}
-        # The first point warms everything up; a long one is not taken often.
-        slowest = max((_predicted(last[n], shape)[0] for n in running if n in last), default=0.0)
-        rounds = args.rounds if slowest < args.limit_s / 8 else 1
-        taken = times(losses, w, rounds, forward=False, warm_up=not last)
+            running = [n for n in sound if here[n]["status"] == "ok"]
+            # A long one is not taken often.
+            slowest = max(
+                (_predicted(last[n], shape)[0] for n in running if n in last), default=0.0
+            )
+            rounds = args.rounds if slowest < args.limit_s / 8 else 1
+            taken = times(running, path, device, rounds, forward=False, **options)
         for contender in running:
             here[contender] |= taken[contender]
             last[contender] = here[contender]

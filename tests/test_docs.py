@@ -19,7 +19,9 @@ def rows_of(heading):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize(("page", "at_least"), (("objectives", 5), ("sampled_backward", 1), ("training", 1)))
+@pytest.mark.parametrize(
+    ("page", "at_least"), (("objectives", 5), ("sampled_backward", 1), ("training", 1))
+)
 def test_code_runs(page, at_least):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
