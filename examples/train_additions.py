@@ -2,7 +2,7 @@
 
     python -m examples.train_additions [--steps 30] [--model smollm2-135m] [--help]
 
-Two thirds of the sums of two digits are trained on, a third is held out. The loop is
+Two thirds of the sums of single digits are trained on, a third is held out. The loop is
 `grpo_kernels/training/trainer.py`; here is only what this task wants of it.
 """
 

@@ -60,7 +60,7 @@ class TrainingConfig:
         False, "recompute activations in the backward; prompts are then not shared"
     )
     lora_rank: int = _option(0, "rank of LoRA adapters, which alone are trained then; 0: none")
-    lora_alpha: int = _option(32, "scale of the adapters, times lora_rank")
+    lora_alpha: int = _option(32, "adapters are scaled by lora_alpha / lora_rank")
     lora_target: str = _option(
         "all-linear", "modules that get adapters: a regular expression or all-linear"
     )
@@ -157,7 +157,9 @@ class TrainingConfig:
     eval_every: int = _option(0, "steps between evaluations; 0: before and after only")
     eval_temperature: float = _option(0.0, "of evaluations; 0: the likeliest word")
     show_every: int = _option(10, "steps between printed completions")
-    save_every: int = _option(0, "steps between checkpoints; 0: at the end only")
+    save_every: int = _option(
+        0, "steps between checkpoints; 0: at the end and at the best evaluation only"
+    )
     save_model: bool = _option(True, "write the trained model to the run's folder at the end")
     resume: bool = _option(False, "go on from the run's last checkpoint, if there is one")
     trackers: list[str] = _option((), "tensorboard, wandb, trackio, ...: accelerate's")

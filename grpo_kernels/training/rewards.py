@@ -81,7 +81,8 @@ def addition(
 ) -> list[float]:
     """For completions that are an answer alone: 0.2 a tag, 0.1 for a number, 0.5 for the right one.
 
-    Everything counts at the beginning only, so that a list of guesses earns nothing.
+    A tag that is there once counts wherever it is; the number counts at the beginning only, so that
+    of a list of guesses the first alone is worth something.
     """
     rewards = []
     for text, right in zip(completions, answer, strict=True):

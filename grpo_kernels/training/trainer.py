@@ -1,4 +1,4 @@
-"""The loop: sample, score, compare within groups, step. Read `Trainer.train` first."""
+"""The loop: sample, judge, compare within groups, step. Read `Trainer.train_step` first."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ class Trainer:
         is_right: takes a completion and its problem's answer; the accuracy of evaluations.
         rollout: who samples, given the wrapped policy; None: as `config.rollout` says.
 
-    `train()` runs it. The run's folder then has `metrics.jsonl` (a row a step), `samples.jsonl`,
-    `evaluations.jsonl` with every answer, `checkpoints/`, `report.html`, and `model/`.
+    `train()` runs it. The run's folder then has `config.json`, `metrics.jsonl` (a row a step),
+    `samples.jsonl`, `evaluations.jsonl`, `answers.jsonl` (of the evaluations), `checkpoints/`,
+    `report.html`, `reward.png` and `model/`.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Trainer:
                 f"{config.minibatches}; got {config.prompts_per_step}"
             )
         if rollout is None:
-            self._check_own_rollout()
+            self._check_default_rollout()
         if self.sharded == "DEEPSPEED" and config.num_iterations > 1:
             raise ValueError(
                 f"num_iterations: expected 1 with DeepSpeed, which shards the policy and not the "
@@ -767,7 +768,7 @@ class Trainer:
             )
         return GenerateRollout(policy, self.tokenizer, synced=self.sharded is not None)
 
-    def _check_own_rollout(self) -> None:
+    def _check_default_rollout(self) -> None:
         if self.config.is_correction != "none":
             raise ValueError(
                 f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
