@@ -24,8 +24,8 @@ from benchmarks.head import header
 from benchmarks.memory import PeakMemory
 from examples import smollm
 from grpo_kernels.training import Completion, Trainer, TrainingConfig
+from grpo_kernels.training.loading import prepared
 from grpo_kernels.training.memory import predict
-from grpo_kernels.training.trainer import prepared
 
 PROMPT, LENGTH = 96, 64
 CASES: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ with a softcap fail, and all do once `_load_logits` reads the columns past V as 
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,20 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model code of others may well rely on what torch.empty returns being finite."""
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a language model of a few thousand parameters, and its tokenizer."""
+    from tiny_models import make_model, make_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import make_model, make_tokenizer
+from tiny_models import make_model
 
 from benchmarks import sampled_training
 from examples import custom_reward, multi_iteration, smollm, train_additions, train_gsm8k
@@ -16,17 +16,7 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def real_memory(monkeypatch):
-    monkeypatch.undo()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    make_model("llama").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 @pytest.mark.parametrize(

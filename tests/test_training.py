@@ -29,19 +29,7 @@ from grpo_kernels.training.rollout import (
 )
 from grpo_kernels.training.samples import micro_batches
 
-
-@pytest.fixture(autouse=True)
-def real_memory(monkeypatch):
-    """Model code of others may well rely on what torch.empty returns being finite."""
-    monkeypatch.undo()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    make_model("llama").save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def noise(prompts, completions, **_):
@@ -219,6 +207,15 @@ def test_continuous_batching_samples_the_same(tiny_model, tmp_path):
 # Micro-batches, minibatches and ranks add up
 
 
+def sampled(config):
+    """A trainer in its first step, with completions of several lengths, scored."""
+    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
+    trainer.step = 1
+    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
+    trainer._score(samples)
+    return trainer, samples
+
+
 def updated_gradient(trainer, samples, parts):
     """The gradient of one update, cut into micro-batches of so many."""
     trainer.config = replace(trainer.config, micro_batch_size=parts)
@@ -248,10 +245,7 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
-    trainer.step = 1
-    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples)
+    trainer, samples = sampled(config)
     whole, metrics = updated_gradient(trainer, samples, 16)
     assert len(set(samples.lengths)) > 2
     for size in (1, 3, 4):
@@ -266,10 +260,7 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
 def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monkeypatch):
     """Each with half of the groups, of other lengths, what they tell each other played back."""
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
-    trainer.step = 1
-    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples)
+    trainer, samples = sampled(config)
     whole, metrics = updated_gradient(trainer, samples, 16)
 
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -321,8 +312,7 @@ class FakeRollout:
 def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
     config = config_of(tiny_model, tmp_path, loss_type="dapo", max_grad_norm=1e9)
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
-    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
+    trainer, samples = sampled(config)
     grads, metrics = updated_gradient(trainer, samples, 5)
     model, _ = load_model(config)
     batch = Batch.of_rows(

@@ -24,10 +24,7 @@ from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.watch import WINDOW, Watch
 
-
-@pytest.fixture(autouse=True)
-def real_memory(monkeypatch):
-    monkeypatch.undo()
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def config_of(**options):

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import rows_of, tiny_model  # noqa: F401 - a fixture
+from test_training import rows_of
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(autouse=True)
-def real_memory(monkeypatch):
-    monkeypatch.undo()
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def environment_of(config):
@@ -73,7 +71,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_are_as_one(name, tiny_model, tmp_path):  # noqa: F811
+def test_two_processes_are_as_one(name, tiny_model, tmp_path):
     options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
     alone = run("", tiny_model, tmp_path / "one", **options)
     for kind in KINDS:

@@ -2,8 +2,9 @@
 
 from .config import TrainingConfig, parse_config
 from .data import load as load_problems
+from .loading import load_model
 from .rollout import Completion, Rollout, Sampling
-from .trainer import Trainer, load_model
+from .trainer import Trainer
 
 __all__ = [
     "Completion",

@@ -20,8 +20,8 @@ from torch import nn
 
 from ..row_chunks import default_chunk_bytes
 from .config import DTYPES, TrainingConfig, parse_config
+from .loading import finding, prepared
 from .policy import Batch, Policy, head_of
-from .trainer import finding, prepared
 
 GIB = 2**30
 

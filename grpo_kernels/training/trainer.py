@@ -6,9 +6,8 @@ import copy
 import json
 import math
 import random
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -23,9 +22,10 @@ from tqdm import tqdm
 from .. import GRPOLossConfig, group_advantages
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
-from .config import DTYPES, TrainingConfig
+from .config import TrainingConfig
 from .data import Problem, in_order
 from .evaluate import Evaluation, accuracy_of
+from .loading import check_folder
 from .policy import Batch, Policy, check_head, without_dropout
 from .rewards import Reward, is_right, named, reward_table, weighed
 from .rollout import (
@@ -38,71 +38,6 @@ from .rollout import (
 )
 from .samples import Samples, micro_batches
 from .watch import Watch
-
-
-def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
-    """The model with what is trained of it set, and its tokenizer.
-
-    Raises:
-        FileExistsError: before anything is loaded, if the run's folder has another run in it.
-        OSError: no such model, or the hub was not reached.
-    """
-    _check_folder(config)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    dtype = getattr(torch, DTYPES[config.dtype])
-    with finding(config.model):
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
-    return prepared(model, config), tokenizer
-
-
-@contextmanager
-def finding(model: str) -> Iterator[None]:
-    """Says of a model that is not found what would be."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"model: {model!r} is no folder with a model, and the hub gave none "
-            f"({str(error).splitlines()[0]}). Without the hub: the folder of a downloaded model"
-        ) from error
-
-
-def prepared(model: Any, config: TrainingConfig) -> nn.Module:
-    """With adapters if they are asked for, and with what is not trained frozen."""
-    if config.lora_rank:
-        model = _with_adapters(model, config)
-    elif config.trainable is not None:
-        names = [name for name, _ in model.named_parameters()]
-        wanted = {name for name in names if re.search(config.trainable, name)}
-        if not wanted:
-            raise ValueError(
-                f"trainable: expected to match the name of a parameter (like {names[-1]}); "
-                f"{config.trainable!r} matches none"
-            )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in wanted)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.lora_rank:
-            model.enable_input_require_grads()
-    return model
-
-
-def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError(
-            "lora_rank: adapters need peft: pip install 'grpo_kernels[train]'"
-        ) from error
-    set_seed(config.seed)
-    lora = peft.LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0,
-        target_modules=config.lora_target, task_type="CAUSAL_LM",
-    )  # fmt: skip
-    return peft.get_peft_model(model, lora)
 
 
 class Trainer:
@@ -136,7 +71,7 @@ class Trainer:
         is_right: Callable[[str, str], bool] = is_right,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
-        _check_folder(config)
+        check_folder(config)
         self.config, self.tokenizer, self.is_right = config, tokenizer, is_right
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -277,11 +212,7 @@ class Trainer:
 
     def _sampling_logps(self, completions: list[Completion], mask: Tensor) -> Tensor | None:
         if any(c.logps is None for c in completions):
-            if self.config.is_correction != "none":
-                raise ValueError(
-                    f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
-                    f"{self.config.is_correction!r}"
-                )
+            self._check_no_correction()
             return None
         logps = torch.zeros(mask.shape)
         for i, c in enumerate(completions):
@@ -768,12 +699,15 @@ class Trainer:
             )
         return GenerateRollout(policy, self.tokenizer, synced=self.sharded is not None)
 
-    def _check_default_rollout(self) -> None:
+    def _check_no_correction(self) -> None:
         if self.config.is_correction != "none":
             raise ValueError(
                 f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
                 f"{self.config.is_correction!r}"
             )
+
+    def _check_default_rollout(self) -> None:
+        self._check_no_correction()
         if self.config.rollout == "continuous_batching" and self.sharded:
             raise ValueError(
                 "rollout: expected generate with sharded weights; got continuous_batching"
@@ -797,15 +731,6 @@ def learning_rate(config: TrainingConfig, update: int) -> float:
     done = max(0.0, (update - config.warmup_steps) / max(1, total - config.warmup_steps))
     falls = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return config.learning_rate * warm * falls[config.schedule]
-
-
-def _check_folder(config: TrainingConfig) -> None:
-    if not config.resume and checkpoint.latest(config.folder) is not None:
-        raise FileExistsError(
-            f"name: expected one without checkpoints, which a new run would replace; "
-            f"{config.folder / 'checkpoints'} has some. Give resume, another name, or delete "
-            f"{config.folder}"
-        )
 
 
 def _every(count: int, step: int) -> bool:
