@@ -101,6 +101,20 @@ def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
     weight = torch.randn(100, 8).bfloat16()
     hidden = torch.randn(5, 8)
     head = HeadChunks(hidden, weight, torch.float32, 5)
-    slices = [columns for columns, _ in head._weight_slices()]
+    slices = [columns for columns, _ in head._weight_slices(100)]
     assert [(c.start, c.stop) for c in slices] == [(0, 30), (30, 60), (60, 90), (90, 100)]
     torch.testing.assert_close(head.logits(hidden), hidden @ weight.float().T)
+
+
+def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):
+    from grpo_kernels import row_chunks
+
+    monkeypatch.setattr(row_chunks, "_CPU_COLUMNS_PER_THREAD", 30)
+    parts = []
+    monkeypatch.setattr(
+        row_chunks, "mm", lambda a, b, out: parts.append(b.shape[1]) or torch.mm(a, b, out=out)
+    )
+    hidden, weight = torch.randn(5, 8), torch.randn(1000, 8)
+    logits = HeadChunks(hidden, weight, torch.float32, 5).logits(hidden)
+    assert max(parts) == 30 * torch.get_num_threads() and sum(parts) == 1000
+    torch.testing.assert_close(logits, hidden @ weight.T)
