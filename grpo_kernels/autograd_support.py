@@ -53,6 +53,11 @@ def scaled_gradient(
     return stored.to(dtype)
 
 
+def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
+    """Of each; what is not there has no gradient, whose dtype then does not matter."""
+    return tuple(torch.float32 if x is None else x.dtype for x in tensors)
+
+
 def eager_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.compiler.disable`, which would import the compiler just to be applied.
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .autograd_support import (
+    dtypes_of,
     eager_only,
     power_of_two_scale,
     refuse_double_backward,
@@ -42,7 +43,7 @@ from .inputs import check_target_ids, flat_tokens
 from .linear_logprobs import LogprobJob, check_head_call, flat_logprobs
 from .metrics import loss_metrics
 from .objective import TokenInputs, token_local
-from .row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
+from .row_chunks import HeadChunks, LowRank, RowPlan, gemm_dtype, plan_rows
 from .tiles import LogitGradInputs, LogitTransform, Tiles
 
 
@@ -58,6 +59,7 @@ def fused_grpo_loss(
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
@@ -96,6 +98,10 @@ def fused_grpo_loss(
             none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
             otherwise by the metrics alone.
         bias: `[V]` or None.
+        low_rank: `inner`, `[B, T, r]` or `[N, r]`, and `outer`, `[V, r]`: adds `inner @ outer.T`
+            to `hidden @ weight.T`, with gradients for both. A LoRA on the head, `inner` being
+            `scaling * lora_A(hidden)` and `outer` the weight of `lora_B`: next to a frozen
+            `weight` it is trained for little more than the frozen head costs.
         config: what loss to compute; `config.one_pass` says whether in one pass or two.
         num_items: the `dapo` average's denominator, int, float or 0-d tensor: the unmasked tokens
             of the whole optimizer step over all ranks, divided by the number of ranks over which
@@ -129,8 +135,9 @@ def fused_grpo_loss(
         size of the ratios, 1 at best), `entropy`, `zero_gradient` (share of tokens), `kl` and
         `kl_max` given `ref_logps`, `clip_low` and `clip_high` (0 where nothing clips), and what
         its options add, by TRL's names (`docs/objectives.md`), and of the sampled backward
-        `columns_kept`, `dense_blocks`, `gradient_noise`; `logps`, float32 in the shape of
-        `targets`, 0 where masked, detached (for differentiable ones see `linear_logprobs`).
+        `columns_kept`, `dense_blocks`, `gradient_noise`; `logps` and `entropy`, float32 in the
+        shape of `targets`, 0 where masked, detached (for differentiable ones see
+        `linear_logprobs`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -145,7 +152,7 @@ def fused_grpo_loss(
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
     call = check_head_call(
-        hidden, weight, bias, targets, cu_seqlens, softcap, logit_scale, backend,
+        hidden, weight, bias, low_rank, targets, cu_seqlens, softcap, logit_scale, backend,
         Sampling.asked_for(backward, tolerance, seed),
     )  # fmt: skip
     layout, checks, tiles = call.layout, call.checks, call.tiles
@@ -171,9 +178,13 @@ def fused_grpo_loss(
         two_pass = LogprobJob(
             call.targets, inputs.mask, transform, tiles, True, chunk_bytes, call.sampling, trained
         )
-        logps, entropy, _, sampled = flat_logprobs(hidden, weight, bias, two_pass, checks)
+        logps, entropy, _, sampled = flat_logprobs(
+            hidden, weight, bias, call.low_rank, two_pass, checks
+        )
         loss, metrics = loss_of_tokens(config, inputs, logps, entropy, tiles)
-        return GRPOLossOutput(loss, metrics | sampled, logps.detach().reshape(layout.shape))
+        assert entropy is not None
+        per_token = (x.detach().reshape(layout.shape) for x in (logps, entropy))
+        return GRPOLossOutput(loss, metrics | sampled, *per_token)
 
     plan = plan_rows(
         inputs.mask,
@@ -188,10 +199,11 @@ def fused_grpo_loss(
         torch.is_grad_enabled(), call.sampling,
     )  # fmt: skip
     loss, *per_token, sampled = _FusedGRPOLoss.apply(
-        hidden.reshape(-1, weight.shape[1]), weight, bias, job
+        hidden.reshape(-1, weight.shape[1]), weight, bias, *call.low_rank, job
     )
     metrics = loss_metrics(config, inputs, *per_token) | sampled
-    return GRPOLossOutput(loss, metrics, per_token[0].reshape(layout.shape))
+    logps, entropy = (x.reshape(layout.shape) for x in per_token[:2])
+    return GRPOLossOutput(loss, metrics, logps, entropy)
 
 
 def _trained_tokens(config: GRPOLossConfig, inputs: TokenInputs, one_pass: bool) -> Tensor | None:
@@ -234,16 +246,23 @@ class _FusedGRPOLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inner: Tensor | None,
+        outer: Tensor | None,
+        job: _Job,
     ) -> tuple[Any, ...]:
-        wants = [g and job.grad_enabled for g in ctx.needs_input_grad[:3]]
+        wants = [g and job.grad_enabled for g in ctx.needs_input_grad[:5]]
+        low_rank = None if inner is None or outer is None else (inner, outer)
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(job.config, job.inputs))
             loss, per_token, gradients, sampled = _loss_and_gradients(
-                hidden, weight, job, scale, wants
+                hidden, weight, low_rank, job, scale, wants
             )
         ctx.save_for_backward(scale, *gradients)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = dtypes_of(hidden, weight, bias, inner, outer)
         ctx.mark_non_differentiable(*(x for x in per_token if x is not None))
         return loss, *per_token, sampled
 
@@ -264,10 +283,15 @@ def _largest_weight(config: GRPOLossConfig, inputs: TokenInputs) -> Tensor:
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor, wants: list[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    low_rank: LowRank | None,
+    job: _Job,
+    scale: Tensor,
+    wants: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...], dict[str, Tensor]]:
     plan, tiles, config = job.plan, job.tiles, job.config
-    head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk)
+    head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk, low_rank)
     sampling = job.sampling if any(wants) else None
     head.want_gradients(
         wants, partial=plan.num_grad_rows < hidden.shape[0], sampled=sampling is not None
@@ -287,8 +311,8 @@ def _loss_and_gradients(
         transform = job.transform.at(rows)
         wants_grad = chunk.needs_grad and any(wants)
 
-        hidden_rows = head.rows(chunk)  # [C, H]
-        logits = head.logits(hidden_rows)  # [C, V], not yet transformed
+        head_rows = head.rows(chunk)
+        logits = head.logits(head_rows)  # [C, V], not yet transformed
         stats = tiles.token_stats(logits, targets, transform, entropy=True)
         policy = tiles.policy_loss(
             config, job.inputs.at(rows), stats.logps, stats.entropy, grad=wants_grad
@@ -304,7 +328,7 @@ def _loss_and_gradients(
             if e is not None:
                 d_entropy[rows] = e
             grads = LogitGradInputs(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
-            gradients.add(chunk, hidden_rows, logits, targets, transform, grads, sampler)
+            gradients.add(chunk, head_rows, logits, targets, transform, grads, sampler)
     sampled = {} if sampler is None else sampler.metrics(gradients.finish())
     per_token = (logps, entropy, *((d_logps, d_entropy) if any(wants) else (None, None)))
     return loss, per_token, head.gradients(), sampled

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd_support import eager_only, refuse_double_backward, scaled_gradient
+from .autograd_support import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
 from .config import GRPOLossConfig
 from .inputs import Layout, ValueChecks, check_tensor, flat_tokens, flatten
 from .metrics import loss_metrics
@@ -21,11 +21,15 @@ from .tiles import Tiles, select_tiles, torch_tiles
 
 
 class GRPOLossOutput(NamedTuple):
-    """`loss`, a float32 scalar; `metrics`, name to 0-d tensor; `logps`, detached float32."""
+    """`loss`, a float32 scalar; `metrics`, name to 0-d tensor; `logps` and `entropy`, per token.
+
+    The latter two are detached, float32, and `entropy` None where it was neither made nor given.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     logps: Tensor
+    entropy: Tensor | None
 
 
 @eager_only
@@ -72,8 +76,8 @@ def grpo_loss(
             which `config.one_pass` is true; the others are torch operations in any case.
 
     Returns:
-        `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` as
-        they came, detached.
+        `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` and
+        `entropy` as they came, detached.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. No value is
@@ -98,7 +102,8 @@ def grpo_loss(
         check_tensor("entropy", entropy, shape=layout.shape, dtypes=dtypes, device=layout.device)
         flat_entropy = flatten(entropy)
     loss, metrics = loss_of_tokens(config, inputs, flatten(logps), flat_entropy, tiles)
-    return GRPOLossOutput(loss, metrics, logps.detach().float())
+    detached = None if entropy is None else entropy.detach().float()
+    return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 
 
 def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
@@ -161,7 +166,7 @@ class _PolicyLoss(torch.autograd.Function):
             )
         d_logps, d_entropy = policy.d_logps, policy.d_entropy
         ctx.save_for_backward(d_logps, d_entropy)
-        ctx.dtypes = (logps.dtype, None if entropy is None else entropy.dtype)
+        ctx.dtypes = dtypes_of(logps, entropy)
         shown = [None if x is None else x.clone() for x in (d_logps, d_entropy)]
         ctx.mark_non_differentiable(*(x for x in shown if x is not None))
         return policy.loss, *shown

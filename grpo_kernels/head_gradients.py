@@ -22,7 +22,7 @@ from .column_sampling import (
     relative_noise,
     row_blocks,
 )
-from .row_chunks import Chunk, HeadChunks, addmm, mm
+from .row_chunks import Chunk, HeadChunks, HeadRows, addmm, mm
 from .tiles import LogitGradInputs, LogitTransform, Tiles
 
 # No estimate of how the noise grows goes further than this, or 1 over it.
@@ -62,7 +62,7 @@ class HeadGradients:
     def add(
         self,
         chunk: Chunk,
-        hidden_rows: Tensor,
+        head_rows: HeadRows,
         logits: Tensor,
         targets: Tensor,
         transform: LogitTransform,
@@ -74,7 +74,7 @@ class HeadGradients:
         if sampler is None or sampler.skips(blocks):
             d_logits = self.head.d_logits_like(logits)
             self.tiles.logit_grads_(logits, targets, transform, grads, out=d_logits)
-            self.head.add_gradients(chunk, hidden_rows, d_logits)
+            self.head.add_gradients(chunk, head_rows, d_logits)
             return
         squares, sums = self.tiles.column_scores(logits, targets, transform, grads, blocks)
         samples, missed = sampler.sample(squares, targets, blocks, self.inflation(sampler))
@@ -85,19 +85,19 @@ class HeadGradients:
                 tile = logits[rows].index_select(1, kept.ids)
                 self.column_sums += block_sums
                 self.add_kept(
-                    chunk.part(rows), hidden_rows[rows], tile, targets[rows], transform.at(rows),
+                    chunk.part(rows), head_rows.at(rows), tile, targets[rows], transform.at(rows),
                     grads.at(rows), kept, sums_known=True,
                 )  # fmt: skip
         for rows in dense_rows(blocks, samples):
             self.add(
-                chunk.part(rows), hidden_rows[rows], logits[rows], targets[rows],
+                chunk.part(rows), head_rows.at(rows), logits[rows], targets[rows],
                 transform.at(rows), grads.at(rows),
             )  # fmt: skip
 
     def add_kept(
         self,
         chunk: Chunk,
-        hidden_rows: Tensor,
+        head_rows: HeadRows,
         logits: Tensor,
         targets: Tensor,
         transform: LogitTransform,
@@ -125,7 +125,7 @@ class HeadGradients:
                 addmm(d_rows, d_logits[:, part], head.weight[ids[part]].to(head.dtype))
             if head.d_weight is not None:
                 share = d_rows.new_empty((part.stop - part.start, head.H))
-                mm(d_logits[:, part].t(), hidden_rows, out=share)
+                mm(d_logits[:, part].t(), head_rows.hidden, out=share)
                 if sums_known and self.mean_hidden is not None:
                     share.addr_(kept_sums[part], self.mean_hidden, alpha=-1)
                 head.d_weight.index_add_(0, ids[part], share)
@@ -135,6 +135,7 @@ class HeadGradients:
         if head.d_hidden is not None:
             self.squares[0] += torch.linalg.vector_norm(d_rows).square()
             head.d_hidden[chunk.rows] = d_rows.to(head.d_hidden.dtype)
+        head.add_low_rank(chunk, head_rows, d_logits, ids)
 
     def _along_mean_row(
         self, d_logits: Tensor, transform: LogitTransform, grads: LogitGradInputs

@@ -328,6 +328,30 @@ def check_head(
             raise ValueError(f"softcap: expected a number > 0, or None; got {softcap}")
 
 
+def check_low_rank(
+    low_rank: object, hidden: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """`inner [N, r]` and `outer [V, r]`, or None twice."""
+    if low_rank is None:
+        return None, None
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
+        raise TypeError(
+            f"low_rank: expected a pair of tensors, inner and outer, or None; got {low_rank!r}"
+        )
+    inner, outer = (
+        check_tensor(f"low_rank[{i}]", x, dtypes=HEAD_DTYPES, device=hidden.device)
+        for i, x in enumerate(low_rank)
+    )
+    if outer.ndim != 2 or outer.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"low_rank[1]: expected shape [{weight.shape[0]}, r]; got {list(outer.shape)}"
+        )
+    expected = [*hidden.shape[:-1], outer.shape[1]]
+    if list(inner.shape) != expected:
+        raise ValueError(f"low_rank[0]: expected shape {expected}; got {list(inner.shape)}")
+    return inner.reshape(-1, outer.shape[1]), outer
+
+
 def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
     """int64 `[N]`."""
     targets = check_tensor("targets", targets, shape=shape, dtypes=_INTEGERS, device=device)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .autograd_support import (
+    dtypes_of,
     eager_only,
     power_of_two_scale,
     refuse_double_backward,
@@ -36,10 +37,11 @@ from .inputs import (
     Layout,
     ValueChecks,
     check_head,
+    check_low_rank,
     check_target_ids,
     check_targets,
 )
-from .row_chunks import Chunk, HeadChunks, RowPlan, gemm_dtype, plan_rows
+from .row_chunks import Chunk, HeadChunks, LowRank, RowPlan, gemm_dtype, plan_rows
 from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
 
 
@@ -61,6 +63,7 @@ def linear_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -85,6 +88,8 @@ def linear_logprobs(
         weight: `[V, H]`, the LM head; a frozen one costs no gradient work.
         targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1.
         bias: `[V]` or None.
+        low_rank: `inner`, `[B, T, r]` or `[N, r]`, and `outer`, `[V, r]`, a LoRA on the head, as in
+            `fused_grpo_loss`.
         mask: of the shape of `targets`, bool or 0/1; None computes every token. Masked positions
             may hold anything, cost nothing, and come back as 0.
         temperature: a number, or one value a token in the shape of `targets`; a constant.
@@ -120,7 +125,7 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     call = check_head_call(
-        hidden, weight, bias, targets, None, softcap, logit_scale, backend,
+        hidden, weight, bias, low_rank, targets, None, softcap, logit_scale, backend,
         Sampling.asked_for(backward, tolerance, seed),
     )  # fmt: skip
     layout, checks = call.layout, call.checks
@@ -130,7 +135,7 @@ def linear_logprobs(
     job = LogprobJob(
         call.targets, flat_mask, transform, call.tiles, entropy, chunk_bytes, call.sampling
     )
-    logps, entropies, logsumexp, _ = flat_logprobs(hidden, weight, bias, job, checks)
+    logps, entropies, logsumexp, _ = flat_logprobs(hidden, weight, bias, call.low_rank, job, checks)
     return LogprobOutput(
         logps.reshape(layout.shape),
         None if entropies is None else entropies.reshape(layout.shape),
@@ -148,6 +153,7 @@ class HeadCall(NamedTuple):
     logit_scale: float
     softcap: float | None
     sampling: Sampling | None
+    low_rank: tuple[Tensor | None, Tensor | None]  # inner [N, r], outer [V, r]
 
     def transform(
         self, bias: Tensor | None, temperature: float | Tensor, mask: Tensor | None
@@ -164,6 +170,7 @@ def check_head_call(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
     targets: Tensor,
     cu_seqlens: Tensor | None,
     softcap: float | None,
@@ -172,11 +179,14 @@ def check_head_call(
     sampling: Sampling | None,
 ) -> HeadCall:
     check_head(hidden, weight, bias, softcap, logit_scale)
+    pair = check_low_rank(low_rank, hidden, weight)
     tiles = select_tiles(backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks()
     layout = Layout.of("targets", targets, cu_seqlens, checks)
-    return HeadCall(tiles, flat_targets, layout, checks, float(logit_scale), softcap, sampling)
+    return HeadCall(
+        tiles, flat_targets, layout, checks, float(logit_scale), softcap, sampling, pair
+    )
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,12 @@ class LogprobJob:
 
 
 def flat_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: LogprobJob, checks: ValueChecks
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor | None, Tensor | None],
+    job: LogprobJob,
+    checks: ValueChecks,
 ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
     """Log-probs, entropy and logsumexp of the rows of `hidden [..., H]`, each `[N]`.
 
@@ -213,7 +228,7 @@ def flat_logprobs(
         chunk_bytes=job.chunk_bytes,
     )
     grad_enabled = torch.is_grad_enabled()
-    return _LinearLogprobs.apply(hidden, weight, bias, job, plan, grad_enabled)
+    return _LinearLogprobs.apply(hidden, weight, bias, *low_rank, job, plan, grad_enabled)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -223,6 +238,8 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        inner: Tensor | None,
+        outer: Tensor | None,
         job: LogprobJob,
         plan: RowPlan,
         grad_enabled: bool,
@@ -230,10 +247,11 @@ class _LinearLogprobs(torch.autograd.Function):
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         dtype = gemm_dtype(hidden, weight)
-        head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
+        operands = (hidden, weight, bias, inner, outer)
+        head = HeadChunks(hidden, weight, dtype, plan.largest_chunk, _low_rank(operands))
         sampler: ColumnSampler | None = None
         samples: list[list[KeptColumns | None]] = []
-        if job.sampling is not None and grad_enabled and any(ctx.needs_input_grad[:3]):
+        if job.sampling is not None and grad_enabled and any(ctx.needs_input_grad[:5]):
             sampler = ColumnSampler(job.sampling, head.V, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in plan.chunks():
@@ -258,7 +276,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     samples.append([None if x is None else x.narrowed() for x in drawn])
         # Kept apart from the outputs, which the caller may change in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
-        ctx.save_for_backward(hidden, weight, bias, *kept)
+        ctx.save_for_backward(*operands, *kept)
         ctx.job, ctx.dtype = job, dtype
         ctx.plan, ctx.samples = plan, None if sampler is None else samples
         ctx.set_materialize_grads(False)
@@ -274,7 +292,7 @@ class _LinearLogprobs(torch.autograd.Function):
         _: Any,
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        hidden, weight, bias, logps, logsumexp, entropy = ctx.saved_tensors
+        *operands, logps, logsumexp, entropy = ctx.saved_tensors
         job: LogprobJob = ctx.job
         d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
         d_prob = d_logps if d_logsumexp is None else d_logps - d_logsumexp.float()
@@ -295,29 +313,28 @@ class _LinearLogprobs(torch.autograd.Function):
             None if d_entropy is None else entropy,
             None if d_entropy is None else scale * d_entropy,
         )
-        wants = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
+        wants = ctx.needs_input_grad[:5]
+        with torch.autocast(logps.device.type, enabled=False):
             if ctx.samples is None:
-                head = _exact_gradients(hidden, weight, job, grads, needed, ctx.dtype, wants)
+                head = _exact_gradients(operands, job, grads, needed, ctx.dtype, wants)
             else:
-                head = _sampled_gradients(hidden, weight, ctx, grads, needed, wants)
-        dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+                head = _sampled_gradients(operands, ctx, grads, needed, wants)
         unscaled = (
             scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
-            for gradient, dtype in zip(head.gradients(), dtypes, strict=True)
+            for gradient, dtype in zip(head.gradients(), dtypes_of(*operands), strict=True)
         )
         return (*unscaled, None, None, None)
 
 
 def _exact_gradients(
-    hidden: Tensor,
-    weight: Tensor,
+    operands: Sequence[Tensor],
     job: LogprobJob,
     grads: LogitGradInputs,
     needed: Tensor,
     dtype: torch.dtype,
     wants: Sequence[bool],
 ) -> HeadChunks:
+    hidden, weight = operands[:2]
     plan = plan_rows(
         needed,
         None,
@@ -326,22 +343,21 @@ def _exact_gradients(
         weight=weight,
         chunk_bytes=job.chunk_bytes,
     )
-    head = HeadChunks(hidden, weight, dtype, plan.largest_chunk)
+    head = HeadChunks(hidden, weight, dtype, plan.largest_chunk, _low_rank(operands))
     head.want_gradients(wants, partial=plan.num_rows < hidden.shape[0])
     gradients = HeadGradients(head, job.tiles)
     for chunk in plan.chunks():
         rows = chunk.rows
-        hidden_rows = head.rows(chunk)
+        head_rows = head.rows(chunk)
         gradients.add(
-            chunk, hidden_rows, head.logits(hidden_rows), job.targets[rows],
+            chunk, head_rows, head.logits(head_rows), job.targets[rows],
             job.transform.at(rows), grads.at(rows),
         )  # fmt: skip
     return head
 
 
 def _sampled_gradients(
-    hidden: Tensor,
-    weight: Tensor,
+    operands: Sequence[Tensor],
     ctx: Any,
     grads: LogitGradInputs,
     needed: Tensor,
@@ -349,6 +365,7 @@ def _sampled_gradients(
 ) -> HeadChunks:
     """From the columns drawn in the forward: their logits alone are made again."""
     job: LogprobJob = ctx.job
+    hidden, weight = operands[:2]
     # Of each block the rows that have a gradient, by their places in the forward's order.
     work: list[tuple[slice, KeptColumns | None]] = []
     place = 0
@@ -369,21 +386,26 @@ def _sampled_gradients(
         (len(r) for r, (_, kept) in zip(rows_of, work, strict=True) if kept is None), default=0
     )
 
-    head = HeadChunks(hidden, weight, ctx.dtype, largest)
+    head = HeadChunks(hidden, weight, ctx.dtype, largest, _low_rank(operands))
     head.want_gradients(wants, partial=True, sampled=True)
     gradients = HeadGradients(head, job.tiles, row_sums=job.transform.softcap is None)
     for rows, (_, kept) in zip(rows_of, work, strict=True):
         if len(rows) == 0:
             continue
         chunk = Chunk(rows, len(rows), True)
-        hidden_rows = head.rows(chunk)
+        head_rows = head.rows(chunk)
         given = (job.targets[rows], job.transform.at(rows), grads.at(rows))
         if kept is None:
-            gradients.add(chunk, hidden_rows, head.logits(hidden_rows), *given)
+            gradients.add(chunk, head_rows, head.logits(head_rows), *given)
         else:
-            logits = head.logits_of(hidden_rows, kept.ids.long())
-            gradients.add_kept(chunk, hidden_rows, logits, *given, kept)
+            logits = head.logits_of(head_rows, kept.ids.long())
+            gradients.add_kept(chunk, head_rows, logits, *given, kept)
     return head
+
+
+def _low_rank(operands: Sequence[Tensor | None]) -> LowRank | None:
+    inner, outer = operands[3:]
+    return None if inner is None or outer is None else (inner, outer)
 
 
 def _power_of_two_scale_of(gradients: list[Tensor], needed: Tensor) -> Tensor:

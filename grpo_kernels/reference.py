@@ -23,12 +23,16 @@ def linear_logits(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`, `[..., V]`."""
+    """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`."""
     logits = hidden @ weight.to(hidden.dtype).T
+    if low_rank is not None:
+        inner, outer = (x.to(hidden.dtype) for x in low_rank)
+        logits = logits + inner @ outer.T
     if bias is not None:
         logits = logits + bias.to(hidden.dtype)
     logits = logits * logit_scale
@@ -51,6 +55,7 @@ def linear_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -62,12 +67,15 @@ def linear_logprobs(
     active = mask.bool()
     # What a masked position holds must not reach a sum, even as NaN times 0.
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
+    if low_rank is not None:
+        low_rank = (low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0), low_rank[1])
     if isinstance(temperature, Tensor):
         temperature = temperature.masked_fill(~active, 1.0)
     logits = linear_logits(
         hidden,
         weight,
         bias=bias,
+        low_rank=low_rank,
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
@@ -108,7 +116,8 @@ def grpo_loss(
     loss = policy_loss(config, inputs, flat, flat_entropy)
     d_logps, d_entropy = _gradients(loss, flat, flat_entropy)
     metrics = loss_metrics(config, inputs, flat, flat_entropy, d_logps, d_entropy)
-    return GRPOLossOutput(loss, metrics, logps.detach())
+    detached = None if entropy is None else entropy.detach()
+    return GRPOLossOutput(loss, metrics, logps.detach(), detached)
 
 
 def _gradients(
@@ -135,6 +144,7 @@ def fused_grpo_loss(
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
@@ -149,6 +159,7 @@ def fused_grpo_loss(
         weight,
         targets,
         bias=bias,
+        low_rank=low_rank,
         mask=mask,
         temperature=config.temperature if temperature is None else temperature,
         logit_scale=logit_scale,

@@ -31,6 +31,10 @@ _CPU_GATHER_BYTES = 2 << 20
 _GPU_GATHER_BYTES = 128 << 20
 
 
+# `inner [N, r]` and `outer [V, r]`: the logits are `hidden @ weight.T + inner @ outer.T`.
+LowRank = tuple[Tensor, Tensor]
+
+
 class Chunk(NamedTuple):
     """Some rows of the caller's tensors: a slice when they lie together, else their ids."""
 
@@ -159,6 +163,16 @@ def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
+class HeadRows(NamedTuple):
+    """Some rows of what enters the head."""
+
+    hidden: Tensor  # [C, H], in the dtype of the GEMMs' operands
+    inner: Tensor | None  # [C, r], float32
+
+    def at(self, rows: slice) -> HeadRows:
+        return HeadRows(self.hidden[rows], None if self.inner is None else self.inner[rows])
+
+
 class HeadChunks:
     """The linear head in chunks of rows: logits, and the gradients of what made them.
 
@@ -166,10 +180,22 @@ class HeadChunks:
         hidden: `[N, H]`; weight: `[V, H]`; both of any head dtype.
         dtype: of the GEMMs' operands, from `gemm_dtype`.
         max_rows: the most rows a chunk will have; sizes the one buffer of logits.
+        low_rank: `inner [N, r]` and `outer [V, r]`, whose product is added to that of the others.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, max_rows: int) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        dtype: torch.dtype,
+        max_rows: int,
+        low_rank: LowRank | None = None,
+    ) -> None:
         self.hidden, self.dtype = hidden, dtype
+        self.inner: Tensor | None = None
+        self.outer: Tensor | None = None
+        if low_rank is not None:
+            self.inner, self.outer = low_rank
         self.V, self.H = weight.shape
         # Autocast narrows the weight once; the other way, float32 from bf16, goes by slices.
         narrows = dtype.itemsize < weight.dtype.itemsize
@@ -182,18 +208,20 @@ class HeadChunks:
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
+        self.d_inner: Tensor | None = None
+        self.d_outer: Tensor | None = None
         self.sampled = False
         self._weight_written = False
 
     def want_gradients(
         self, wants: Sequence[bool], *, partial: bool, sampled: bool = False
     ) -> None:
-        """Makes room for the gradients of hidden, weight, bias, as asked for.
+        """Makes room for the gradients of hidden, weight, bias, inner, outer, as asked for.
 
         `partial`: not every row will be added; `sampled`: nor every column.
         """
         self.sampled = sampled
-        hidden, weight, bias = wants
+        hidden, weight, bias, inner, outer = wants
         empty, zeros = self.hidden.new_empty, self.hidden.new_zeros
         if hidden:
             self.d_hidden = (zeros if partial else empty)(self.hidden.shape)
@@ -202,25 +230,35 @@ class HeadChunks:
             self._weight_written = sampled
         if bias:
             self.d_bias = zeros(self.V, dtype=torch.float32)
+        if inner and self.inner is not None:
+            self.d_inner = torch.zeros_like(self.inner)
+        if outer and self.outer is not None:
+            self.d_outer = zeros(self.outer.shape, dtype=torch.float32)
 
-    def rows(self, chunk: Chunk) -> Tensor:
-        return self.hidden[chunk.rows].to(self.dtype)
+    def rows(self, chunk: Chunk) -> HeadRows:
+        inner = None if self.inner is None else self.inner[chunk.rows].float()
+        return HeadRows(self.hidden[chunk.rows].to(self.dtype), inner)
 
-    def logits(self, hidden_rows: Tensor) -> Tensor:
-        """`hidden_rows @ weight.T` in float32 `[C, V]`; overwrites the logits of the last call."""
-        out = self._buffer[: hidden_rows.shape[0], : self.V]
+    def logits(self, rows: HeadRows) -> Tensor:
+        """The rows' logits in float32 `[C, V]`; overwrites the logits of the last call."""
+        out = self._buffer[: len(rows.hidden), : self.V]
         at_once = self.V
         if self.hidden.device.type == "cpu":
             at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
         for columns, weight in self._weight_slices(at_once):
-            mm(hidden_rows, weight.t(), out=out[:, columns])
+            mm(rows.hidden, weight.t(), out=out[:, columns])
+        if rows.inner is not None and self.outer is not None:
+            # In float32: it costs little, and an adapter's steps are smaller than bf16's.
+            addmm(out, rows.inner, self.outer.float().t())
         return out
 
-    def logits_of(self, hidden_rows: Tensor, ids: Tensor) -> Tensor:
+    def logits_of(self, rows: HeadRows, ids: Tensor) -> Tensor:
         """The logits of some columns alone, float32 `[R, K]`, in memory of their own."""
-        out = hidden_rows.new_empty((hidden_rows.shape[0], len(ids)), dtype=torch.float32)
+        out = rows.hidden.new_empty((len(rows.hidden), len(ids)), dtype=torch.float32)
         for part in self.gathers(len(ids)):
-            mm(hidden_rows, self.weight[ids[part]].to(self.dtype).t(), out=out[:, part])
+            mm(rows.hidden, self.weight[ids[part]].to(self.dtype).t(), out=out[:, part])
+        if rows.inner is not None and self.outer is not None:
+            addmm(out, rows.inner, self.outer[ids].float().t())
         return out
 
     def d_logits_like(self, logits: Tensor) -> Tensor:
@@ -232,24 +270,46 @@ class HeadChunks:
         rows = slice(first, first + logits.shape[0])
         return self._buffer[rows].view(self.dtype)[:, : self.V]
 
-    def add_gradients(self, chunk: Chunk, hidden_rows: Tensor, d_logits: Tensor) -> None:
+    def add_gradients(self, chunk: Chunk, rows: HeadRows, d_logits: Tensor) -> None:
         """Adds the chunk's share of every gradient asked for."""
         if self.d_hidden is not None:
-            d_rows = self.hidden.new_empty(hidden_rows.shape, dtype=torch.float32)
+            d_rows = self.hidden.new_empty(rows.hidden.shape, dtype=torch.float32)
             for index, (columns, weight) in enumerate(self._weight_slices(self.V)):
                 addmm(d_rows, d_logits[:, columns], weight, beta=float(index > 0))
             self.d_hidden[chunk.rows] = d_rows.to(self.d_hidden.dtype)
         if self.d_weight is not None:
-            addmm(self.d_weight, d_logits.t(), hidden_rows, beta=float(self._weight_written))
+            addmm(self.d_weight, d_logits.t(), rows.hidden, beta=float(self._weight_written))
             self._weight_written = True
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
+        self.add_low_rank(chunk, rows, d_logits, None)
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden (in its dtype), weight and bias (float32); None where not asked for."""
+    def add_low_rank(
+        self, chunk: Chunk, rows: HeadRows, d_logits: Tensor, ids: Tensor | None
+    ) -> None:
+        """The share of inner and outer, from the gradient of all logits or of the columns `ids`."""
+        if self.d_inner is not None and self.outer is not None:
+            outer = (self.outer if ids is None else self.outer[ids]).to(self.dtype)
+            d_rows = self.hidden.new_empty((len(d_logits), outer.shape[1]), dtype=torch.float32)
+            mm(d_logits, outer, out=d_rows)
+            self.d_inner[chunk.rows] = d_rows.to(self.d_inner.dtype)
+        if self.d_outer is not None and rows.inner is not None:
+            inner = rows.inner.to(self.dtype)
+            if ids is None:
+                addmm(self.d_outer, d_logits.t(), inner)
+            else:
+                share = self.d_outer.new_empty((len(ids), inner.shape[1]))
+                mm(d_logits.t(), inner, out=share)
+                self.d_outer.index_add_(0, ids, share)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Of hidden, weight, bias, inner and outer; None where not asked for.
+
+        Those of hidden and inner in their dtype, the others in float32.
+        """
         if self.d_weight is not None and not self._weight_written:
             self.d_weight.zero_()
-        return self.d_hidden, self.d_weight, self.d_bias
+        return self.d_hidden, self.d_weight, self.d_bias, self.d_inner, self.d_outer
 
     def gathers(self, count: int) -> Iterator[slice]:
         """As many rows of W as are gathered at a time, of `count`."""

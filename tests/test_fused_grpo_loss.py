@@ -298,7 +298,9 @@ def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     made = []
     original = HeadChunks.logits
     monkeypatch.setattr(
-        HeadChunks, "logits", lambda self, rows: made.append(len(rows)) or original(self, rows)
+        HeadChunks,
+        "logits",
+        lambda self, rows: made.append(len(rows.hidden)) or original(self, rows),
     )
     options = objective_options(objective)
     batch, cfg = make_batch(), options["config"]

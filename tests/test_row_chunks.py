@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.inputs import ValueChecks
-from grpo_kernels.row_chunks import HeadChunks, RowPlan, gemm_dtype, plan_rows
+from grpo_kernels.row_chunks import HeadChunks, HeadRows, RowPlan, gemm_dtype, plan_rows
 
 
 def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
@@ -103,7 +103,7 @@ def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
     head = HeadChunks(hidden, weight, torch.float32, 5)
     slices = [columns for columns, _ in head._weight_slices(100)]
     assert [(c.start, c.stop) for c in slices] == [(0, 30), (30, 60), (60, 90), (90, 100)]
-    torch.testing.assert_close(head.logits(hidden), hidden @ weight.float().T)
+    torch.testing.assert_close(head.logits(HeadRows(hidden, None)), hidden @ weight.float().T)
 
 
 def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):
@@ -115,6 +115,6 @@ def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeyp
         row_chunks, "mm", lambda a, b, out: parts.append(b.shape[1]) or torch.mm(a, b, out=out)
     )
     hidden, weight = torch.randn(5, 8), torch.randn(1000, 8)
-    logits = HeadChunks(hidden, weight, torch.float32, 5).logits(hidden)
+    logits = HeadChunks(hidden, weight, torch.float32, 5).logits(HeadRows(hidden, None))
     assert max(parts) == 30 * torch.get_num_threads() and sum(parts) == 1000
     torch.testing.assert_close(logits, hidden @ weight.T)
