@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..integrations.head import head_of
 from ..row_chunks import default_chunk_bytes
 from .config import DTYPES, TrainingConfig, parse_config
 from .loading import finding, prepared
-from .policy import Batch, Policy, head_of
+from .policy import Batch, Policy
 
 GIB = 2**30
 

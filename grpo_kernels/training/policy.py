@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from .rollout import end_tokens, evaluating, pad
+from ..integrations.head import head_of, register_with_zero3, unadapted
+from .rollout import end_tokens, pad
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,6 @@ class Batch:
         return Batch(prompt_ids, prompt_mask, torch.tensor(of, device=device), ids, mask)
 
 
-class Head(NamedTuple):
-    """The last linear layer, and what the model does to its output."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    logit_scale: float
-
-
 class Policy(nn.Module):
     """`policy("loss" | "logps" | "generate" | "hidden", ...)`: see the methods of these names.
 
@@ -63,7 +55,7 @@ class Policy(nn.Module):
         self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # By which accelerate tells what FSDP is to shard one by one.
         self._no_split_modules = getattr(unadapted(model), "_no_split_modules", None)
-        _register_with_zero3(self, head_of(model).weight)
+        register_with_zero3(self, head_of(model).weight)
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
         methods: dict[str, Callable[..., Any]] = {
@@ -78,8 +70,8 @@ class Policy(nn.Module):
         """`fused_grpo_loss` of the completions, whose options it takes; `[B, T]` log-probs."""
         hidden, head = self.hidden(batch), head_of(self.model)
         out = fused_grpo_loss(
-            hidden, head.weight, batch.completions, advantages, batch.mask, bias=head.bias,
-            softcap=head.softcap, logit_scale=head.logit_scale, config=config, **options,
+            hidden, head.weight, batch.completions, advantages, batch.mask, config=config,
+            **head.arguments(hidden), **options,
         )  # fmt: skip
         return out.loss, out.metrics, out.logps
 
@@ -88,9 +80,8 @@ class Policy(nn.Module):
         """`linear_logprobs` of the completions: `[B, T]` log-probs, and entropy if asked for."""
         hidden, head = self.hidden(batch), head_of(self.model)
         out = linear_logprobs(
-            hidden, head.weight, batch.completions, mask=batch.mask, bias=head.bias,
-            softcap=head.softcap, logit_scale=head.logit_scale, temperature=temperature,
-            entropy=entropy,
+            hidden, head.weight, batch.completions, mask=batch.mask, temperature=temperature,
+            entropy=entropy, **head.arguments(hidden),
         )  # fmt: skip
         return out.logps, out.entropy
 
@@ -165,49 +156,6 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def unadapted(model: Any) -> Any:
-    """The transformers model inside a PEFT one, whose layers have the adapters in them."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def head_of(model: Any) -> Head:
-    model = unadapted(model)
-    layer, config = model.get_output_embeddings(), model.config.get_text_config()
-    if type(layer) is not nn.Linear:
-        raise ValueError(
-            f"model: expected an output layer that is a torch.nn.Linear; got "
-            f"{type(layer).__name__} (adapters on the head are not supported)"
-        )
-    scale = getattr(config, "logit_scale", None)  # Cohere multiplies, Granite divides
-    scale = 1.0 / getattr(config, "logits_scaling", 1.0) if scale is None else scale
-    return Head(
-        layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), float(scale)
-    )
-
-
-@torch.no_grad()
-def check_head(policy: Policy, ids: Tensor) -> None:
-    """Compares the head, as the loss will use it, with the model's own logits on a prompt.
-
-    Raises:
-        ValueError: the model does something to its logits that is not known here.
-    """
-    model, head = unadapted(policy.model), head_of(policy.model)
-    ids = ids.to(head.weight.device)
-    with evaluating(model):
-        logits = model(ids).logits.double()
-        states = model.base_model(ids, use_cache=False).last_hidden_state.to(head.weight.dtype)
-    mine = torch.nn.functional.linear(states, head.weight, head.bias).double() * head.logit_scale
-    if head.softcap is not None:
-        mine = head.softcap * torch.tanh(mine / head.softcap)
-    worst = float((mine - logits).abs().max() / logits.abs().max().clamp(min=1e-6))
-    if not worst < 0.05:
-        raise ValueError(
-            f"model: expected logits that are a linear layer of the last states, scaled and capped "
-            f"as its config says; those of {type(model).__name__} are off by {worst:.1%}"
-        )
-
-
 def why_not_shared(model: Any) -> str | None:
     """Why the model's cache can not carry a prompt over to its completions; None if it can."""
     from transformers import DynamicCache
@@ -221,11 +169,3 @@ def why_not_shared(model: Any) -> str | None:
     layers = DynamicCache(config=model.config.get_text_config()).layers
     other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), "")
     return f"{type(model).__name__} has a {other} in its cache" if other else None
-
-
-def _register_with_zero3(policy: nn.Module, weight: Tensor) -> None:
-    """ZeRO-3 gathers a module's own parameters around its forward; the head is used outside."""
-    if hasattr(weight, "ds_id"):
-        import deepspeed
-
-        deepspeed.zero.register_external_parameter(policy, weight)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..integrations.head import evaluating
 
 
 @dataclass(frozen=True)
@@ -147,18 +148,6 @@ class ContinuousBatchingRollout:
             completion(list(result.generated_tokens), eos, sampling, self.tokenizer)
             for _, result in ordered
         ]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No module in training mode, in which layers that are checkpointed take no cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def end_tokens(model: Any) -> list[int]:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
+from ..integrations.head import check_head
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
 from .config import TrainingConfig
 from .data import Problem, in_order
 from .evaluate import Evaluation, accuracy_of
 from .loading import check_folder
-from .policy import Batch, Policy, check_head, without_dropout
+from .policy import Batch, Policy, without_dropout
 from .rewards import Reward, is_right, named, reward_table, weighed
 from .rollout import (
     Completion,
@@ -106,7 +107,7 @@ class Trainer:
         self.judged = all("answer" in problem for problem in self.train_problems)
         self.reference = self._make_reference(model)
         policy = without_dropout(Policy(model, share_prompts=config.share_prompts))
-        check_head(policy, torch.tensor([self._encode(self.train_problems[0])]))
+        check_head(policy.model, torch.tensor([self._encode(self.train_problems[0])]))
         trained = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
