@@ -62,6 +62,11 @@ class FusedHeadOutput(ModelOutput):
     metrics: dict[str, Tensor] | None = None
     aux_loss: Tensor | None = None
 
+    @property
+    def log_probs(self) -> Tensor | None:
+        """`logps`, by TRL's name."""
+        return self.logps
+
 
 @dataclass
 class _Attached:
@@ -73,7 +78,12 @@ class _Attached:
 
 
 def attach_fused_head(
-    model: Any, *, float32: bool = False, check: bool = True, **options: Any
+    model: Any,
+    *,
+    keyword: str = "fused_head",
+    float32: bool = False,
+    check: bool = True,
+    **options: Any,
 ) -> None:
     """Gives a causal language model a second way to be called, `fused_head=True`.
 
@@ -95,6 +105,7 @@ def attach_fused_head(
         model: a causal language model of transformers whose logits are a linear layer of its last
             states (biased, scaled, capped as the config says), or PEFT around one: LoRA, on the
             body and on the head. Not yet wrapped by DDP, FSDP2 or DeepSpeed.
+        keyword: the name of the argument that asks for it.
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, which takes one forward.
         options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
@@ -124,8 +135,8 @@ def attach_fused_head(
 
     # With the signature that generate and the Trainer look at.
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_head:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.pop(keyword, False):
             return getattr(self, _ATTRIBUTE).own_forward(*args, **kwargs)
         return _fused_forward(self, getattr(self, _ATTRIBUTE), args, kwargs)
 

@@ -1,0 +1,308 @@
+"""TRL's trainer and the drop-in from the same seed: the same losses, norms, metrics, weights."""
+
+import functools
+import tempfile
+
+import pytest
+import torch
+import transformers
+from test_transformers import LORAS, family_model
+from tiny_models import make_tokenizer
+
+pytest.importorskip("trl", reason="needs the extra 'test'")
+import datasets
+from peft import LoraConfig, PromptTuningConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+STEPS = 3
+TOLERANCE = 1e-5
+CLOCK = ("runtime", "per_second", "time", "flos")
+
+# Two updates of each batch, so that ratios are clipped; two micro-batches an update.
+TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
+# id: (options of GRPOConfig, whether the gradient is made in one pass)
+CASES = {
+    **{
+        name: ({"loss_type": name, **TWICE}, name != "vespo")
+        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")
+    },
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5, **TWICE}, True),
+    "on_policy": ({}, True),
+    "kl": ({"beta": 0.1, **TWICE}, True),
+    "kl_uncorrected": ({"beta": 0.1, "use_bias_correction_kl": False, **TWICE}, True),
+    "delta": ({"delta": 1.1, "epsilon": 0.3, "epsilon_high": 0.4, **TWICE}, True),
+    "sequence": ({"importance_sampling_level": "sequence", "loss_type": "grpo", **TWICE}, False),
+    "temperature": ({"temperature": 0.7, **TWICE}, True),
+    "top_entropy": ({"top_entropy_quantile": 0.4, **TWICE}, False),
+    "entropy_bonus": ({"entropy_coef": 0.1, **TWICE}, True),
+    "entropy_bonus_grpo": ({"entropy_coef": 0.1, "loss_type": "grpo", **TWICE}, True),
+    "adaptive_entropy": (
+        {"use_adaptive_entropy": True, "entropy_target": 3.0, "entropy_coef": 0.02, **TWICE},
+        True,
+    ),
+    "off_policy": ({"off_policy_mask_threshold": 1e-3, **TWICE}, False),
+    "truncated": ({"mask_truncated_completions": True, **TWICE}, True),
+    "accumulation": ({"gradient_accumulation_steps": 4, "loss_type": "bnpo"}, True),
+    "several_steps_a_generation": ({"steps_per_generation": 4, **TWICE}, True),
+    "float32_head": ({"cast_lm_head_to_fp32": True, **TWICE}, True),
+    "checkpointed": ({"gradient_checkpointing": True}, True),
+}
+
+
+def noise(completions, **_):
+    """Depends on the words alone, and seldom twice the same."""
+    return [float(sum(map(ord, text)) % 17) for text in completions]
+
+
+def arguments_of(folder, **options):
+    return GRPOConfig(**{
+        "output_dir": str(folder), "max_steps": STEPS, "use_cpu": True, "bf16": False,
+        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4,
+        "max_completion_length": 6, "learning_rate": 0.05, "optim": "sgd", "logging_steps": 1,
+        "lr_scheduler_type": "constant", "save_strategy": "no", "disable_tqdm": True,
+        "gradient_checkpointing": False, "max_grad_norm": 1.0, "seed": 0, **options,
+    })  # fmt: skip
+
+
+def prompts(count=24):
+    return datasets.Dataset.from_list([{"prompt": f"{i} + {i % 5} ="} for i in range(count)])
+
+
+def decided_model(family):
+    """That has its favourites, the end of a completion among them."""
+    model = family_model(family)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head.mul_(3.0)
+        head[0].mul_(8.0)
+    return model
+
+
+@functools.cache
+def folder_of(family):
+    """Of the model, stored, as TRL loads its reference from there."""
+    folder = tempfile.mkdtemp()
+    model = decided_model(family)
+    # With it generate fails, in transformers; TRL asks for the routers' logits itself.
+    model.config.output_router_logits = False
+    model.save_pretrained(folder)
+    return folder
+
+
+def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=False, **options):
+    """What a run logged, the losses unrounded, and the weights it ends with."""
+    given = {k: options.pop(k) for k in ("peft_config", "head_options") if k in options}
+    losses = []
+
+    class Watched(trainer_class):
+        def _compute_loss(self, model, inputs):
+            if injected is not None:
+                inputs = inputs | injected(self, inputs)
+            try:
+                loss = super()._compute_loss(model, inputs)
+            finally:
+                self.use_vllm = False
+            losses.append(loss.item())
+            return loss
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder_of(family), dtype=torch.float32
+    )
+    arguments = arguments_of(folder, **options)
+    if evaluate:
+        arguments.eval_strategy, arguments.eval_steps = "steps", 1
+        given["eval_dataset"] = prompts(4)
+    torch.manual_seed(0)
+    trainer = Watched(
+        model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
+        processing_class=make_tokenizer(), **given,
+    )  # fmt: skip
+    trainer.train()
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return losses, trainer.state.log_history, weights
+
+
+def assert_same_run(mine, theirs):
+    (losses, log, weights), (wanted_losses, wanted_log, wanted_weights) = mine, theirs
+    assert len(losses) == len(wanted_losses) >= STEPS
+    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(log) == len(wanted_log)
+    compared = 0
+    for row, wanted in zip(log, wanted_log, strict=True):
+        assert row.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if any(word in name for word in CLOCK):
+                continue
+            if value is None or value != value:
+                assert str(row[name]) == str(value), name
+                continue
+            error = abs(row[name] - value) / max(1.0, abs(value))
+            assert error <= TOLERANCE, (name, row[name], value)
+            compared += 1
+    assert compared > 10 * STEPS
+    assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
+    for name, weight in wanted_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """The calls whose gradient was made in one pass."""
+    made = []
+    original = integration._OnePass.__init__
+
+    def counted(self, *args):
+        made.append(args)
+        original(self, *args)
+
+    monkeypatch.setattr(integration._OnePass, "__init__", counted)
+    return made
+
+
+def compare(tmp_path, **options):
+    theirs = trained(GRPOTrainer, tmp_path / "theirs", **options)
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
+    assert_same_run(mine, theirs)
+    if "family" not in options:
+        lengths = (row.get("completions/min_length", 6) for row in mine[1])
+        assert min(lengths) < 6, "nothing was padded"
+    return mine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, tmp_path, one_pass):
+    options, expected = CASES[case]
+    if options.get("cast_lm_head_to_fp32"):
+        options = {**options, "family": "llama"}  # tied
+    losses, log, _ = compare(tmp_path, **options)
+    assert len(one_pass) == (len(losses) if expected else 0)
+    if case in ("grpo", "delta"):  # else clipping was not looked at
+        assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)
+
+
+@pytest.mark.parametrize("family", ("gemma2", "cohere", "granite", "gpt2"))
+def test_models_that_scale_or_cap(family, tmp_path):
+    compare(tmp_path, family=family)
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_experts(loss_type, tmp_path):
+    """Their load-balancing loss and its gradient are TRL's."""
+    _, log, _ = compare(
+        tmp_path, family="qwen3_moe", loss_type=loss_type, gradient_accumulation_steps=2
+    )
+    assert log[0]["aux_loss"] > 0
+
+
+def test_evaluation(tmp_path):
+    _, log, _ = compare(tmp_path, evaluate=True)
+    assert any("eval_loss" in row for row in log)
+
+
+def test_lora(tmp_path):
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
+    compare(tmp_path, peft_config=lora, beta=0.1, **TWICE)
+
+
+def sampler_s_mismatch(level):
+    def inject(trainer, inputs):
+        trainer.use_vllm = True
+        g = torch.Generator().manual_seed(1)
+        ratio = torch.rand(inputs["completion_mask"].shape, generator=g) * 2
+        ratio = ratio[:, :1] if level == "sequence" else ratio
+        ratio[:1] = 0.0
+        return {"importance_sampling_ratio": ratio}
+
+    return inject
+
+
+@pytest.mark.parametrize("level", ("token", "sequence"))
+@pytest.mark.parametrize("loss_type", ("dapo", "cispo", "sapo", "vespo"))
+def test_the_sampler_s_correction(loss_type, level, tmp_path):
+    compare(tmp_path, loss_type=loss_type, injected=sampler_s_mismatch(level), beta=0.1, **TWICE)
+
+
+def a_tool_s_words(trainer, inputs):
+    spoken = torch.ones_like(inputs["completion_mask"])
+    spoken[:, 2:4] = 0
+    return {"tool_mask": spoken}
+
+
+def advantages_of_tokens(trainer, inputs):
+    g = torch.Generator().manual_seed(1)
+    return {"advantages": torch.randn(inputs["completion_mask"].shape, generator=g)}
+
+
+@pytest.mark.parametrize("injected", (a_tool_s_words, advantages_of_tokens))
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_what_else_is_passed_on(loss_type, injected, tmp_path):
+    compare(tmp_path, loss_type=loss_type, injected=injected, **TWICE)
+
+
+def test_patched(tmp_path):
+    theirs = trained(GRPOTrainer, tmp_path / "a")
+    own = GRPOTrainer._compute_loss
+    with patch_trl():
+        assert GRPOTrainer._compute_loss is not own
+        assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
+    assert GRPOTrainer._compute_loss is own
+    patched = patch_trl(backward="sampled", tolerance=0.5)
+    losses, log, _ = trained(GRPOTrainer, tmp_path / "c")
+    assert losses[0] == pytest.approx(theirs[0][0], abs=1e-5)
+    assert log[0]["grad_norm"] != pytest.approx(theirs[1][0]["grad_norm"], rel=1e-4)
+    patched.undo()
+    patched.undo()
+    assert GRPOTrainer._compute_loss is own
+    assert_same_run(trained(GRPOTrainer, tmp_path / "d"), theirs)
+
+
+def test_lora_on_the_head_is_trained(tmp_path):
+    """Which TRL's own head, reading the layer's weight alone, leaves out."""
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
+    *_, weights = trained(FusedGRPOTrainer, tmp_path, peft_config=lora)
+    outer = [w for name, w in weights.items() if "lm_head.lora_B" in name]
+    assert len(outer) == 1 and outer[0].abs().max() > 0
+
+
+def test_a_loss_that_is_not_known_is_refused(tmp_path):
+    class Other(FusedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    own = GRPOTrainer._compute_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * own(*args) + 0.1)
+        with pytest.raises(RuntimeError, match="loss: expected TRL's"):
+            trained(Other, tmp_path)
+
+
+def test_virtual_tokens_are_refused(tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="peft_config: expected adapters inside the layers"):
+        trained(FusedGRPOTrainer, tmp_path, peft_config=config)
+
+
+def test_a_cast_of_an_adapted_head_is_refused(tmp_path):
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32: expected False"):
+        trained(FusedGRPOTrainer, tmp_path, peft_config=lora, cast_lm_head_to_fp32=True)
+
+
+def test_unknown_option_of_the_head(tmp_path):
+    with pytest.raises(TypeError, match="backwards: expected one of"):
+        trained(FusedGRPOTrainer, tmp_path, head_options={"backwards": "sampled"})
+
+
+@pytest.mark.parametrize("version", ("1.15.2", "1.17.0", "2.0.0", "0.16.0"))
+def test_other_versions(version, monkeypatch):
+    monkeypatch.delenv("GRPO_KERNELS_ANY_TRL", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'trl==1\.16\.\*'"):
+        integration.check_version(version)
+    monkeypatch.setenv("GRPO_KERNELS_ANY_TRL", "1")
+    with pytest.warns(UserWarning, match="expected TRL 1.16"):
+        integration.check_version(version)
+    integration.check_version("1.16.3")
