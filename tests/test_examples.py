@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_models import make_model
 
+import examples
 from benchmarks import sampled_training
 from examples import custom_reward, multi_iteration, smollm, train_additions, train_gsm8k
 from grpo_kernels.training import rewards
@@ -39,8 +40,54 @@ def test_runs(example, options, tiny_model, tmp_path):
 
 
 def test_short_ones_are_short():
-    for example in (custom_reward, multi_iteration):
-        assert len(Path(example.__file__).read_text().splitlines()) < 80
+    for example, most in ((custom_reward, 80), (multi_iteration, 80), ("lightning_grpo", 150)):
+        path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None
+        assert len((path or Path(example.__file__)).read_text().splitlines()) <= most
+
+
+def test_with_trl(tiny_model, tmp_path):
+    pytest.importorskip("trl", reason="needs the extra 'peers'")
+    from examples import trl_gsm8k
+
+    small = ("--steps", "1", "--num_generations", "2", "--max_completion_length", "5")
+    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    logs = []
+    for stock in ((), ("--stock",)):
+        trainer = trl_gsm8k.main([*where, *small, *stock])
+        logs.append(trainer.state.log_history[0])
+        assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
+    for name in ("loss", "grad_norm", "entropy", "rewards/tags/mean"):
+        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
+    assert trl_gsm8k.texts([[{"role": "assistant", "content": "4"}], "5"]) == ["4", "5"]
+
+
+def test_with_lightning(tiny_model, monkeypatch):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    from examples import lightning_grpo
+
+    rollouts, steps = [], []
+
+    def noise(prompts, completions, **_):
+        rollouts.append(completions)
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    original = lightning_grpo.GRPO.training_step
+
+    def step(self, batch, index):
+        loss = original(self, batch, index)
+        off = [p for name, p in self.model.named_parameters() if "lora_B" in name]
+        steps.append((loss.item(), dict(self.trainer.callback_metrics), off[0].abs().sum().item()))
+        return loss
+
+    monkeypatch.setattr(lightning_grpo, "addition", noise)
+    monkeypatch.setattr(lightning_grpo.GRPO, "training_step", step)
+    trainer = lightning_grpo.main(["--model", str(tiny_model), "--rollouts", "2"])
+    # Two rollouts of 32, each seen twice in minibatches of 16.
+    assert len(rollouts) == 2 and len(rollouts[0]) == 32 and trainer.global_step == len(steps) == 8
+    assert steps[0][2] == 0 < steps[-1][2]
+    ratios = [float(metrics["ratio_max"]) for _, metrics, _ in steps]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4) and max(ratios[1:4]) > 1.001
+    assert abs(float(steps[0][1]["kl"])) < 1e-6 < float(steps[-1][1]["kl"])
 
 
 def test_the_head_is_trained_if_asked_for(tiny_model):

@@ -152,7 +152,7 @@ class FusedLinearGRPOLoss(nn.Module):
         ref = self._reference(
             selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias
         )
-        arguments: dict[str, Tensor | None] = {
+        arguments: dict[str, Any] = {
             "old_logps": old_per_token_logps, "ref_logps": ref,
         }  # fmt: skip
         if vllm_is_ratio is not None:
@@ -197,8 +197,8 @@ def _corrected(
     ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    arguments: dict[str, Tensor | None],
-) -> tuple[GRPOLossConfig, Tensor, dict[str, Tensor | None]]:
+    arguments: dict[str, Any],
+) -> tuple[GRPOLossConfig, Tensor, dict[str, Any]]:
     if config.loss_type != "vespo":
         # The losses are linear in the advantages, but for their sign, and the ratio is >= 0.
         if advantages.ndim == 1:

@@ -1,0 +1,146 @@
+"""GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
+
+    pip install 'grpo_kernels[train,lightning]'
+    python examples/lightning_grpo.py [--rollouts 8] [--model NAME]
+
+Lightning asks for the next minibatch, and the dataset samples: one rollout of the policy as it is
+then, mu times over, in minibatches. `training_step` is one call of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from examples import smollm
+from grpo_kernels import GRPOLossConfig, group_advantages
+from grpo_kernels.integrations.head import evaluating
+from grpo_kernels.integrations.transformers import attach_fused_head
+from grpo_kernels.training.data import ADDITION
+from grpo_kernels.training.rewards import addition
+
+Reward = Callable[..., Sequence[float | None]]
+Batch = dict[str, Tensor]
+
+
+class GRPO(lightning.LightningModule):
+    """A policy with adapters, which is its own reference with them off."""
+
+    def __init__(self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01) -> None:
+        super().__init__()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        self.model: Any = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        )
+        attach_fused_head(self.model)
+        self.config, self.learning_rate = GRPOLossConfig(beta=beta), learning_rate
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        out = self.score(
+            batch, advantages=batch["advantages"], old_logps=batch["old_logps"],
+            ref_logps=batch["ref_logps"], config=self.config,
+        )  # fmt: skip
+        shown = {k: out.metrics[k] for k in ("kl", "entropy", "ratio_max", "clip_high")}
+        self.log_dict({"reward": batch["reward"].mean(), **shown}, prog_bar=True)
+        return out.loss
+
+    def score(self, batch: Batch, **objective: Any) -> Any:
+        """Log-probs of the completions, and their loss where there is an objective."""
+        labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
+        return self.model(
+            batch["ids"], attention_mask=batch["attention"], labels=labels, fused_head=True,
+            logits_to_keep=batch["old_logps"].shape[1], **objective,
+        )  # fmt: skip
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate)
+
+
+class Rollouts(IterableDataset):
+    """`count` rollouts of the policy, each `mu` times over in minibatches of completions.
+
+    A problem is a dict of a `prompt` and what the reward, of `(prompts, completions, **columns)`,
+    wants to see; a rollout takes `prompts` of them, each `group` times, `length` tokens at most.
+    """
+
+    def __init__(
+        self, policy: GRPO, tokenizer: Any, problems: Sequence[dict[str, str]], reward: Reward, *,
+        count: int, prompts: int = 4, group: int = 8, minibatch: int = 16, mu: int = 2,
+        length: int = 16,
+    ) -> None:  # fmt: skip
+        self.policy, self.tokenizer, self.reward = policy, tokenizer, reward
+        self.problems, self.count, self.prompts, self.group = problems, count, prompts, group
+        self.minibatch, self.mu, self.length = minibatch, mu, length
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, self.count * self.prompts, self.prompts):
+            wanted = range(start, start + self.prompts)
+            problems = [self.problems[i % len(self.problems)] for i in wanted]
+            rollout = self.sample([p for p in problems for _ in range(self.group)])
+            for _ in range(self.mu):
+                for rows in torch.randperm(len(rollout["ids"])).split(self.minibatch):
+                    yield {name: values[rows] for name, values in rollout.items()}
+
+    @torch.no_grad()
+    def sample(self, problems: Sequence[dict[str, str]]) -> Batch:
+        model, tokenizer = self.policy.model, self.tokenizer
+        columns = {key: [problem[key] for problem in problems] for key in problems[0]}
+        prompts = columns.pop("prompt")
+        encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(self.policy.device)
+        with evaluating(model):
+            ids = model.generate(
+                **encoded, max_new_tokens=self.length, do_sample=True, top_p=0.95,
+                pad_token_id=tokenizer.pad_token_id,
+            )  # fmt: skip
+        said = ids[:, encoded["input_ids"].shape[1] :]
+        ends = (said == tokenizer.eos_token_id).long()
+        spoken = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
+        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+        reward = torch.tensor(self.reward(prompts, texts, **columns), device=ids.device)
+        batch = {
+            "ids": ids, "reward": reward.float(),
+            "attention": torch.cat([encoded["attention_mask"], spoken], 1),
+            "mask": torch.cat([torch.zeros_like(encoded["attention_mask"]), spoken], 1),
+            "advantages": group_advantages(reward.float(), self.group),
+            "old_logps": torch.zeros_like(said, dtype=torch.float32),
+        }  # fmt: skip
+        old = self.policy.score(batch).logps
+        with model.disable_adapter():
+            return {**batch, "old_logps": old, "ref_logps": self.policy.score(batch).logps}
+
+
+def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--model", default=smollm.MODEL)
+    args = parser.parse_args(argv)
+    lightning.seed_everything(0)
+    name = str(smollm.model_path()) if args.model == smollm.MODEL else args.model
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    policy = GRPO(name)
+    pairs = torch.randint(1, 10, (64, 2)).tolist()
+    problems = [{"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a, b in pairs]
+    data = Rollouts(policy, tokenizer, problems, addition, count=args.rollouts)
+    trainer = lightning.Trainer(
+        max_epochs=1, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(policy, DataLoader(data, batch_size=None))
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""GSM8K, or word problems like it, with TRL and the drop-in.
+
+    pip install 'grpo_kernels[train,peers]'
+    python examples/trl_gsm8k.py [--steps 4]                                   (offline)
+    python examples/trl_gsm8k.py --dataset gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --chat
+
+Everything is TRL's, but for the one line that imports the trainer (`--stock` is without it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from examples import smollm
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.training import TrainingConfig, load_problems, rewards
+
+
+def answer(prompts: Any, completions: Any, **columns: Any) -> Any:
+    return rewards.answer(prompts, texts(completions), **columns)
+
+
+def tags(prompts: Any, completions: Any, **columns: Any) -> Any:
+    return rewards.format(prompts, texts(completions), **columns)
+
+
+def texts(completions: Any) -> list[str]:
+    """TRL answers messages with messages."""
+    return [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=smollm.MODEL)
+    parser.add_argument("--dataset", default="gsm_symbolic", help="or gsm8k, which needs the hub")
+    parser.add_argument("--chat", action="store_true", help="prompts as messages")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--num_generations", type=int, default=8)
+    parser.add_argument("--max_completion_length", type=int, default=128)
+    parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
+    parser.add_argument("--output", default="runs/trl")
+    args = parser.parse_args(argv)
+    name = str(smollm.model_path()) if args.model == smollm.MODEL else args.model
+    problems, _ = load_problems(TrainingConfig(model=name, dataset=args.dataset, chat=args.chat))
+    columns = [{key: problem[key] for key in ("prompt", "answer")} for problem in problems]
+    trainer_class = GRPOTrainer if args.stock else FusedGRPOTrainer
+    trainer = trainer_class(
+        model=name,
+        reward_funcs=[answer, tags],
+        train_dataset=datasets.Dataset.from_list(columns),
+        args=GRPOConfig(
+            output_dir=args.output, max_steps=args.steps, learning_rate=1e-5, logging_steps=1,
+            per_device_train_batch_size=args.num_generations, num_generations=args.num_generations,
+            max_completion_length=args.max_completion_length, report_to="none",
+            bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
+        ),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

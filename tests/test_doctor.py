@@ -1,0 +1,82 @@
+"""What the doctor says of a machine that is well, and of ones that are not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels import doctor
+from grpo_kernels.tiles import torch_tiles
+
+tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_all_is_well(capsys):
+    assert doctor.main([]) == 0
+    told = capsys.readouterr().out
+    assert "All as it should be" in told and "WRONG" not in told
+    assert "backend: torch, as Triton compiles for GPUs alone" in told
+    for dtype in ("float32", "bfloat16", "float16"):
+        for call in ("one pass", "two passes", "sampled"):
+            assert any(dtype in line and call in line for line in told.splitlines())
+
+
+def test_the_sampled_backward_is_looked_at():
+    """Not its dense blocks."""
+    fine, line = doctor.check("sampled", torch.float32, torch.device("cpu"))
+    noise = float(line.split("dW")[1].split()[0])
+    assert fine and 1e-2 < noise < doctor.SAMPLED
+
+
+@pytest.mark.parametrize("damage", ("flipped", "zero", "tail"))
+def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
+    logit_grads, token_stats = torch_tiles.logit_grads_, torch_tiles.token_stats
+
+    def damaged(*args, out, **options):
+        logit_grads(*args, out=out, **options)
+        out.neg_() if damage == "flipped" else out.zero_()
+
+    def with_tail(logits, *args, **options):
+        tail = logits.new_zeros(len(logits), 640)
+        return token_stats(torch.cat([logits, tail], 1), *args, **options)
+
+    if damage == "tail":
+        monkeypatch.setattr(torch_tiles, "token_stats", with_tail)
+    else:
+        monkeypatch.setattr(torch_tiles, "logit_grads_", damaged)
+    assert doctor.main([]) == 1
+    told = capsys.readouterr().out
+    assert told.count("WRONG") == 9 and "9 of this is wrong" in told
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    (
+        ("trl", "1.17.0", "== 1.16 expected: pip install 'trl==1.16'"),
+        ("transformers", "4.57.1", ">= 5.0 expected: pip install 'transformers>=5.0'"),
+        ("torch", "2.8.0+cu128", "expected >= 2.10"),
+    ),
+)
+def test_other_versions(package, version, expected, monkeypatch):
+    own = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: version if name == package else own(name))
+    bad = [line for fine, line in doctor.versions() if not fine]
+    assert len(bad) == 1 and version in bad[0] and expected in bad[0]
+
+
+def test_what_is_absent_is_not_wrong(monkeypatch):
+    own = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: own(name) if name == "torch" else None)
+    assert all(fine for fine, _ in doctor.versions())
+
+
+def test_its_ranges_are_those_of_the_package():
+    extras = [x for needed in PROJECT["optional-dependencies"].values() for x in needed]
+    needed = [x.split(";")[0].strip() for x in (*PROJECT["dependencies"], *extras)]
+    for package, version in doctor.NEEDED.items():
+        assert f"{package}>={version}" in needed
+    for package, (version, _) in doctor.PARTS.items():
+        assert f"{package}>={version}" in needed
+    for package, (version, _) in doctor.EXACTLY.items():
+        assert any(x.startswith(f"{package}=={version}.") for x in needed)
