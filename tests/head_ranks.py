@@ -1,0 +1,101 @@
+"""Run by test_head_ranks, in each process: gradients of a fused head, or TRL's trainer with one."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+WORLD = 2
+
+
+def wrapped_gradients(kind: str, rank: int, folder: str) -> None:
+    """Of a loss of this rank's half of a batch, by what wraps the model."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{kind}", rank=rank, world_size=WORLD
+    )
+    model, inputs, labels, given = case(kind)
+    half = slice(2 * rank, 2 * rank + 2)
+    if kind.startswith("ddp"):
+        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (WORLD,))
+        parts = [*model.model.layers, *([model.lm_head] if kind == "fsdp2, head apart" else [])]
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        wrapper = fully_shard(model, mesh=mesh)
+    # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
+    out = wrapper(
+        **{k: x[half] for k, x in inputs.items()}, labels=labels[half], fused_head=True,
+        **{k: x[half] for k, x in given.items()}, num_items=scored(labels) / WORLD,
+    )  # fmt: skip
+    out.loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    torch.save(gradients, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def case(kind: str):
+    """A model with a fused head, and four sequences of unequal lengths."""
+    from test_transformers import LORAS, family_model, with_lora
+
+    from grpo_kernels.integrations.transformers import attach_fused_head
+
+    model = family_model("qwen2")
+    if "lora" in kind:
+        model = with_lora(model, **LORAS["head"])
+    attach_fused_head(model)
+    g = torch.Generator().manual_seed(4)
+    ids = torch.randint(5, 257, (4, 10), generator=g)
+    attention = (torch.arange(10) < torch.tensor([[10], [9], [5], [7]])).long()
+    labels = ids.masked_fill(attention == 0, -100)
+    labels[:, :4] = -100
+    given = {
+        "advantages": torch.tensor([1.0, -0.5, 0.8, -1.2]),
+        "old_logps": torch.full((4, 9), -5.0),
+    }
+    return model, {"input_ids": ids, "attention_mask": attention}, labels, given
+
+
+def scored(labels: torch.Tensor) -> torch.Tensor:
+    return (labels[:, 1:] != -100).sum()
+
+
+def train(model: str, output: str, options: str) -> None:
+    """Completions depend on their prompt alone, so that any number of ranks sees the same."""
+    from test_trl import arguments_of, noise, prompts
+    from tiny_models import make_tokenizer
+
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+    class SameForAnyRanks(FusedGRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *_):
+            seen: dict[str, int] = {}
+            completions = []
+            for ids in prompt_ids:
+                seen[str(ids)] = seen.get(str(ids), 0) + 1
+                draw = random.Random(f"{ids} {seen[str(ids)]}")
+                completions.append([draw.randrange(33, 90) for _ in range(draw.randrange(1, 7))])
+            return completions, None
+
+    trainer = SameForAnyRanks(
+        model, reward_funcs=noise, args=arguments_of(output, **json.loads(options)),
+        train_dataset=prompts(), processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+        torch.save((trainer.state.log_history, weights), Path(output) / "run.pt")
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])
