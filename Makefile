@@ -8,13 +8,20 @@ ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint format bench bench-compare compile-report clean
+.PHONY: demo test test-newest-trl lint format bench bench-compare compile-report clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 test: $(VENV)/installed
 	$(RUN) -m pytest $(ARGS)
+
+# To be run on a schedule, not with every change: the newest TRL, in an environment of its own.
+test-newest-trl:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -c constraints.txt -e '.[test]'
+	.venv-newest/bin/python -m pip install --upgrade trl
+	GRPO_KERNELS_ANY_TRL=1 .venv-newest/bin/python -m pytest tests/test_trl.py tests/test_head_ranks.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
@@ -46,4 +53,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,8 @@ def rows_of(heading):
 
 
 @pytest.mark.parametrize(
-    ("page", "at_least"), (("objectives", 5), ("sampled_backward", 1), ("training", 1))
+    ("page", "at_least"),
+    (("objectives", 5), ("sampled_backward", 1), ("training", 1), ("integrations", 2)),
 )
 def test_code_runs(page, at_least):
     text = (ROOT / "docs" / f"{page}.md").read_text()
