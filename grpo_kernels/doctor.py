@@ -32,9 +32,16 @@ PARTS = {
     "accelerate": ("1.0", "the trainer"),
     "datasets": ("3.0", "the trainer"),
     "peft": ("0.15", "LoRA"),
+    "lightning": ("2.4", "examples/lightning_grpo.py"),
 }
 # The only ones they are tested with; TRL is driven from inside.
 EXACTLY = {"trl": ("1.16", "FusedGRPOTrainer, patch_trl")}
+# Whatever version: seen by those who read a bug report.
+OTHERS = {
+    "liger-kernel": "FusedLinearGRPOLoss goes by its 0.8.5, and does without",
+    "deepspeed": "ZeRO-3",
+    "vllm": "sampling, by TRL",
+}
 # Relative errors of gradients, and absolute ones of log-probs, as the tests have them.
 GRADIENT = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
 LOGPS = 1e-4
@@ -72,6 +79,8 @@ def versions() -> Iterator[tuple[bool, str]]:
             else f" expected: pip install '{package}{told.replace(' ', '')}'"
         )
         yield fine, f"{package:14}{there or 'absent':16}{told}"
+    for package, what in OTHERS.items():
+        yield True, f"{package:14}{installed(package) or 'absent':16}{what}"
 
 
 def devices() -> list[torch.device]:
@@ -181,7 +190,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{device.type}: {described(device)}\nbackend: {backend(device)}")
         for dtype in GRADIENT:
             for call in ("one pass", "two passes", "sampled"):
-                fine, line = check(call, dtype, device)
+                try:
+                    fine, line = check(call, dtype, device)
+                except Exception as error:  # a compiler that is not there, or anything else
+                    fine, line = False, f"{device} {dtype} {call}: {type(error).__name__}: {error}"
                 wrong += not fine
                 print(line, flush=True)
     print(f"\n{wrong} of this is wrong" if wrong else "\nAll as it should be")

@@ -56,7 +56,8 @@ class HeadGradients:
         if mean_hidden is not None and head.d_hidden is not None:
             self.row_squares = head.row_squares(self.mean_row)
         self.column_sums = head.hidden.new_zeros(head.V, dtype=torch.float32)
-        # Of hidden and weight: the variance of what was added, and its square.
+        # Of hidden, and of weight (next to a frozen one, of outer): the variance of what was added,
+        # and its square.
         self.variances, self.squares = head.hidden.new_zeros((2, 2), dtype=torch.float64)
 
     def add(
@@ -129,13 +130,19 @@ class HeadGradients:
                 if sums_known and self.mean_hidden is not None:
                     share.addr_(kept_sums[part], self.mean_hidden, alpha=-1)
                 head.d_weight.index_add_(0, ids[part], share)
-                squares = torch.linalg.vector_norm(share, dim=1).square_()
-                self.variances[1] += (1 - 1 / kept.weights[part].clamp(min=1)) @ squares
-                self.squares[1] += squares.sum()
+                self._count(share, kept.weights[part])
         if head.d_hidden is not None:
             self.squares[0] += torch.linalg.vector_norm(d_rows).square()
             head.d_hidden[chunk.rows] = d_rows.to(head.d_hidden.dtype)
-        head.add_low_rank(chunk, head_rows, d_logits, ids)
+        share_of_outer = head.add_low_rank(chunk, head_rows, d_logits, ids)
+        if share_of_outer is not None and head.d_weight is None:
+            self._count(share_of_outer, kept.weights)
+
+    def _count(self, share: Tensor, weights: Tensor) -> None:
+        """What was added to the weight's gradient, or to outer's in its place, by kept columns."""
+        squares = torch.linalg.vector_norm(share, dim=1).square_()
+        self.variances[1] += (1 - 1 / weights.clamp(min=1)) @ squares
+        self.squares[1] += squares.sum()
 
     def _along_mean_row(
         self, d_logits: Tensor, transform: LogitTransform, grads: LogitGradInputs
@@ -164,7 +171,8 @@ class HeadGradients:
         if head.d_weight is not None and self.mean_hidden is not None:
             head.d_weight.addr_(self.column_sums, self.mean_hidden)
         noise = [self.variances.new_zeros(())]
-        for gradient, variance in zip((head.d_hidden, head.d_weight), self.variances, strict=True):
+        second = head.d_outer if head.d_weight is None else head.d_weight
+        for gradient, variance in zip((head.d_hidden, second), self.variances, strict=True):
             if gradient is not None:
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
                 # What was drawn is longer than what it stands for.

@@ -286,8 +286,12 @@ class HeadChunks:
 
     def add_low_rank(
         self, chunk: Chunk, rows: HeadRows, d_logits: Tensor, ids: Tensor | None
-    ) -> None:
-        """The share of inner and outer, from the gradient of all logits or of the columns `ids`."""
+    ) -> Tensor | None:
+        """The share of inner and outer, from the gradient of all logits or of the columns `ids`.
+
+        Of the latter it returns what is added to outer, `[K, r]`.
+        """
+        share = None
         if self.d_inner is not None and self.outer is not None:
             outer = (self.outer if ids is None else self.outer[ids]).to(self.dtype)
             d_rows = self.hidden.new_empty((len(d_logits), outer.shape[1]), dtype=torch.float32)
@@ -301,6 +305,7 @@ class HeadChunks:
                 share = self.d_outer.new_empty((len(ids), inner.shape[1]))
                 mm(d_logits.t(), inner, out=share)
                 self.d_outer.index_add_(0, ids, share)
+        return share
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Of hidden, weight, bias, inner and outer; None where not asked for.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+
 WORLD = 2
 
 
@@ -22,19 +24,30 @@ def wrapped_gradients(kind: str, rank: int, folder: str) -> None:
     if kind.startswith("ddp"):
         wrapper = torch.nn.parallel.DistributedDataParallel(model)
     else:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = dist.init_device_mesh("cpu", (WORLD,))
-        parts = [*model.model.layers, *([model.lm_head] if kind == "fsdp2, head apart" else [])]
-        for part in parts:
-            fully_shard(part, mesh=mesh)
-        wrapper = fully_shard(model, mesh=mesh)
+        inner = model.get_base_model() if "lora" in kind else model
+        options = {"mesh": dist.init_device_mesh("cpu", (WORLD,))}
+        if "mixed" in kind:  # as accelerate makes it
+            options["mp_policy"] = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, output_dtype=torch.bfloat16
+            )
+        for part in [*inner.model.layers, *([inner.lm_head] if "apart" in kind else [])]:
+            fully_shard(part, **options)
+        wrapper = fully_shard(model, **options)
+    inputs, given = ({k: x[half] for k, x in some.items()} for some in (inputs, given))
+    inputs["labels"] = labels[half]
+    if "mixed" in kind:
+        before = Objective()
+        rounded = wrapper(**inputs, fused_head=before).logps
+        given["old_logps"] = before.output.logps.detach()
+        assert rounded.dtype == torch.bfloat16 and given["old_logps"].dtype == torch.float32
     # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
-    out = wrapper(
-        **{k: x[half] for k, x in inputs.items()}, labels=labels[half], fused_head=True,
-        **{k: x[half] for k, x in given.items()}, num_items=scored(labels) / WORLD,
-    )  # fmt: skip
-    out.loss.backward()
+    objective = Objective(**given, num_items=scored(labels) / WORLD)
+    wrapper(**inputs, fused_head=objective)
+    objective.output.loss.backward()
+    if "mixed" in kind:
+        assert abs(objective.output.metrics["ratio_max"] - 1) < 1e-5
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -48,21 +61,20 @@ def case(kind: str):
     """A model with a fused head, and four sequences of unequal lengths."""
     from test_transformers import LORAS, family_model, with_lora
 
-    from grpo_kernels.integrations.transformers import attach_fused_head
-
     model = family_model("qwen2")
     if "lora" in kind:
         model = with_lora(model, **LORAS["head"])
+    if "checkpointed" in kind:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     attach_fused_head(model)
     g = torch.Generator().manual_seed(4)
     ids = torch.randint(5, 257, (4, 10), generator=g)
     attention = (torch.arange(10) < torch.tensor([[10], [9], [5], [7]])).long()
     labels = ids.masked_fill(attention == 0, -100)
     labels[:, :4] = -100
-    given = {
-        "advantages": torch.tensor([1.0, -0.5, 0.8, -1.2]),
-        "old_logps": torch.full((4, 9), -5.0),
-    }
+    given = {"advantages": torch.tensor([1.0, -0.5, 0.8, -1.2])}
+    if "mixed" not in kind:
+        given["old_logps"] = torch.full((4, 9), -5.0)
     return model, {"input_ids": ids, "attention_mask": attention}, labels, given
 
 

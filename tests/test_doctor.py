@@ -65,6 +65,15 @@ def test_other_versions(package, version, expected, monkeypatch):
     assert len(bad) == 1 and version in bad[0] and expected in bad[0]
 
 
+def test_what_raises_is_told(monkeypatch, capsys):
+    def broken(*args, **options):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch_tiles, "token_stats", broken)
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 9
+
+
 def test_what_is_absent_is_not_wrong(monkeypatch):
     own = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: own(name) if name == "torch" else None)

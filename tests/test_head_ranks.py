@@ -11,6 +11,8 @@ import torch
 from batches import relative_error
 from head_ranks import WORLD, case, scored, wrapped_gradients
 
+from grpo_kernels.integrations.transformers import Objective
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -19,14 +21,19 @@ def rank_main(rank: int, kind: str, folder: str) -> None:
     wrapped_gradients(kind, rank, folder)
 
 
-@pytest.mark.parametrize("kind", ("ddp", "ddp, lora", "fsdp2", "fsdp2, head apart"))
+KINDS = (
+    "ddp", "ddp, lora, checkpointed", "fsdp2", "fsdp2, checkpointed", "fsdp2, head apart",
+    "fsdp2, lora", "fsdp2, lora, head apart", "fsdp2, mixed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind, tmp_path):
     torch.multiprocessing.spawn(rank_main, args=(kind, str(tmp_path)), nprocs=WORLD)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
     model, inputs, labels, given = case(kind)
-    model(
-        **inputs, labels=labels, fused_head=True, **given, num_items=scored(labels)
-    ).loss.backward()
+    objective = Objective(**given, num_items=scored(labels))
+    model(**inputs, labels=labels, fused_head=objective).loss.backward()
     assert scored(labels[:2]) != scored(labels[2:])
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in expected)
@@ -34,7 +41,8 @@ def test_gradients(kind, tmp_path):
         assert grads.keys() == expected.keys()
         for name, gradient in expected.items():
             if gradient.norm() > 1e-6:
-                assert relative_error(grads[name], gradient) < 2e-5, name
+                tolerance = 0.2 if "mixed" in kind else 2e-5
+                assert relative_error(grads[name], gradient) < tolerance, name
 
 
 def run(ranks, model, output, **options):

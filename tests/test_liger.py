@@ -35,7 +35,7 @@ def calls(draw):
         options["max_completion_length"] = 13
     given["reference"] = draw(st.sampled_from(("logps", "head")))
     given["old"] = draw(st.booleans())
-    given["ratio"] = draw(st.sampled_from((None, "token", "sequence")))
+    given["ratio"] = draw(st.sampled_from((None, "token", "sequence", "flat")))
     given["num_items"] = draw(st.sampled_from((None, 31)))
     given["bias"] = draw(st.booleans())
     given["shape"] = (draw(st.integers(1, 5)), draw(st.integers(2, 9)))
@@ -61,8 +61,12 @@ def arguments_of(options, given):
             call["ref_bias"] = torch.randn(101, generator=g)
     if given["ratio"] is not None and (given["old"] or options["loss_type"] != "vespo"):
         ratio = torch.rand(B, T if given["ratio"] == "token" else 1, generator=g) + 0.3
+        # What a sampler's correction masks.
+        ratio = torch.where(torch.rand(ratio.shape, generator=g) < 0.2, 0.0, ratio)
         # As TRL has it, and Liger takes it: 1 where the mask is 0.
         call["vllm_is_ratio"] = torch.where(mask, ratio, 1.0) if ratio.shape[1] == T else ratio
+        if given["ratio"] == "flat":
+            call["vllm_is_ratio"] = ratio[:, 0]
     if options["loss_type"] in ("dapo", "cispo", "vespo"):
         call["num_items_in_batch"] = given["num_items"]
     head = {
@@ -139,7 +143,7 @@ def test_where_liger_is_wrong(loss_type):
 def test_sampled_and_half_precision():
     batch = make_batch(B=4, T=9)
     head = {"hidden": batch.hidden.bfloat16(), "weight": batch.weight.bfloat16(), "bias": None}
-    loss = FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, backward="sampled", seed=0)
+    loss = FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, backward="sampled")
     value, (clipped,), gradients = run(loss, batch, head, {})
     assert value.isfinite() and clipped == 0 and gradients["weight"].dtype == torch.bfloat16
     assert not gradients["weight"].isnan().any()

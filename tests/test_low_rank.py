@@ -140,6 +140,27 @@ def test_sampled_gradients_are_unbiased(call):
         assert relative_error(total[key], wanted[key]) < 2 * one / draws**0.5, key
 
 
+def test_the_noise_of_an_adapter_alone():
+    """With all else frozen, it is what is planned for and what is told."""
+    batch = make_batch(B=8, T=16)
+    leaves = operands(batch, frozen=("hidden", "weight", "bias", "inner"))
+    _, wanted = run(batch, exactly(leaves), reference, config=config())
+    told, errors = [], []
+    for seed in range(16):
+        leaves["outer"].grad = None
+        out = grpo_kernels.fused_grpo_loss(
+            leaves["hidden"], leaves["weight"], batch.targets, batch.advantages, batch.mask,
+            old_logps=batch.old_logps, low_rank=(leaves["inner"], leaves["outer"]),
+            bias=leaves["bias"], config=config(), backward="sampled", tolerance=0.25, seed=seed,
+        )  # fmt: skip
+        out.loss.backward()
+        told.append(out.metrics["gradient_noise"].item())
+        errors.append(relative_error(leaves["outer"].grad, wanted["outer"]))
+    mean_error = sum(errors) / len(errors)
+    assert 0.02 < mean_error < 0.5
+    assert sum(told) / len(told) == pytest.approx(mean_error, rel=0.4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_on_a_gpu(dtype):

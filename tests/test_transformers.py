@@ -10,7 +10,11 @@ from tiny_models import V, make_model
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.integrations.head import head_of
-from grpo_kernels.integrations.transformers import attach_fused_head, detach_fused_head
+from grpo_kernels.integrations.transformers import (
+    Objective,
+    attach_fused_head,
+    detach_fused_head,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 T = 5
@@ -141,23 +145,21 @@ def test_loss(objective):
     loss = grpo_loss(logps, advantages, mask, **given).loss
     wanted = gradients_of(model, loss)
     attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=True, advantages=advantages, **given)
+    out = model(**inputs, labels=labels, fused_head=Objective(advantages, **given))
     torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
     assert not out.logps.requires_grad and out.metrics["tokens"] == mask.sum()
     assert_same_gradients(gradients_of(model, out.loss), wanted)
     # The last T labels alone, in whose shape the rest then comes.
     last = {"old_logps": old[:, -T:], "ref_logps": ref[:, -T:], "config": config}
     kept = model(
-        **inputs, labels=labels, fused_head=True, advantages=advantages, logits_to_keep=T, **last
+        **inputs, labels=labels, fused_head=Objective(advantages, **last), logits_to_keep=T
     )
     assert kept.logps.shape == (3, T)
     torch.testing.assert_close(kept.loss, out.loss)
     # A mask of the caller's own, as of a tool's words.
     spoken = torch.ones_like(mask)
     spoken[:, -1] = False
-    masked = model(
-        **inputs, labels=labels, fused_head=True, advantages=advantages, mask=spoken, **given
-    )
+    masked = model(**inputs, labels=labels, fused_head=Objective(advantages, mask=spoken, **given))
     torch.testing.assert_close(
         masked.loss, grpo_loss(logps, advantages, mask & spoken, **given).loss
     )
@@ -216,6 +218,33 @@ def test_load_balancing_of_experts():
     out = model(**inputs, labels=labels, fused_head=True)
     torch.testing.assert_close(out.aux_loss, own.aux_loss)
     assert out.aux_loss.requires_grad
+
+
+def test_arguments_by_position():
+    model = family_model("mixtral")
+    attach_fused_head(model)
+    inputs, labels = batch_of()
+    ids, attention_mask = inputs.values()
+    by_name = model(**inputs, labels=labels, fused_head=True)
+    out = model(ids, attention_mask, labels=labels, fused_head=True)
+    torch.testing.assert_close(out.aux_loss, by_name.aux_loss)
+    torch.testing.assert_close(out.logps, by_name.logps)
+
+
+def test_accelerate_leaves_it_alone():
+    """What it wraps it unwraps, by `__wrapped__`; and it looks at the signature."""
+    import inspect
+
+    from accelerate.utils import extract_model_from_parallel
+
+    model = make_model("llama")
+    own = inspect.signature(model.forward)
+    attach_fused_head(model)
+    assert inspect.signature(model.forward) == own
+    inputs, labels = batch_of()
+    for keep in (True, False):
+        unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=keep)
+        assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
 
 
 def test_vision_language_model():
@@ -321,18 +350,20 @@ def test_lora_on_the_head_makes_no_weight():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_chunks.HeadChunks, "want_gradients", want)
-        model(**inputs, labels=labels, fused_head=True, advantages=torch.ones(3)).loss.backward()
+        model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
     assert asked == [(True, False, False, True, True)]
 
 
 def test_the_sampled_backward():
     model = make_model("llama")
     inputs, labels = batch_of()
-    attach_fused_head(model, backward="sampled", seed=0, tolerance=0.1)
-    given = {"fused_head": True, "advantages": torch.tensor([1.0, -1.0, 0.5])}
-    out = model(**inputs, labels=labels, **given)
+    generator = torch.Generator().manual_seed(0)
+    attach_fused_head(model, backward="sampled", seed=generator, tolerance=0.1)
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    out = model(**inputs, labels=labels, fused_head=Objective(advantages))
     assert "gradient_noise" in out.metrics
-    exact = model(**inputs, labels=labels, backward="exact", seed=None, tolerance=None, **given)
+    other = Objective(advantages, backward="exact", seed=None, tolerance=None)
+    exact = model(**inputs, labels=labels, fused_head=other)
     assert "gradient_noise" not in exact.metrics
     torch.testing.assert_close(out.loss, exact.loss)
 
@@ -365,7 +396,7 @@ class TestMistakes:
         attach_fused_head(model)
         inner = model.forward
         model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-        with pytest.raises(ValueError, match="replaced since"):
+        with pytest.raises(ValueError, match="wrapped since"):
             detach_fused_head(model)
 
     def test_no_model(self):
@@ -375,6 +406,10 @@ class TestMistakes:
     def test_unknown_option(self):
         with pytest.raises(TypeError, match="temperatur: expected one of"):
             attach_fused_head(make_model("llama"), temperatur=0.7)
+
+    def test_the_same_draw_in_every_call(self):
+        with pytest.raises(ValueError, match=r"seed: expected a torch\.Generator"):
+            attach_fused_head(make_model("llama"), backward="sampled", seed=3)
 
     def test_logits_of_another_kind(self):
         model = make_model("llama")
@@ -418,7 +453,6 @@ class TestMistakes:
             ({"labels": "short"}, r"labels: expected shape \[3, 11\]"),
             ({"labels": "L", "logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
             ({"labels": "L", "logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
-            ({"labels": "L", "old_logps": 1.0}, "advantages: expected, as old_logps came"),
             ({"labels": "L", "use_cache": True}, "use_cache: expected none"),
         ),
     )
@@ -430,3 +464,42 @@ class TestMistakes:
         given = {k: tensors.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
         with pytest.raises(ValueError, match=message):
             model(**inputs, fused_head=True, **given)
+
+    @pytest.mark.parametrize("name", ("advantages", "old_logps", "old_logp", "beta", "cu_seqlens"))
+    def test_arguments_that_the_model_would_ignore(self, name):
+        model = make_model("llama")
+        attach_fused_head(model)
+        inputs, labels = batch_of()
+        with pytest.raises(TypeError, match=f"{name}: expected an argument of LlamaForCausalLM"):
+            model(**inputs, labels=labels, fused_head=True, **{name: torch.ones(3)})
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        (
+            ({"old_logps": torch.zeros(1)}, ValueError, "advantages: expected a tensor, as old"),
+            ({"config": GRPOLossConfig(temperature=0.7), "advantages": torch.zeros(1)}, ValueError,
+             "config: expected no temperature in it"),
+            ({"old_logp": torch.zeros(1)}, TypeError, "old_logp: expected one of temperature"),
+        ),
+    )  # fmt: skip
+    def test_objectives(self, given, error, message):
+        with pytest.raises(error, match=message):
+            Objective(**given)
+
+    def test_no_objective(self):
+        model = make_model("llama")
+        attach_fused_head(model)
+        inputs, labels = batch_of()
+        with pytest.raises(TypeError, match="fused_head: expected True or an Objective"):
+            model(**inputs, labels=labels, fused_head=1.0)
+
+    def test_virtual_tokens_around_a_fused_head(self):
+        from peft import PromptTuningConfig, get_peft_model
+
+        model = family_model("llama")
+        attach_fused_head(model)
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = get_peft_model(model, config)
+        inputs, labels = batch_of()
+        with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
+            model(**inputs, labels=labels, fused_head=True)

@@ -1,6 +1,8 @@
 """TRL's trainer and the drop-in from the same seed: the same losses, norms, metrics, weights."""
 
 import functools
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -268,6 +270,40 @@ def test_lora_on_the_head_is_trained(tmp_path):
     assert len(outer) == 1 and outer[0].abs().max() > 0
 
 
+def test_a_trainer_made_before_the_patch_is_not_touched(tmp_path):
+    theirs = trained(GRPOTrainer, tmp_path / "a")
+
+    class Patched(GRPOTrainer):
+        def train(self):
+            with patch_trl():
+                super().train()
+
+    assert_same_run(trained(Patched, tmp_path / "b"), theirs)
+
+
+def test_patched_twice():
+    with patch_trl(), pytest.raises(RuntimeError, match="it is patched: undo"):
+        patch_trl()
+    with pytest.raises(TypeError, match="backwards: expected one of"):
+        patch_trl(backwards="sampled")
+    assert "_patched_by_grpo_kernels" not in vars(GRPOTrainer)
+
+
+def few_tokens(trainer, inputs):
+    """As where all completions but one have been cut and are masked."""
+    return {"num_items_in_batch": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("options", ({}, {"entropy_coef": 0.1}))
+def test_fewer_tokens_than_steps(options, tmp_path):
+    compare(tmp_path, injected=few_tokens, steps_per_generation=4, **options, **TWICE)
+
+
+def test_rewards_that_are_not_scaled(tmp_path):
+    """Advantages are large then, and so may be what rounding leaves of a loss."""
+    compare(tmp_path, scale_rewards="none", loss_type="luspo")
+
+
 def test_a_loss_that_is_not_known_is_refused(tmp_path):
     class Other(FusedGRPOTrainer):
         def _compute_loss(self, model, inputs):
@@ -292,9 +328,22 @@ def test_a_cast_of_an_adapted_head_is_refused(tmp_path):
         trained(FusedGRPOTrainer, tmp_path, peft_config=lora, cast_lm_head_to_fp32=True)
 
 
-def test_unknown_option_of_the_head(tmp_path):
-    with pytest.raises(TypeError, match="backwards: expected one of"):
-        trained(FusedGRPOTrainer, tmp_path, head_options={"backwards": "sampled"})
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        ({"backwards": "sampled"}, TypeError, "backwards: expected one of"),
+        ({"temperature": 0.7}, TypeError, "temperature: expected it in GRPOConfig"),
+        ({"seed": 3}, ValueError, r"seed: expected a torch\.Generator"),
+    ),
+)
+def test_options_of_the_head(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        trained(FusedGRPOTrainer, tmp_path, head_options=options)
+
+
+def test_options_of_the_loss_are_looked_at_first(tmp_path):
+    with pytest.raises(ValueError, match="delta: expected a number > 1"):
+        trained(FusedGRPOTrainer, tmp_path, delta=0.9)
 
 
 @pytest.mark.parametrize("version", ("1.15.2", "1.17.0", "2.0.0", "0.16.0"))
@@ -306,3 +355,33 @@ def test_other_versions(version, monkeypatch):
     with pytest.warns(UserWarning, match="expected TRL 1.16"):
         integration.check_version(version)
     integration.check_version("1.16.3")
+
+
+@pytest.mark.parametrize("absent", ("trl", "peft"))
+def test_without(absent, tmp_path):
+    code = """
+import sys
+from importlib import metadata
+absent, version = sys.argv[1], metadata.version
+def told(name):
+    if name == absent:
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = told
+sys.modules[absent] = None
+if absent == "trl":
+    try:
+        import grpo_kernels.integrations.trl
+    except ImportError as error:
+        assert "pip install 'trl==1.16.*'" in str(error), error
+        print("refused")
+else:
+    import grpo_kernels.integrations.trl as integration
+    from trl.trainer import grpo_trainer
+    assert not hasattr(grpo_trainer, "BaseTunerLayer")
+    with integration._our_head({}):
+        assert not hasattr(grpo_trainer, "BaseTunerLayer")
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code, absent], capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr

@@ -3,7 +3,7 @@
     logits = softcap(logit_scale * (hidden @ weight.T + inner @ outer.T + bias))
 
 `inner` and `outer` are PEFT's LoRA on the head, where there is one. Families differ in how their
-config names the scale and the cap; `check_head` compares with the model's own logits, so that one
+config names the scale and the cap; `check_logits` compares with the model's own logits, so that one
 that does something else is refused.
 """
 
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from ..reference import linear_logits
 
 # What a config may say, and the families that do (model types as of transformers 5.23).
 SOFTCAPS = (
@@ -29,6 +31,8 @@ FACTORS = (
 DIVISOR = "logits_scaling"  # granite, granitemoe, granitemoehybrid, ...
 FACTOR_BY_DIVISOR_S_NAME = ("hyperclovax",)
 UNUSED = {"mpt": "logit_scale"}
+# How log-probs are computed, which the caller of a trainer may want to say.
+OPTIONS = ("temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes")
 # The share of the largest logit by which the check may be off: rounding in bf16, not a scale.
 _TOLERANCE = 0.05
 
@@ -64,18 +68,16 @@ class Adapter(NamedTuple):
     dropout: nn.Module
 
     def inner(self, hidden: Tensor) -> Tensor:
-        dtype = next(self.down.parameters()).dtype
-        return self.scaling * self.down(self.dropout(hidden.to(dtype)))
+        weight = next(self.down.parameters())
+        hidden = self.dropout(hidden.to(weight.dtype))
+        if hasattr(weight, "full_tensor"):
+            return self.scaling * nn.functional.linear(hidden, whole(weight))
+        # Called, for the sake of those who gather a module's weights around its forward.
+        return self.scaling * self.down(hidden)
 
 
 def unadapted(model: Any) -> Any:
     """The transformers model inside a PEFT one, whose layers have the adapters in them."""
-    if is_prompt_learning(model):
-        raise ValueError(
-            "model: expected adapters inside the layers (LoRA and its kind), or none; got PEFT's "
-            f"{model.active_peft_config.peft_type.value}, which puts virtual tokens before the "
-            "prompt"
-        )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -129,7 +131,9 @@ def _without_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
         return layer.base_layer, ()
     names = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
     plain = hasattr(layer, "lora_A") and not any(
-        name in getattr(layer, "lora_variant", {}) or getattr(layer, "lora_bias", {}).get(name)
+        name in getattr(layer, "lora_variant", {})  # from PEFT 0.16 on
+        or getattr(layer, "use_dora", {}).get(name)
+        or getattr(layer, "lora_bias", {}).get(name)
         for name in names
     )
     if not plain or not isinstance(layer.base_layer, nn.Linear):
@@ -147,7 +151,7 @@ def _without_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
 
 
 @torch.no_grad()
-def check_head(model: Any, ids: Tensor | None = None) -> None:
+def check_logits(model: Any, ids: Tensor | None = None) -> None:
     """Compares the head, as the loss will use it, with the model's own logits.
 
     Args:
@@ -158,28 +162,26 @@ def check_head(model: Any, ids: Tensor | None = None) -> None:
         ValueError: the model does something to its logits that is not known here.
     """
     model, head = unadapted(model), head_of(model)
-    V = head.weight.shape[0]
+    device, V = head.weight.device, head.weight.shape[0]
     if ids is None:
         ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
     ids = ids.to(model.get_input_embeddings().weight.device)
     with evaluating(model):
-        logits = model(input_ids=ids, use_cache=False).logits.double()
+        logits = model(input_ids=ids, use_cache=False).logits.to(device).double()
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        states = states.to(head.weight.device, head.weight.dtype)
-        given = head.arguments(states)
-        mine = nn.functional.linear(states, head.weight, head.bias).double()
-        if given["low_rank"] is not None:
-            inner, outer = given["low_rank"]
-            mine += nn.functional.linear(inner, outer).double()
-    mine *= head.logit_scale
-    if head.softcap is not None:
-        mine = head.softcap * torch.tanh(mine / head.softcap)
+        states = states.to(device, head.weight.dtype)
+        mine = linear_logits(states, head.weight, **head.arguments(states)).double()
     worst = float((mine - logits).abs().max() / logits.abs().max().clamp(min=1e-6))
     if not worst < _TOLERANCE:
         raise ValueError(
             f"model: expected logits that are a linear layer of the last states, scaled and capped "
             f"as its config says; those of {type(model).__name__} are off by {worst:.1%}"
         )
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is elsewhere: with other ranks, or nowhere yet."""
+    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor") or weight.is_meta
 
 
 @contextmanager
@@ -213,3 +215,30 @@ def whole(parameter: Any) -> Any:
 
     placements = [Partial("avg")] * parameter.device_mesh.ndim
     return parameter.full_tensor(grad_placements=placements)
+
+
+def corrected(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Advantages with a sampler's correction, `[B, T]`, in them.
+
+    Every surrogate that is multiplied by one is linear in the advantage, but for its sign, and the
+    correction is >= 0.
+
+    Args:
+        advantages: `[B]` or `[B, T]`.
+        weights: `[B]`, `[B, 1]` or `[B, T]`.
+        mask: `[B, T]`, whose shape it takes.
+    """
+    advantages, weights = (x[:, None] if x.ndim == 1 else x for x in (advantages, weights))
+    return (advantages * weights).expand(mask.shape)
+
+
+def check_options(options: dict[str, Any], *, stored: bool = False) -> None:
+    """Of a head; `stored` ones are for more than one call."""
+    unknown = sorted(options.keys() - set(OPTIONS))
+    if unknown:
+        raise TypeError(f"{unknown[0]}: expected one of {', '.join(OPTIONS)}; got {unknown[0]!r}")
+    if stored and isinstance(options.get("seed"), int):
+        raise ValueError(
+            "seed: expected a torch.Generator, or None for torch's own, as an int would draw the "
+            f"same columns in every call; got {options['seed']}"
+        )

@@ -9,6 +9,7 @@ Arguments and results are those of Liger 0.8.5, which need not be installed, wit
 - `luspo` leaves padding out, and `advantages` may be `[B, T]`; there Liger's gradients are wrong.
 - What is masked may hold anything, NaN included.
 - In half precision logits, and the weight's gradient over chunks, are float32.
+- A reference that comes with `use_ref_model=False` is an error and not ignored.
 - `vespo` with `vllm_is_ratio` needs `old_per_token_logps`, of which that ratio is made.
 - `compiled` and `chunk_size` say how Liger computes; nothing here is to be compiled, and the chunk
   is a budget in bytes, `chunk_bytes`.
@@ -27,6 +28,7 @@ from ..fused_grpo_loss import fused_grpo_loss
 from ..inputs import Layout, ValueChecks, flat_tokens
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
+from .head import check_options, corrected
 
 _SEQUENCE_REFUSED = ("cispo", "sapo", "vespo")
 _STEP_WIDE = ("dapo", "cispo", "vespo")
@@ -49,8 +51,8 @@ class FusedLinearGRPOLoss(nn.Module):
             vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`; an option the
             loss type has no use for is left out, as by Liger.
         temperature: what logits are divided by.
-        head_options: `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            `fused_grpo_loss`.
+        head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
+            `chunk_bytes` of `fused_grpo_loss`.
 
     Raises:
         ValueError, TypeError: as `GRPOLossConfig`.
@@ -102,6 +104,7 @@ class FusedLinearGRPOLoss(nn.Module):
         }
         if loss_type == "dr_grpo":
             clip["max_completion_length"] = max_completion_length
+        check_options(head_options, stored=True)
         self.beta, self.use_ref_model = beta, use_ref_model
         self.head_options = head_options
         self.config = GRPOLossConfig(
@@ -140,7 +143,7 @@ class FusedLinearGRPOLoss(nn.Module):
             ref_weight: its head `[V, H]`,
             ref_bias: and `[V]` or None.
             old_per_token_logps: `[B, T]`; None is on-policy.
-            vllm_is_ratio: `[B, T]` or `[B, 1]`, >= 0: the sampler's correction.
+            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0: the sampler's correction.
             num_items_in_batch: of `dapo`, `cispo` and `vespo`: the tokens of the whole step over
                 all ranks. None: those of this call, over all ranks.
 
@@ -153,17 +156,15 @@ class FusedLinearGRPOLoss(nn.Module):
             selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias
         )
         arguments: dict[str, Any] = {
-            "old_logps": old_per_token_logps, "ref_logps": ref,
+            "advantages": advantages, "old_logps": old_per_token_logps, "ref_logps": ref,
         }  # fmt: skip
         if vllm_is_ratio is not None:
-            config, advantages, arguments = _corrected(
-                config, vllm_is_ratio, advantages, mask, arguments
-            )
+            config, arguments = _corrected(config, vllm_is_ratio, mask, arguments)
         num_items = None
         if config.loss_type in _STEP_WIDE:
             num_items = _tokens_a_rank(num_items_in_batch, mask)
         out = fused_grpo_loss(
-            _input, lin_weight, selected_token_ids, advantages, mask, bias=bias, config=config,
+            _input, lin_weight, selected_token_ids, mask=mask, bias=bias, config=config,
             num_items=num_items, **arguments, **self.head_options,
         )  # fmt: skip
         kl = (out.metrics["kl"] if config.beta else torch.zeros_like(out.loss),)
@@ -193,17 +194,10 @@ class FusedLinearGRPOLoss(nn.Module):
 
 
 def _corrected(
-    config: GRPOLossConfig,
-    ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    arguments: dict[str, Any],
-) -> tuple[GRPOLossConfig, Tensor, dict[str, Any]]:
+    config: GRPOLossConfig, ratio: Tensor, mask: Tensor, arguments: dict[str, Any]
+) -> tuple[GRPOLossConfig, dict[str, Any]]:
     if config.loss_type != "vespo":
-        # The losses are linear in the advantages, but for their sign, and the ratio is >= 0.
-        if advantages.ndim == 1:
-            advantages = advantages[:, None]
-        return config, (advantages * ratio).expand(mask.shape), arguments
+        return config, {**arguments, "advantages": corrected(arguments["advantages"], ratio, mask)}
     old = arguments["old_logps"]
     if old is None:
         raise ValueError(
@@ -212,12 +206,14 @@ def _corrected(
         )
     # It sums the ratio's logarithm over the sequence: what the sampler's log-probs are made of.
     log_ratio = ratio.float().clamp(min=1e-8).log()
-    if ratio.shape[1] == 1 and mask.shape[1] > 1:
+    if log_ratio.ndim == 1:
+        log_ratio = log_ratio[:, None]
+    if log_ratio.shape[1] == 1 and mask.shape[1] > 1:
         # Once a sequence, on its first token.
         first = mask.bool() & (mask.bool().cumsum(1) == 1)
         log_ratio = torch.where(first, log_ratio, 0.0)
     config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
-    return config, advantages, {**arguments, "sampling_logps": old - log_ratio}
+    return config, {**arguments, "sampling_logps": old - log_ratio}
 
 
 def _tokens_a_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:

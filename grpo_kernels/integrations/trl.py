@@ -8,13 +8,16 @@ here they come from `attach_fused_head`. Where the objective is token-local the 
 made along with them, in one pass: TRL's loss is then the value, and ours the gradient, which are
 compared in each step. Otherwise TRL's loss is differentiated through `linear_logprobs`.
 
-Private of TRL are three names, all of them used in this file alone: `GRPOTrainer._compute_loss`,
-and what the trainer's constructor calls, `grpo_trainer.add_fused_lm_head`, and by which it refuses
-adapters on the head, which its own would leave out, `grpo_trainer.BaseTunerLayer`.
+What is private of TRL's is used in this file alone: `GRPOTrainer._compute_loss` and
+`_get_per_token_logps_and_entropies`, which calls a model with `fused_lm_head=True`; what the
+constructor calls, `grpo_trainer.add_fused_lm_head`, and by which it refuses adapters on the head,
+which its own would leave out, `grpo_trainer.BaseTunerLayer`; and the entropy bonus's state,
+`_entropy_bonus_enabled` and `_last_world_entropy`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,11 +28,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 
 from ..config import GRPOLossConfig
-from .head import head_of, is_prompt_learning
-from .transformers import attach_fused_head
+from .head import check_options, corrected, head_of, is_prompt_learning
+from .transformers import Objective, attach_fused_head, has_fused_head
 
 SUPPORTED = "1.16"
 _ANY_VERSION = "GRPO_KERNELS_ANY_TRL"
@@ -48,11 +52,19 @@ def check_version(installed: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-check_version(metadata.version("trl"))
+try:
+    check_version(metadata.version("trl"))
+except metadata.PackageNotFoundError as error:
+    raise ImportError(
+        f"grpo_kernels.integrations.trl: expected TRL {SUPPORTED}; it is not installed: "
+        f"pip install 'trl=={SUPPORTED}.*'"
+    ) from error
 
 from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
+_LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
+_PATCHED = "_patched_by_grpo_kernels"
 # How far the two may be apart, both of them float32 and of the same log-probs.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 # Those whose average is over the tokens of the whole step.
@@ -78,15 +90,13 @@ class FusedGRPOTrainer(GRPOTrainer):
     ) -> None:
         with _our_head(head_options or {}):
             super().__init__(*args, **kwargs)
-        if is_prompt_learning(self.model):
-            raise ValueError(
-                "peft_config: expected adapters inside the layers (LoRA and its kind); got "
-                f"{self.model.active_peft_config.peft_type.value}, which puts virtual tokens "
-                "before the prompt"
-            )
+        _check_trainer(self)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return _loss(super()._compute_loss, self, model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(_asked(model), *args, **kwargs)
 
 
 class patch_trl:
@@ -99,27 +109,43 @@ class patch_trl:
             trainer = GRPOTrainer(...)
             trainer.train()
 
+    Trainers made before it, or trained after it, compute as TRL's do.
+
     Args:
         head_options: as `FusedGRPOTrainer`'s, by name.
+
+    Raises:
+        RuntimeError: TRL is patched already.
     """
 
     def __init__(self, **head_options: Any) -> None:
-        own = GRPOTrainer._compute_loss
+        if _PATCHED in vars(GRPOTrainer):
+            raise RuntimeError("patch_trl: expected TRL's own trainer; it is patched: undo() first")
+        own = {name: getattr(GRPOTrainer, name) for name in (_LOSS, _LOGPS, "__init__")}
 
-        def fused(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-            return _loss(partial(own, self), self, model, inputs)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            own["__init__"](self, *args, **kwargs)
+            _check_trainer(self)
 
-        self._own_loss, self._head = own, _our_head(head_options)
+        def loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+            return _loss(partial(own[_LOSS], self), self, model, inputs)
+
+        def logps(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return own[_LOGPS](self, _asked(model), *args, **kwargs)
+
+        self._own, self._head = own, _our_head(head_options)
         self._head.__enter__()
-        GRPOTrainer._compute_loss = fused
-        self._patched = True
+        for name, patched in ((_LOSS, loss), (_LOGPS, logps), ("__init__", init), (_PATCHED, True)):
+            setattr(GRPOTrainer, name, patched)
 
     def undo(self) -> None:
-        """Puts TRL's own back. Trainers made meanwhile keep their head; theirs is TRL's loss."""
-        if self._patched:
-            GRPOTrainer._compute_loss = self._own_loss
+        """Puts TRL's own back."""
+        if self._own:
+            for name, own in self._own.items():
+                setattr(GRPOTrainer, name, own)
+            delattr(GRPOTrainer, _PATCHED)
             self._head.__exit__(None, None, None)
-        self._patched = False
+        self._own = {}
 
     def __enter__(self) -> patch_trl:
         return self
@@ -131,6 +157,9 @@ class patch_trl:
 @contextmanager
 def _our_head(options: dict[str, Any]) -> Iterator[None]:
     """The head that a trainer's constructor puts on its models."""
+    check_options(options, stored=True)
+    if "temperature" in options:
+        raise TypeError("temperature: expected it in GRPOConfig; got it for the head as well")
 
     def add_fused_lm_head(
         model: Any,
@@ -154,7 +183,9 @@ def _our_head(options: dict[str, Any]) -> Iterator[None]:
     class NoLayer:
         """What no layer is an instance of."""
 
-    ours = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
+    ours: dict[str, Any] = {"add_fused_lm_head": add_fused_lm_head}
+    if hasattr(grpo_trainer, "BaseTunerLayer"):  # without PEFT it is not there
+        ours["BaseTunerLayer"] = NoLayer
     own = {name: getattr(grpo_trainer, name) for name in ours}
     vars(grpo_trainer).update(ours)
     try:
@@ -163,25 +194,78 @@ def _our_head(options: dict[str, Any]) -> Iterator[None]:
         vars(grpo_trainer).update(own)
 
 
+def _check_trainer(trainer: Any) -> None:
+    if is_prompt_learning(trainer.model):
+        raise ValueError(
+            "peft_config: expected adapters inside the layers (LoRA and its kind); got "
+            f"{trainer.model.active_peft_config.peft_type.value}, which puts virtual tokens before "
+            "the prompt"
+        )
+    if _token_local(trainer):
+        _config(trainer, 1)  # says now what it would refuse in the first step
+
+
+class _Call:
+    """A model as TRL calls it, with an objective; keeps what comes out as it is made.
+
+    What a wrapper makes of that (FSDP2 under accelerate: bf16) is not what is worked with.
+    """
+
+    def __init__(self, model: Any, objective: Objective, fused: bool) -> None:
+        self.model, self.objective, self.fused = model, objective, fused
+
+    def __call__(self, **inputs: Any) -> Any:
+        if not self.fused:
+            return self.model(**inputs)
+        self.model(**inputs | {"fused_lm_head": self.objective})
+        assert self.objective.output is not None
+        return self.objective.output
+
+
+class _OnePass(_Call):
+    """That makes its own loss on the way."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        mask, old = self.objective.mask, self.objective.old_logps
+        assert mask is not None
+        out = super().__call__(**inputs, logits_to_keep=mask.shape[1])
+        # A token that does not count was not scored; for TRL, which multiplies by the mask, its
+        # ratio has to be finite.
+        logps = out.logps if old is None else torch.where(mask.bool(), out.logps, old.float())
+        return SimpleNamespace(log_probs=logps, entropy=out.entropy, aux_loss=out.aux_loss)
+
+
+def _asked(model: Any) -> Any:
+    """For log-probs alone, unless it has been asked for more."""
+    if isinstance(model, _Call):
+        return model
+    return _Call(model, Objective(), has_fused_head(_unwrapped(model)))
+
+
+def _unwrapped(model: Any) -> Any:
+    return extract_model_from_parallel(model)
+
+
 def _loss(
     own: Callable[[Any, dict[str, Any]], Tensor], trainer: Any, model: Any, inputs: dict[str, Any]
 ) -> Tensor:
     """TRL's loss; its gradient in one pass where the objective allows it."""
-    if isinstance(model, _OnePass) or not torch.is_grad_enabled() or not _token_local(trainer):
+    there = torch.is_grad_enabled() and not isinstance(model, _Call)
+    if not (there and _token_local(trainer) and has_fused_head(_unwrapped(model))):
         return own(model, inputs)
+    training = trainer.model.training
+    accumulation = trainer.current_gradient_accumulation_steps if training else 1
     # Before TRL's code, which moves the entropy's coefficient on to the next step.
-    mask, config, arguments = _objective(trainer, inputs)
-    accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
-    one_pass = _OnePass(model, {"mask": mask, "config": config, **arguments})
+    objective, share = _objective(trainer, inputs, accumulation if training else 0)
+    one_pass = _OnePass(model, objective, True)
     value = own(one_pass, inputs)
-    assert one_pass.output is not None
-    mine = one_pass.output.loss
-    if config.loss_type not in _STEP_WIDE:
-        mine = mine / accumulation
-    experts = 0.0
+    out = objective.output
+    assert out is not None and out.loss is not None
+    mine, experts = out.loss * share, 0.0
     if trainer.aux_loss_enabled:
-        experts = trainer.router_aux_loss_coef * one_pass.output.aux_loss.detach() / accumulation
-    _compare(float(value.detach() - experts), float(mine.detach()))
+        assert out.aux_loss is not None
+        experts = trainer.router_aux_loss_coef * out.aux_loss.detach() / accumulation
+    _compare(float(value.detach() - experts), float(mine.detach()), _size(trainer, objective))
     # TRL's value, and the gradient of the experts' part; ours adds 0 to it and the gradient.
     return value + (mine - mine.detach())
 
@@ -195,22 +279,9 @@ def _token_local(trainer: Any) -> bool:
     )
 
 
-def _objective(
-    trainer: Any, inputs: dict[str, Any]
-) -> tuple[Tensor, GRPOLossConfig, dict[str, Any]]:
-    """What TRL's loss computes from `inputs`, in this library's terms."""
+def _config(trainer: Any, bonus_share: float) -> GRPOLossConfig:
+    """TRL's options, in this library's terms; `bonus_share`: a factor on the entropy bonus."""
     args, loss_type = trainer.args, trainer.loss_type
-    training = trainer.model.training
-    accumulation = trainer.current_gradient_accumulation_steps if training else 1
-    mask = inputs["completion_mask"]
-    if "tool_mask" in inputs:
-        mask = mask * inputs["tool_mask"]
-    advantages = inputs["advantages"]
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Every loss here is linear in the advantages, but for their sign, and weights are >= 0.
-        if advantages.ndim == 1:
-            advantages = advantages[:, None]
-        advantages = (advantages * inputs["importance_sampling_ratio"]).expand(mask.shape)
     options: dict[str, Any] = {
         "loss_type": loss_type, "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
@@ -227,47 +298,54 @@ def _objective(
         options["max_completion_length"] = trainer.max_completion_length
     if trainer._entropy_bonus_enabled:
         adaptive = trainer.use_adaptive_entropy
-        on = not adaptive or trainer._last_world_entropy <= args.entropy_target
-        options["entropy_coef"] = trainer.entropy_coef if on else 0.0
-        if loss_type in _STEP_WIDE:
-            # TRL divides the bonus by the accumulation's steps, the rest by the step's tokens.
-            options["entropy_coef"] /= accumulation
-    arguments = {
-        "advantages": advantages.float(), "old_logps": inputs.get("old_per_token_logps"),
-        "ref_logps": inputs["ref_per_token_logps"] if trainer.beta else None,
-    }  # fmt: skip
-    if loss_type in _STEP_WIDE:
+        if not adaptive or trainer._last_world_entropy <= args.entropy_target:
+            options["entropy_coef"] = trainer.entropy_coef * bonus_share
+    return GRPOLossConfig(**options)
+
+
+def _objective(trainer: Any, inputs: dict[str, Any], accumulation: int) -> tuple[Objective, float]:
+    """What TRL's loss computes from `inputs`, and what its loss is multiplied by.
+
+    `accumulation`: micro-batches an optimizer step; 0 in evaluation.
+    """
+    mask = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    advantages = inputs["advantages"]
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        advantages = corrected(advantages, inputs["importance_sampling_ratio"], mask)
+    share, num_items = 1 / max(1, accumulation), None
+    if trainer.loss_type in _STEP_WIDE:
         # Of the generation batch; an optimizer step is one of several on it.
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        if training:
-            tokens = tokens * accumulation / args.steps_per_generation
-        arguments["num_items"] = tokens
-    return mask, GRPOLossConfig(**options), arguments
+        tokens = max(1.0, float(inputs["num_items_in_batch"])) / trainer.accelerator.num_processes
+        if accumulation:
+            tokens *= accumulation / trainer.args.steps_per_generation
+        # Here fewer than one are one.
+        num_items = max(1.0, tokens)
+        share = num_items / tokens
+    # TRL divides the bonus by the accumulation's steps, whatever it divides the rest by.
+    config = _config(trainer, 1 / max(1, accumulation) / share)
+    return Objective(
+        advantages.float(), mask=mask, config=config, num_items=num_items,
+        old_logps=inputs.get("old_per_token_logps"),
+        ref_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
+    ), share  # fmt: skip
 
 
-class _OnePass:
-    """A model as TRL's loss calls it, that makes its own loss on the way and keeps it."""
-
-    def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
-        self.model, self.arguments = model, arguments
-        self.output: Any = None
-
-    def __call__(self, **inputs: Any) -> SimpleNamespace:
-        mask, old = self.arguments["mask"], self.arguments["old_logps"]
-        self.output = self.model(**inputs, **self.arguments, logits_to_keep=mask.shape[1])
-        # A token that does not count was not scored; for TRL, which multiplies by the mask, its
-        # ratio has to be finite.
-        logps = self.output.logps
-        logps = logps if old is None else torch.where(mask.bool(), logps, old.to(logps.dtype))
-        return SimpleNamespace(
-            log_probs=logps, entropy=self.output.entropy, aux_loss=self.output.aux_loss
-        )
+def _size(trainer: Any, objective: Objective) -> float:
+    """Of the terms of the loss, of which little may be left."""
+    assert objective.advantages is not None and objective.mask is not None
+    size = max(1.0, float(objective.advantages.abs().amax()))
+    return size * objective.mask.shape[1] if trainer.loss_type == "luspo" else size
 
 
-def _compare(theirs: float, mine: float) -> None:
-    if abs(theirs - mine) > _ABSOLUTE + _RELATIVE * abs(theirs):
-        raise RuntimeError(
-            f"loss: expected TRL's, {theirs:.6g}, as the value whose gradient was taken; got "
-            f"{mine:.6g}. This version of TRL, or a subclass of its trainer, computes something "
-            "else than grpo_kernels knows: use GRPOTrainer, and please report it"
-        )
+def _compare(theirs: float, mine: float, size: float) -> None:
+    if not math.isfinite(theirs) or abs(theirs - mine) <= _ABSOLUTE * size + _RELATIVE * abs(
+        theirs
+    ):
+        return
+    raise RuntimeError(
+        f"loss: expected TRL's, {theirs:.6g}, as the value whose gradient was taken; got "
+        f"{mine:.6g}. This version of TRL, or a subclass of its trainer, computes something else "
+        "than grpo_kernels knows: use GRPOTrainer, and please report it"
+    )

@@ -16,6 +16,7 @@ def linear_cross_entropy(
     labels: Tensor,
     temperature: float | Tensor = 1.0,
     reduction: str = "none",
+    dist_process_group: None = None,
     **head_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the labels and entropies, both differentiable, without the logits.
@@ -32,14 +33,21 @@ def linear_cross_entropy(
         labels: `[N]` or `[B, T]`, token ids.
         temperature: what logits are divided by, a number or one a token.
         reduction: of the log-probs (not negated): `"none"`, `"sum"` or `"mean"`.
+        dist_process_group: None: the head is whole, not split over ranks.
         head_options: `mask`, `bias`, `backward`, ... of `linear_logprobs`.
 
     Returns:
-        `logprobs` and `entropy`, float32, `[N]` or `[B, T]`; `logprobs` 0-d if reduced.
+        `logprobs` and `entropy`, float32, in the shape of the labels (verl's are flat);
+        `logprobs` 0-d if reduced.
 
     Raises:
         ValueError, TypeError: as `linear_logprobs`.
     """
+    if dist_process_group is not None:
+        raise ValueError(
+            "dist_process_group: expected None, as a head split over ranks is not supported; got "
+            f"{dist_process_group!r}"
+        )
     check_choice("reduction", reduction, ("none", "sum", "mean"))
     out = linear_logprobs(
         hidden, weight, labels, temperature=temperature, entropy=True, **head_options

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
-from ..integrations.head import check_head
+from ..integrations.head import check_logits
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
 from .config import TrainingConfig
@@ -107,7 +107,7 @@ class Trainer:
         self.judged = all("answer" in problem for problem in self.train_problems)
         self.reference = self._make_reference(model)
         policy = without_dropout(Policy(model, share_prompts=config.share_prompts))
-        check_head(policy.model, torch.tensor([self._encode(self.train_problems[0])]))
+        check_logits(policy.model, torch.tensor([self._encode(self.train_problems[0])]))
         trained = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
