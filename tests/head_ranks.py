@@ -19,6 +19,15 @@ def wrapped_gradients(kind: str, rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store-{kind}", rank=rank, world_size=WORLD
     )
+    # In a function of its own, so that DDP goes before the group that it uses: the other way round
+    # its end may wait for a thread that waits for Python.
+    torch.save(gradients_of_half(kind, rank), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def gradients_of_half(kind: str, rank: int) -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+
     model, inputs, labels, given = case(kind)
     half = slice(2 * rank, 2 * rank + 2)
     if kind.startswith("ddp"):
@@ -53,8 +62,7 @@ def wrapped_gradients(kind: str, rank: int, folder: str) -> None:
         if parameter.grad is not None:
             grad = parameter.grad
             gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    torch.save(gradients, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return gradients
 
 
 def case(kind: str):

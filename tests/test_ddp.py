@@ -47,6 +47,9 @@ def rank_main(rank: int, folder: str) -> None:
     num_items = batch.mask.sum() / WORLD
     wrapped(batch, part, num_items).backward()
     torch.save([p.grad for p in policy.parameters()], Path(folder) / f"{rank}.pt")
+    # Before the group that it uses: the other way round its end may wait for a thread that waits
+    # for Python.
+    del wrapped
     dist.destroy_process_group()
 
 
