@@ -423,6 +423,17 @@ def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
 
 
+def test_lora_on_the_head(tiny_model, tmp_path):
+    target = r".*\.q_proj|lm_head"
+    config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, lora_target=target, steps=2)
+    trainer = trainer_of(config)
+    trainer.train()
+    trained = {n: p for n, p in trainer.policy.named_parameters() if p.requires_grad}
+    outer = [p for n, p in trained.items() if "lm_head" in n and "lora_B" in n]
+    assert len(outer) == 1 and outer[0].abs().max() > 0
+    assert all("lora" in name for name in trained)
+
+
 def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, steps=3, save_model=True)
     trainer = trainer_of(config)
