@@ -247,7 +247,7 @@ def test_accelerate_leaves_it_alone():
         assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
 
 
-def test_vision_language_model():
+def llava():
     """Its body takes pixels along, its config has another's in it."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -257,9 +257,13 @@ def test_vision_language_model():
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(
+    return LlavaForConditionalGeneration(
         LlavaConfig(text_config=text, vision_config=vision, image_token_index=3)
     ).eval()
+
+
+def test_vision_language_model():
+    model = llava()
     inputs, labels = batch_of()
     inputs["input_ids"][:, 2:6] = 3  # four patches
     inputs["pixel_values"] = torch.randn(3, 3, 8, 8)

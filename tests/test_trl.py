@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 import transformers
-from test_transformers import LORAS, family_model
+from test_transformers import LORAS, family_model, llava
 from tiny_models import make_tokenizer
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
@@ -76,7 +76,7 @@ def prompts(count=24):
 
 def decided_model(family):
     """That has its favourites, the end of a completion among them."""
-    model = family_model(family)
+    model = llava() if family == "llava" else family_model(family)
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head.mul_(3.0)
@@ -111,9 +111,10 @@ def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=Fa
             losses.append(loss.item())
             return loss
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder_of(family), dtype=torch.float32
-    )
+    kind = transformers.AutoModelForCausalLM
+    if family == "llava":
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(folder_of(family), dtype=torch.float32)
     arguments = arguments_of(folder, **options)
     if evaluate:
         arguments.eval_strategy, arguments.eval_steps = "steps", 1
@@ -237,6 +238,23 @@ def a_tool_s_words(trainer, inputs):
 def advantages_of_tokens(trainer, inputs):
     g = torch.Generator().manual_seed(1)
     return {"advantages": torch.randn(inputs["completion_mask"].shape, generator=g)}
+
+
+def pixels(trainer, inputs):
+    """Of one image a prompt, in four patches."""
+    g = torch.Generator().manual_seed(1)
+    prompts = inputs["prompt_ids"].clone()
+    prompts[:, -4:] = 3
+    count = len(prompts)
+    return {
+        "prompt_ids": prompts, "num_images": [1] * count,
+        "pixel_values": torch.randn(count, 3, 8, 8, generator=g),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_pixels(loss_type, tmp_path):
+    compare(tmp_path, family="llava", injected=pixels, loss_type=loss_type)
 
 
 @pytest.mark.parametrize("injected", (a_tool_s_words, advantages_of_tokens))
