@@ -239,11 +239,7 @@ def _asked(model: Any) -> Any:
     """For log-probs alone, unless it has been asked for more."""
     if isinstance(model, _Call):
         return model
-    return _Call(model, Objective(), has_fused_head(_unwrapped(model)))
-
-
-def _unwrapped(model: Any) -> Any:
-    return extract_model_from_parallel(model)
+    return _Call(model, Objective(), has_fused_head(extract_model_from_parallel(model)))
 
 
 def _loss(
@@ -251,7 +247,7 @@ def _loss(
 ) -> Tensor:
     """TRL's loss; its gradient in one pass where the objective allows it."""
     there = torch.is_grad_enabled() and not isinstance(model, _Call)
-    if not (there and _token_local(trainer) and has_fused_head(_unwrapped(model))):
+    if not (there and _token_local(trainer) and has_fused_head(extract_model_from_parallel(model))):
         return own(model, inputs)
     training = trainer.model.training
     accumulation = trainer.current_gradient_accumulation_steps if training else 1
@@ -340,9 +336,8 @@ def _size(trainer: Any, objective: Objective) -> float:
 
 
 def _compare(theirs: float, mine: float, size: float) -> None:
-    if not math.isfinite(theirs) or abs(theirs - mine) <= _ABSOLUTE * size + _RELATIVE * abs(
-        theirs
-    ):
+    allowed = _ABSOLUTE * size + _RELATIVE * abs(theirs)
+    if not math.isfinite(theirs) or abs(theirs - mine) <= allowed:
         return
     raise RuntimeError(
         f"loss: expected TRL's, {theirs:.6g}, as the value whose gradient was taken; got "
