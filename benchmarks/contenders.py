@@ -20,6 +20,9 @@ from torch import Tensor
 from benchmarks.workloads import Workload
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
 
+# Rows.
+LIGER_CHUNK = 512
+
 
 class Contender(NamedTuple):
     """`absent` says why it cannot run on a device, or returns None."""
@@ -41,6 +44,13 @@ def eager(w: Workload) -> Tensor:
     """Materialised logits, log_softmax, gather."""
     logps = (w.hidden @ w.weight.T).float().log_softmax(-1).gather(-1, w.targets[..., None])
     return _loss_of(w, logps.squeeze(-1))
+
+
+def eager_unpadded(w: Workload) -> Tensor:
+    """Of the tokens that count only, in one row: what that alone brings."""
+    assert w.mask is not None
+    logps = _logps(w.hidden[w.mask], w.weight, w.targets[w.mask])
+    return _loss_of(w, torch.zeros_like(w.old_logps).masked_scatter(w.mask, logps))
 
 
 def eager_logsumexp(w: Workload) -> Tensor:
@@ -104,9 +114,12 @@ def _liger_mask(w: Workload) -> Tensor:
 def liger_fused_linear(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
+    # By default a sequence is a chunk, which those of the workloads are too short for.
+    chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, loss_type="dapo", compiled=w.hidden.device.type == "cuda"
-    )
+        beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
+        compiled=w.hidden.device.type == "cuda",
+    )  # fmt: skip
     return loss(
         w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages,
         old_per_token_logps=w.old_logps,
@@ -117,12 +130,12 @@ def liger_triton(w: Workload) -> Tensor:
     """Its kernel on materialised logits, whose last position it leaves out."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    logits = F.pad(w.hidden @ w.weight.T, (0, 0, 0, 1))
-    loss: Any = triton_grpo_loss(
+    logits = F.pad(w.hidden, (0, 0, 0, 1)) @ w.weight.T
+    loss, _ = triton_grpo_loss(
         logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
         beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
     )  # fmt: skip
-    return loss[0] if isinstance(loss, tuple) else loss
+    return loss
 
 
 def liger_scaled_cross_entropy(w: Workload) -> Tensor:
@@ -166,10 +179,11 @@ def _linear_cross_entropy_absent(_: torch.device) -> str | None:
     return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
 
 
-BASELINE = "eager, log_softmax"
+BASELINE, UNPADDED = "eager, log_softmax", "eager, unpadded"
 OURS = ("ours, one pass", "ours, two passes", "ours, sampled", "ours, 2 x sampled")
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager),
+    UNPADDED: Contender(eager_unpadded),
     "eager, logsumexp": Contender(eager_logsumexp),
     "eager, compiled": Contender(compiled, _compiler_absent),
     "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),

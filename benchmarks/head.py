@@ -4,10 +4,13 @@
     python -m benchmarks.head --workload dense --shapes 8192,151936,896 --peers TRL Liger
 
 Every contender gets the same inputs. Its loss and gradients are compared with float64 on a few
-sequences first; one that is wrong, and one that is not there, gets a row that says so, never a
-time. Times are taken in turns (a round runs each contender once, forward alone and forward with
-backward), on a CPU each contender in a process of its own, and given as median [20th, 80th
-percentile]. Memory is the peak beyond the inputs, in a fresh process for each contender.
+sequences first, and loss and norms of the gradients with the others' in every step that is timed;
+one that is wrong, and one that is not there, gets a row that says so, never a time. Times are taken
+in turns (a round runs each contender once, forward alone and forward with backward) and given as
+median [20th, 80th percentile], which of three rounds are the least and the largest. On a CPU each
+contender is timed in a process of its own, whose allocator keeps its memory from step to step, as
+PyTorch's does on a GPU; with --fresh-memory it finds it anew. Memory is the peak beyond the inputs,
+in a fresh process for each contender.
 """
 
 from __future__ import annotations
@@ -24,46 +27,55 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS, UNPADDED
 from benchmarks.memory import PeakMemory
 from benchmarks.workloads import SYNTHETIC, WORKLOADS, Workload, make
 from grpo_kernels import reference
 from grpo_kernels.column_sampling import DEFAULT_TOLERANCE
 
-CHECKED_SEQUENCES = 2
+CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Relative to the norm of the float64 gradient of the same inputs; of the loss, to the mean size
 # of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # The noise that a sampled gradient is asked for; a few sequences alone may come out noisier.
 SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
+# Of a GPU's memory, or of a process that was killed for want of it.
+OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 FLOOR = "bare GEMMs"
 ERRORS = ("loss", "d_hidden", "d_weight")
 Loss = Callable[[Workload], Tensor]
+T = TypeVar("T")
 
 
-def bare_gemms(w: Workload) -> None:
+def bare_gemms(w: Workload) -> Callable[[], None]:
     """The three products of the tokens that count, into buffers that are there: the floor."""
     hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
     if w.mask is not None:
         hidden = hidden[w.mask.flatten()]
-    chunks = hidden.split(512 if hidden.device.type == "cpu" else 4096)
+    chunks = hidden.split(4096)
     logits = hidden.new_zeros(len(chunks[0]), weight.shape[0])
     d_hidden, d_weight = torch.zeros_like(chunks[0]), torch.zeros_like(weight)
-    for chunk in chunks:
-        out = logits[: len(chunk)]
-        torch.mm(chunk, weight.T, out=out)
-        torch.mm(out, weight, out=d_hidden[: len(chunk)])
-        torch.addmm(d_weight, out.T, chunk, out=d_weight)
+
+    def run() -> None:
+        for i, chunk in enumerate(chunks):
+            out = logits[: len(chunk)]
+            torch.mm(chunk, weight.T, out=out)
+            torch.mm(out, weight, out=d_hidden[: len(chunk)])
+            torch.addmm(d_weight, out.T, chunk, beta=min(i, 1), out=d_weight)
+
+    return run
 
 
 def with_grad(w: Workload) -> Workload:
@@ -86,7 +98,7 @@ def truth_of(w: Workload) -> Truth:
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
         trained = trained[(w.advantages != 0) & w.mask.any(1)]
-    w = w.sequences(trained[:CHECKED_SEQUENCES]).each(Tensor.detach)
+    w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
     exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
     loss = reference.fused_grpo_loss(
         exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask,
@@ -117,18 +129,25 @@ def _relative_error(grad: Tensor, expected: Tensor) -> float:
     return squares**0.5 / float(expected.norm())
 
 
-def step(loss: Loss, w: Workload) -> None:
-    loss(w).backward()
+def step(loss: Loss, w: Workload) -> Tensor:
+    value = loss(w)
+    value.backward()
+    return value.detach()
 
 
 def time_once(run: Callable[[], Any], device: torch.device) -> float:
+    return timed(run, device)[0]
+
+
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds, and what `run` returned."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
 
 
 def times(
@@ -138,10 +157,10 @@ def times(
     rounds: int,
     *,
     forward: bool = True,
-    warm_up: bool = True,
+    fresh_memory: bool = False,
     **options: Any,
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each contender with its backward and of the bare GEMMs, in turns.
+) -> dict[str, dict[str, list[Any]]]:
+    """Seconds of each contender with its backward and of the bare GEMMs, in turns, after a first.
 
     On a CPU each one has a process of its own, which waits while others run: in a shared one the
     allocator serves a contender faster or slower for what others took and gave back.
@@ -152,51 +171,83 @@ def times(
         device: where it is taken to.
         rounds: that are measured.
         forward: the loss alone, too.
-        warm_up: a first round is not measured.
+        fresh_memory: on a CPU, as the C library's allocator comes.
         options: of every contender.
+
+    Returns:
+        Lists of `seconds`, `forward_seconds` and `results` (loss and norms of the gradients); a
+        contender for which the memory did not suffice is left out.
     """
-    taken: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], **({"forward_seconds": []} if forward else {})} for name in names
-    }
-    taken[FLOOR] = {"seconds": []}
-    runs = [(round_, name) for round_ in range(rounds + warm_up) for name in taken]
+    taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (*names, FLOOR)}
+    runs = [(round_, name) for round_ in range(rounds + 1) for name in taken]
     with ExitStack() as stack:
         fresh = multiprocessing.get_context("spawn")
+        if not fresh_memory:
+            stack.enter_context(_keeping_memory())
         pools = {
             name: stack.enter_context(ProcessPoolExecutor(1, mp_context=fresh))
             for name in (() if device.type == "cuda" else taken)
         }
         for round_, name in tqdm(runs, desc="timing", disable=None):
-            turn = (name, path, device, forward and name != FLOOR, options)
+            if name not in taken:
+                continue
+            turn = (name, path, device, forward, options)
             pool = pools.get(name)
-            measured = take_turn(*turn) if pool is None else pool.submit(take_turn, *turn).result()
-            for key, seconds in measured.items() if round_ >= warm_up else ():
-                taken[name][key].append(seconds)
+            try:
+                told = take_turn(*turn) if pool is None else pool.submit(take_turn, *turn).result()
+            except OUT_OF_MEMORY:
+                if name == FLOOR:
+                    raise
+                del taken[name]
+                continue
+            for key, value in told.items() if round_ else ():
+                taken[name].setdefault(key, []).append(value)
     _held.clear()
     return taken
+
+
+@contextmanager
+def _keeping_memory() -> Iterator[None]:
+    """Processes that start meanwhile give no memory back to the system (glibc; elsewhere as is)."""
+    kept = {"MALLOC_MMAP_THRESHOLD_": "8000000000", "MALLOC_TRIM_THRESHOLD_": "80000000000"}
+    before = dict(os.environ)
+    os.environ.update(kept)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 # The workload of this process.
 _held: dict[Path, Workload] = {}
 
 
-def take_turn(
-    name: str, path: Path, device: torch.device, forward: bool, options: dict[str, Any]
-) -> dict[str, float]:
+def _hold(path: Path, device: torch.device, *, shared: bool) -> Workload:
+    """Shared: with the other processes of a CPU, mapped."""
     if path not in _held:
         warnings.filterwarnings("ignore", category=UserWarning)
-        # Mapped, so that processes share it.
-        loaded = torch.load(path, mmap=device.type == "cpu", map_location=device)
+        mapped = shared and device.type == "cpu"
+        loaded = torch.load(path, mmap=mapped, map_location=device)
         _held.clear()
         _held[path] = Workload(**loaded)
-    w = with_grad(_held[path])
+    return with_grad(_held[path])
+
+
+def take_turn(
+    name: str, path: Path, device: torch.device, forward: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    w = _hold(path, device, shared=True)
     if name == FLOOR:
-        return {"seconds": time_once(lambda: bare_gemms(w), device)}
-    measured, loss = {}, partial(CONTENDERS[name].loss, **options)
+        return {"seconds": time_once(bare_gemms(w), device)}
+    measured: dict[str, Any] = {}
+    loss = partial(CONTENDERS[name].loss, **options)
     if forward:
         with torch.no_grad():
             measured["forward_seconds"] = time_once(partial(loss, w), device)
-    measured["seconds"] = time_once(partial(step, loss, w), device)
+    measured["seconds"], value = timed(partial(step, loss, w), device)
+    grads = [x.grad for x in (w.hidden, w.weight) if x.grad is not None]
+    measured["results"] = (float(value), *(float(grad.float().norm()) for grad in grads))
     with_grad(w)  # gives the gradients back
     return measured
 
@@ -209,6 +260,7 @@ def stored(w: Workload) -> Iterator[Path]:
         torch.save(
             {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(w).items()}, path
         )
+        del w  # what is measured has the memory to itself, if the caller lets go of it, too
         yield path
 
 
@@ -219,20 +271,24 @@ def extra_memory(name: str, path: Path, device: torch.device, **options: Any) ->
     BrokenProcessPool if that is killed for want of memory.
     """
     if device.type == "cuda":
-        return measure_memory(name, path, options)
+        return measure_memory(name, path, device, options)
     fresh = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(measure_memory, name, path, options).result()
+        return pool.submit(measure_memory, name, path, device, options).result()
 
 
-def measure_memory(name: str, path: Path, options: dict[str, Any]) -> int:
-    warnings.filterwarnings("ignore", category=UserWarning)
-    loss, w = partial(CONTENDERS[name].loss, **options), Workload(**torch.load(path))
-    # Libraries load and thread pools start on the first call, at a size that costs nothing.
-    tiny = w.sequences(slice(1)).each(Tensor.detach)
-    tiny.weight = w.weight.detach()[:64].clone()
-    tiny.targets = tiny.targets % 64
-    step(loss, with_grad(tiny.each(torch.clone)))
+def measure_memory(name: str, path: Path, device: torch.device, options: dict[str, Any]) -> int:
+    loss, w = partial(CONTENDERS[name].loss, **options), _hold(path, device, shared=False)
+    # Libraries load and thread pools start on the first call, at a size that costs nothing; what is
+    # compiled is so for its shapes.
+    if "compiled" in name:
+        step(loss, w)
+        with_grad(w)
+    else:
+        tiny = w.sequences(slice(1)).each(Tensor.detach)
+        tiny.weight = w.weight.detach()[:64].clone()
+        tiny.targets = tiny.targets % 64
+        step(loss, with_grad(tiny.each(torch.clone)))
     with PeakMemory(w.hidden.device) as memory:
         step(loss, with_grad(w))
     if memory.extra_bytes is None:
@@ -248,18 +304,32 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
     truth = truth_of(w)
     for name in args.contenders:
         row: dict[str, Any] = {"workload": w.describe(), "name": name}
-        row["status"] = CONTENDERS[name].absent(w.hidden.device) or check(name, truth, row)
+        idle = name == UNPADDED and w.mask is None
+        absent = "every token counts" if idle else CONTENDERS[name].absent(w.hidden.device)
+        row["status"] = absent or check(name, truth, row)
         rows.append(row)
     del truth
+    torch.compiler.reset()  # compiled for the shapes of the check
     sound = [row for row in rows if row["status"] == "ok"]
     flop, device = 6 * w.tokens * w.weight.numel(), w.hidden.device
     with stored(w) as path:
         del w
-        taken = times([row["name"] for row in sound], path, device, args.rounds)
+        names = [row["name"] for row in sound]
+        taken = times(names, path, device, args.rounds, fresh_memory=args.fresh_memory)
+        wrong = wrong_in_full(taken, getattr(torch, args.dtype))
         for row in sound:
-            row |= taken[row["name"]]
-            row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
-            row["extra_bytes"] = extra_memory(row["name"], path, device)
+            name = row["name"]
+            try:
+                row["extra_bytes"] = extra_memory(name, path, device) if name in taken else None
+            except OUT_OF_MEMORY:
+                row["extra_bytes"] = None
+            if row["extra_bytes"] is None:
+                row["status"] = "out of memory"
+            elif name in wrong:
+                row |= {"status": "wrong in full", "results": taken[name]["results"]}
+            else:
+                row |= taken[name]
+                row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
     seconds = taken[FLOOR]["seconds"]
     tflops = flop / statistics.median(seconds) / 1e12
     rows.append({"name": FLOOR, "status": "ok", "seconds": seconds, "tflops": tflops})
@@ -277,6 +347,21 @@ def check(name: str, truth: Truth, row: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
     allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[truth.w.hidden.dtype]
     return "ok" if max(row[key] for key in ERRORS) <= allowed else "wrong"
+
+
+def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) -> set[str]:
+    """Those whose loss or norms of gradients are not the ones that most have."""
+    results = {name: told["results"] for name, told in taken.items() if name != FLOOR}
+    expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
+    wrong = set()
+    for name, steps in results.items():
+        allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[dtype]
+        for loss, *norms in steps:
+            off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
+            # Not ">", which NaN is not, either.
+            if not max(abs(loss - expected[0]), *off) <= allowed:
+                wrong.add(name)
+    return wrong
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -301,7 +386,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         else:
             line += f"{'':9}"
         line += f" {row['tflops']:8.3g}"
-        if "extra_bytes" in row:
+        if row.get("extra_bytes") is not None:
             share = row["extra_bytes"] / base["extra_bytes"] if base else float("nan")
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
             line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
@@ -332,14 +417,15 @@ def header(device: str) -> dict[str, Any]:
         "device": processor,
         **about,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "commit": commit or os.environ.get("GRPO_KERNELS_COMMIT", "unknown"),
-        "peers": {name: _version(name) for name in ("trl", "liger-kernel", "cut-cross-entropy")},
+        "peers": {name: version(name) for name in ("trl", "liger-kernel", "cut-cross-entropy")},
     }
 
 
 def print_header(result: dict[str, Any]) -> None:
-    print(" | ".join(f"{k}: {v}" for k, v in result.items() if isinstance(v, str)))
+    told = {**result, **result["peers"]}
+    print(" | ".join(f"{k}: {v}" for k, v in told.items() if isinstance(v, str)))
 
 
 def _told_by(*command: str) -> str:
@@ -350,7 +436,7 @@ def _told_by(*command: str) -> str:
     return run.stdout.strip()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -377,6 +463,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    parser.add_argument(
+        "--fresh-memory", action="store_true", help="on a CPU: time with memory that each step has "
+        "to find anew, as the C library's allocator comes"
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write every measurement to this file, too")
     args = parser.parse_args(argv)
     if args.dtype is None:
@@ -407,10 +497,14 @@ def main() -> None:
     args = parse_args()
     # Of peers, about how they are called here.
     warnings.filterwarnings("ignore", category=UserWarning)
-    result = {**header(args.device), "rows": []}
+    result = {**header(args.device), "fresh_memory": args.fresh_memory, "rows": []}
     print_header(result)
     for workload in args.workload:
-        result["rows"] += run_workload(workload, args)
+        try:
+            result["rows"] += run_workload(workload, args)
+        except FileNotFoundError as error:  # the demo model's package
+            print(f"\n{workload}: {error}")
+            result["rows"].append({"workload": workload, "name": "", "status": str(error)})
         if args.json:  # after each workload, so that an interrupted run leaves what it has
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,14 +14,21 @@ import json
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import FLOOR, extra_memory, header, print_header, stored, times
+from benchmarks.head import (
+    FLOOR,
+    OUT_OF_MEMORY,
+    extra_memory,
+    header,
+    print_header,
+    stored,
+    times,
+)
 from benchmarks.workloads import make
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
@@ -76,7 +83,7 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
                     here[contender]["extra_bytes"] = extra_memory(
                         contender, path, device, **options
                     )
-                except (BrokenProcessPool, torch.OutOfMemoryError):
+                except OUT_OF_MEMORY:
                     here[contender]["status"] = "out of memory"
             running = [n for n in sound if here[n]["status"] == "ok"]
             # A long one is not taken often.
@@ -86,8 +93,12 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
             rounds = args.rounds if slowest < args.limit_s / 8 else 1
             taken = times(running, path, device, rounds, forward=False, **options)
         for contender in running:
-            here[contender] |= taken[contender]
-            last[contender] = here[contender]
+            if contender in taken:
+                here[contender] |= taken[contender]
+                last[contender] = here[contender]
+            else:
+                here[contender]["status"] = "out of memory"
+        running = [n for n in running if n in taken]
         _print_point(list(here.values()), statistics.median(taken[FLOOR]["seconds"]))
         floor = {"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"}
         yield [*here.values(), floor | taken[FLOOR]]

@@ -19,8 +19,9 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.head import step, with_grad
 from benchmarks.workloads import make
 
-# Large enough that the products count, small enough for a minute in all.
-SHAPES = {"dense": (1024, 49_152, 576), "rollout": (2048, 49_152, 576)}
+# Large enough that the products count and that a group has equal rewards, small enough for three
+# minutes in all.
+SHAPES = {"dense": (1024, 49_152, 576), "rollout": (4096, 49_152, 576)}
 ROUNDS = 7
 
 

@@ -174,9 +174,9 @@ def main(argv: list[str] | None = None) -> None:
         else:
             line += f" {row['status']}"
         print(line, flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        if args.json:  # after each row, so that an interrupted run leaves what it has
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

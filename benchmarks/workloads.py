@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -72,6 +73,11 @@ class Workload:
         """Some of them, with the whole head."""
         weight = self.weight
         return self.each(lambda x: x if x is weight else x[which])
+
+    def first(self, T: int) -> Workload:
+        """The first positions of each, with the whole head."""
+        weight = self.weight
+        return self.each(lambda x: x if x is weight or x.ndim == 1 else x[:, :T])
 
 
 def smollm_samples() -> Workload:
@@ -231,6 +237,9 @@ def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = 
         return smollm_samples().each(lambda x: x.to(device))
     maker, default = SYNTHETIC[name]
     N, V, H = shape or default
+    T = signature(maker).parameters["T"].default
+    if N % T:
+        raise ValueError(f"shape: expected a multiple of {T} tokens for {name}; got {N:,}")
     w = maker(name, min(N, MOST_MADE), V, H, device)
     if N <= MOST_MADE:
         return w

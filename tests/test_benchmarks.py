@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -18,6 +19,13 @@ from benchmarks.workloads import make, profile
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(head, "extra_memory", lambda *_: 1000)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """What is not about the processes of their own does not wait for them to start."""
+    pool = lambda workers, mp_context: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr(head, "ProcessPoolExecutor", pool)
 
 
 def args(*more):
@@ -42,7 +50,7 @@ def test_every_contender_has_a_row(tiny, capsys):
 
 
 @pytest.mark.parametrize("wrong", (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1))
-def test_a_wrong_contender_gets_no_time(wrong, tiny, monkeypatch, capsys):
+def test_a_wrong_contender_gets_no_time(wrong, tiny, one_process, monkeypatch, capsys):
     monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong))
     rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
     row = next(row for row in rows if row["name"] == "wrong")
@@ -50,7 +58,32 @@ def test_a_wrong_contender_gets_no_time(wrong, tiny, monkeypatch, capsys):
     assert "wrong: off by loss" in capsys.readouterr().out
 
 
-def test_what_a_peer_raises_is_its_row(tiny, monkeypatch, capsys):
+@pytest.mark.parametrize("factor", (1.01, -1.0, float("nan")))
+def test_what_goes_wrong_at_full_size_only_gets_no_time(factor, tiny, one_process, monkeypatch):
+    def wrong_if_long(w):
+        return one_pass(w) * (1 if w.targets.shape[1] == head.CHECKED_POSITIONS else factor)
+
+    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong_if_long))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
+    row = next(row for row in rows if row["name"] == "wrong")
+    assert row["status"] == "wrong in full" and "seconds" not in row
+    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+
+
+def test_memory_that_does_not_suffice_is_a_row(tiny, one_process, monkeypatch):
+    def large(w):
+        if w.targets.shape[1] == head.CHECKED_POSITIONS:
+            return one_pass(w)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(CONTENDERS, "large", Contender(large))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "large"))
+    row = next(row for row in rows if row["name"] == "large")
+    assert row["status"] == "out of memory" and "seconds" not in row
+    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+
+
+def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
     def broken(w):
         raise RuntimeError("no such kernel\nand more")
 
@@ -102,7 +135,7 @@ def test_peak_memory_sees_what_comes_and_goes():
 
 
 @pytest.fixture
-def scaling_args(monkeypatch):
+def scaling_args(one_process, monkeypatch):
     monkeypatch.setattr(scaling, "extra_memory", lambda name, path, *_, **__: path.stat().st_size)
     return argparse.Namespace(
         device="cpu", dtype="float32", everyone=False, rounds=1, limit_s=60.0, memory_bytes=1 << 30
