@@ -6,16 +6,17 @@
 Every contender gets the same inputs. Its loss and gradients are compared with float64 on a few
 sequences first, and loss and norms of the gradients with the others' in every step that is timed;
 one that is wrong, and one that is not there, gets a row that says so, never a time. Times are taken
-in turns (a round runs each contender once, forward alone and forward with backward) and given as
-median [20th, 80th percentile], which of three rounds are the least and the largest. On a CPU each
-contender is timed in a process of its own, whose allocator keeps its memory from step to step, as
-PyTorch's does on a GPU; with --fresh-memory it finds it anew. Memory is the peak beyond the inputs,
-in a fresh process for each contender.
+in turns (in each a step to warm up, forward alone, and forward with backward) and given as median
+[20th, 80th percentile], which of three rounds are the least and the largest. On a CPU each
+contender is timed in a process of its own, whose allocator keeps its memory during a turn, as
+PyTorch's does on a GPU; with --fresh-memory each step has to find it anew. Memory is the peak
+beyond the inputs, in a fresh process for each contender.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -160,7 +161,7 @@ def times(
     fresh_memory: bool = False,
     **options: Any,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Seconds of each contender with its backward and of the bare GEMMs, in turns, after a first.
+    """Seconds of each contender with its backward and of the bare GEMMs, in turns.
 
     On a CPU each one has a process of its own, which waits while others run: in a shared one the
     allocator serves a contender faster or slower for what others took and gave back.
@@ -179,7 +180,7 @@ def times(
         contender for which the memory did not suffice is left out.
     """
     taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (*names, FLOOR)}
-    runs = [(round_, name) for round_ in range(rounds + 1) for name in taken]
+    runs = [name for _ in range(rounds) for name in taken]
     with ExitStack() as stack:
         fresh = multiprocessing.get_context("spawn")
         if not fresh_memory:
@@ -188,7 +189,7 @@ def times(
             name: stack.enter_context(ProcessPoolExecutor(1, mp_context=fresh))
             for name in (() if device.type == "cuda" else taken)
         }
-        for round_, name in tqdm(runs, desc="timing", disable=None):
+        for name in tqdm(runs, desc="timing", disable=None):
             if name not in taken:
                 continue
             turn = (name, path, device, forward, options)
@@ -200,7 +201,7 @@ def times(
                     raise
                 del taken[name]
                 continue
-            for key, value in told.items() if round_ else ():
+            for key, value in told.items():
                 taken[name].setdefault(key, []).append(value)
     _held.clear()
     return taken
@@ -237,18 +238,26 @@ def _hold(path: Path, device: torch.device, *, shared: bool) -> Workload:
 def take_turn(
     name: str, path: Path, device: torch.device, forward: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
+    """Once to warm up and to find the memory, then timed; at the end the memory is given back."""
     w = _hold(path, device, shared=True)
     if name == FLOOR:
-        return {"seconds": time_once(bare_gemms(w), device)}
+        run = bare_gemms(w)
+        run()
+        return {"seconds": time_once(run, device)}
     measured: dict[str, Any] = {}
     loss = partial(CONTENDERS[name].loss, **options)
+    step(loss, w)
+    with_grad(w)
     if forward:
         with torch.no_grad():
             measured["forward_seconds"] = time_once(partial(loss, w), device)
     measured["seconds"], value = timed(partial(step, loss, w), device)
     grads = [x.grad for x in (w.hidden, w.weight) if x.grad is not None]
     measured["results"] = (float(value), *(float(grad.float().norm()) for grad in grads))
-    with_grad(w)  # gives the gradients back
+    with_grad(w)
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)  # to the others, who wait with theirs
     return measured
 
 
