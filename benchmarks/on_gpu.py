@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     )
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
     chosen = ["-k", "plain or peaked"] if dry_run else ["-m", "gpu"]
-    planned = [Step("tests", 150, [*pytest, *chosen, *gpu_tests])]
+    if not dry_run and find_spec("xdist"):
+        chosen += ["-n", "6"]  # most of the time is the compiler's
+    planned = [Step("tests", 170, [*pytest, *chosen, *gpu_tests])]
     for name, workload, shape, limit_s in (
         ("head-4096", "dense", "8192,151936,4096", 80),
         ("head-1536", "dense", "16384,151936,1536", 80),

@@ -43,14 +43,24 @@ def scaled_gradient(
     """
     if stored is None:
         return None
-    if not fresh and torch._C._autograd._get_current_graph_task_keep_graph():
+    kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()
+    if stored.dtype == torch.float32 and (kept or dtype != torch.float32):
+        return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))
+    if kept:
         return (stored.float() * scale).to(dtype)
     if stored.dtype == torch.float32:
-        return stored.mul_(scale).to(dtype)
+        return stored.mul_(scale)
     # In half precision mul_ would round the factor first, an AMP scale of 65,536 to infinity.
     for part in stored.split(_ROWS_AT_A_TIME):
         part.copy_(part.float() * scale)
     return stored.to(dtype)
+
+
+def placed(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """`x`, which is on a CPU, on the device, whose work is not waited for."""
+    if device is None or torch.device(device).type != "cuda" or x.numel() == 0:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:

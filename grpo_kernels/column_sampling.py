@@ -254,11 +254,13 @@ class ColumnSampler:
         if noise is None:
             noise = relative_noise(BLIND_INFLATION * self.planned[0], self.planned[2])
         kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
-        return {
-            "columns_kept": noise.new_tensor(kept, dtype=torch.float32),
-            "dense_blocks": noise.new_tensor(dense, dtype=torch.float32),
-            "gradient_noise": noise.float(),
+        # Filled on the device: a copy would wait for it.
+        shares = {"columns_kept": kept, "dense_blocks": dense}
+        on_device = {
+            name: torch.full((), share, dtype=torch.float32, device=noise.device)
+            for name, share in shares.items()
         }
+        return {**on_device, "gradient_noise": noise.float()}
 
 
 def relative_noise(variance: Tensor, square: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from .autograd_support import (
     dtypes_of,
     eager_only,
+    placed,
     power_of_two_scale,
     refuse_double_backward,
     scaled_gradient,
@@ -378,9 +379,11 @@ def _sampled_gradients(
         place += chunk.size
     order = ctx.plan.order
     order = torch.arange(place, device=hidden.device) if order is None else order[:place]
-    places = needed[order].nonzero().squeeze(1)
-    bounds = torch.tensor([(r.start, r.stop) for r, _ in work], device=hidden.device).long()
+    # The one wait for the device.
+    places = needed[order].cpu().nonzero().squeeze(1)
+    bounds = torch.tensor([(r.start, r.stop) for r, _ in work], dtype=torch.int64)
     found = torch.searchsorted(places, bounds).tolist()
+    places = placed(places, hidden.device)
     rows_of = [order[places[begin:end]] for begin, end in found]
     largest = max(
         (len(r) for r, (_, kept) in zip(rows_of, work, strict=True) if kept is None), default=0

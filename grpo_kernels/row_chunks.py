@@ -326,19 +326,23 @@ class HeadChunks:
     def mean_row(self) -> Tensor:
         """The mean row of W, float32 `[H]`."""
         total = self.weight.new_zeros(self.H, dtype=torch.float32)
-        for rows in self.gathers(self.V):
-            total += self.weight[rows].to(torch.float32).sum(0)
+        for _, weight in self._weight_slices(self.V):
+            total += weight.sum(0, dtype=torch.float32)
         return total / self.V
 
     def row_squares(self, centre: Tensor | None) -> Tensor:
         """The squared distance of each row of W from `centre [H]`, or from 0, float32 `[V]`."""
-        squares = self.weight.new_empty(self.V, dtype=torch.float32)
-        for rows in self.gathers(self.V):
-            distances = self.weight[rows].to(torch.float32)
+        squares = self.weight.new_empty((self.V, 1), dtype=torch.float32)
+        for rows, weight in self._weight_slices(self.V):
+            part = squares[rows]
+            part[:, 0] = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
             if centre is not None:
-                distances = distances - centre
-            squares[rows] = torch.linalg.vector_norm(distances, dim=1).square_()
-        return squares
+                # |w - c|^2 = |w|^2 - 2 w.c + |c|^2, without a copy of W.
+                rounded = centre.to(self.dtype)
+                products = torch.empty_like(part)
+                mm(weight, rounded[:, None], out=products)
+                part += rounded.float().square().sum() - 2 * products
+        return squares.clamp_(min=0.0).squeeze(1)
 
     def _weight_slices(self, at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """W in the operands' dtype, at most so many rows at a time."""

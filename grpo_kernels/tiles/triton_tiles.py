@@ -45,6 +45,16 @@ class Launch(NamedTuple):
 ROW_LAUNCH = Launch(2048, 8)
 COLUMN_LAUNCH = Launch(256, 4)
 TOKEN_LAUNCH = Launch(256, 4)
+# What is read once a row, and how many rows there are: without this, each other count of rows and
+# each other first row would be compiled for anew, in the middle of training.
+_per_row = triton.jit(
+    do_not_specialize=["N", "rows_per_block"],
+    do_not_specialize_on_alignment=[
+        f"{name}_ptr"
+        for name in ("targets", "temperature", "logps", "target_logps", "logsumexp", "entropy",
+                     "d_logps", "d_prob", "d_entropy")
+    ],
+)  # fmt: skip
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
 _FAR = 1e35
 
@@ -111,7 +121,7 @@ def _online_softmax(
     return new_peak, total, weighted
 
 
-@triton.jit
+@_per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     logps_ptr, logsumexp_ptr, entropy_ptr,
@@ -223,7 +233,7 @@ def _store_logit_grads(
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
-@triton.jit
+@_per_row
 def logit_grads_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr,
@@ -288,7 +298,7 @@ def _store_column_sums(
     tl.store(sums_ptr + offs, sums, mask=mask_v)
 
 
-@triton.jit
+@_per_row
 def column_scores_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_prob_ptr, entropy_ptr, d_entropy_ptr,
@@ -395,7 +405,7 @@ def _surrogate(
     return loss, d_logps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def policy_loss_kernel(
     logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, scale_ptr,
     entropy_ptr, count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,
@@ -551,7 +561,10 @@ def policy_loss(
         scale, _ = surrogate_scale(config, inputs, Tokens.of(inputs, logps, entropy))
     blocks = triton.cdiv(count, launch.block)
     partials = logps.new_empty(blocks)
-    d_logps, d_entropy = logps.new_empty((2, count)) if grad else (logps, logps)
+    d_logps = d_entropy = logps
+    if grad:
+        # Both rows begin where vectors do.
+        d_logps, d_entropy = logps.new_empty((2, triton.cdiv(count, 4) * 4))[:, :count]
     with _device_of(logps):
         policy_loss_kernel[(blocks,)](
             logps, inputs.advantages, inputs.weights,

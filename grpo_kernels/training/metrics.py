@@ -35,12 +35,9 @@ def of_update(
     `parts` are 0-d tensors by name, as many on each process; `gather` gives the rows of all.
     """
     names = sorted({name for part in parts for name in part})
+    absent = torch.zeros((), device=parts[0]["tokens"].device)
     values = torch.stack([
-        torch.stack([
-            torch.as_tensor(part.get(name, 0.0), dtype=torch.float32, device=part["tokens"].device)
-            for name in names
-        ]).cpu()
-        for part in parts
+        torch.stack([part.get(name, absent).float() for name in names]) for part in parts
     ])  # fmt: skip
     rows = gather(values).double()
     tokens = rows[:, names.index("tokens")]

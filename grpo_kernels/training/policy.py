@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
+from ..autograd_support import placed
 from ..integrations.head import head_of, register_with_zero3, unadapted
 from .rollout import end_tokens, pad
 
@@ -38,7 +39,7 @@ class Batch:
         of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
         prompt_ids, prompt_mask = pad(list(places), pad_id, left=True, device=device)
         ids, mask = pad(completions, pad_id, device=device)
-        return Batch(prompt_ids, prompt_mask, torch.tensor(of, device=device), ids, mask)
+        return Batch(prompt_ids, prompt_mask, placed(torch.tensor(of), device), ids, mask)
 
 
 class Policy(nn.Module):

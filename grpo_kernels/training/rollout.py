@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..autograd_support import placed
 from ..integrations.head import evaluating
 
 
@@ -58,7 +59,7 @@ def pad(
         place = slice(longest - len(row), longest) if left else slice(len(row))
         ids[i, place] = torch.tensor(row, dtype=torch.int64)
         mask[i, place] = 1
-    return ids.to(device), mask.to(device)
+    return placed(ids, device), placed(mask, device)
 
 
 class GenerateRollout:
@@ -128,13 +129,17 @@ class ContinuousBatchingRollout:
             options |= {"top_p": sampling.top_p}
         generation = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, eos_token_id=eos,
-            pad_token_id=self.tokenizer.pad_token_id, use_cuda_graph=False, **options,
+            pad_token_id=self.tokenizer.pad_token_id, **options,
         )  # fmt: skip
         inputs = [list(prompt) for prompt in prompts for _ in range(count)]
         # Room for all of them: else it would take what memory there is, which training needs.
         longest = max(map(len, inputs)) + sampling.max_new_tokens
         batching = ContinuousBatchingConfig()
-        batching.num_blocks = len(inputs) * (-(-longest // batching.page_size) + 1)
+        # Shapes change from step to step, and what graphs hold training needs.
+        batching.use_cuda_graph = False
+        # What versions before 5.23 call its size.
+        page = getattr(batching, "page_size", None) or batching.block_size
+        batching.num_blocks = len(inputs) * (-(-longest // page) + 1)
         batching.max_batch_tokens = max(_LEAST_BATCH_TOKENS, len(inputs))
         with evaluating(self.model):
             results = self.model.generate_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -30,6 +31,18 @@ class Samples:
     sampling_logps: Tensor | None = None
     entropy_threshold: Tensor | None = None  # 0-d
     logps: Tensor | None = None  # of the last update that saw them, 0 where none did
+
+    @cached_property
+    def counted(self) -> list[int]:
+        """How many tokens of each completion count."""
+        counts: list[int] = self.mask.sum(1).tolist()
+        return counts
+
+    @cached_property
+    def told_apart(self) -> list[bool]:
+        """Whether its advantage is not 0, of each completion."""
+        apart: list[bool] = (self.advantages != 0).tolist()
+        return apart
 
     @property
     def lengths(self) -> list[int]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
+from ..autograd_support import placed
 from ..integrations.head import check_logits
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
@@ -259,14 +260,14 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
         for rows in self._same_number(plan):
-            batch = self._batch(samples, rows)
+            batch, where = self._batch(samples, rows)
             with self.accelerator.autocast():
                 some, their_entropy = policy("logps", batch, self.config.temperature, entropy)
             if rows is _NOTHING:
                 continue
-            logps[rows, : some.shape[1]] = some
+            logps[where, : some.shape[1]] = some
             if entropy:
-                entropies[rows, : some.shape[1]] = their_entropy
+                entropies[where, : some.shape[1]] = their_entropy
         return logps, entropies
 
     def _entropy_threshold(self, samples: Samples, entropy: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         plan = self._plan(samples, [i for i in rows if self._trains(samples, i)])
-        tokens = int(samples.mask[rows].sum())
+        tokens = sum(samples.counted[i] for i in rows)
         all_tokens = self._over_processes(tokens, sum)
         all_rows = self._over_processes(len(rows), sum)
         world = accelerator.num_processes
@@ -300,14 +301,14 @@ class Trainer:
         gathered: list[dict[str, Tensor]] = []
         loss = torch.zeros((), device=accelerator.device)
         for index, some in enumerate(plan):
-            batch = self._batch(samples, some)
-            count = int(batch.mask.sum())
+            batch, where = self._batch(samples, some)
+            count = 0 if some is _NOTHING else sum(samples.counted[i] for i in some)
             completions = 0 if some is _NOTHING else len(some)
             share = world * self._share(count, completions, all_tokens, all_rows)
             config_here = self._loss_config(share, world * count / max(all_tokens, 1))
             T = batch.mask.shape[1]
             options: dict[str, Any] = {
-                key: None if x is None else x[some, :T]
+                key: None if x is None else x[where, :T]
                 for key, x in (
                     ("old_logps", samples.old_logps),
                     ("ref_logps", samples.ref_logps),
@@ -325,7 +326,7 @@ class Trainer:
             with nullcontext() if last else accelerator.no_sync(self.policy):
                 with accelerator.autocast():
                     part, told, logps = self.policy(
-                        "loss", batch, samples.advantages[some], config_here, **options
+                        "loss", batch, samples.advantages[where], config_here, **options
                     )
                 # DeepSpeed steps within the backward, where gradients are to be synced.
                 accelerator.sync_gradients = last
@@ -335,7 +336,7 @@ class Trainer:
             if samples.logps is None:
                 samples.logps = torch.zeros(samples.mask.shape, device=logps.device)
             if some is not _NOTHING:
-                samples.logps[some, :T] = logps
+                samples.logps[where, :T] = logps
         norm = accelerator.clip_grad_norm_(self._trained(), config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         grad_norm = float(norm) if norm is not None else math.nan
@@ -352,7 +353,7 @@ class Trainer:
         c = self.config
         if not c.skip_untrained or c.beta or c.entropy_coef:
             return True
-        return bool(samples.advantages[row] != 0) and bool(samples.mask[row].any())
+        return samples.told_apart[row] and samples.counted[row] > 0
 
     def _share(self, tokens: int, rows: int, all_tokens: int, all_rows: int) -> float:
         """What a micro-batch's loss counts for, so that the parts add up to that of the whole."""
@@ -383,14 +384,16 @@ class Trainer:
         most = max(1, self._over_processes(len(plan), max))
         return [*plan, *[_NOTHING] * (most - len(plan))]
 
-    def _batch(self, samples: Samples, rows: list[int]) -> Batch:
+    def _batch(self, samples: Samples, rows: list[int]) -> tuple[Batch, Tensor]:
+        """Some rows of the samples, and their numbers, both on the device."""
         pad_id, device = self.tokenizer.pad_token_id, self.accelerator.device
         batch = Batch.of_rows(
             [samples.prompts[i] for i in rows], [samples.completions[i].token_ids for i in rows],
             pad_id, device,
         )  # fmt: skip
-        mask = samples.mask[rows, : batch.mask.shape[1]]
-        return replace(batch, mask=torch.zeros_like(mask) if rows is _NOTHING else mask)
+        where = placed(torch.tensor(rows), device)
+        mask = samples.mask[where, : batch.mask.shape[1]]
+        return replace(batch, mask=torch.zeros_like(mask) if rows is _NOTHING else mask), where
 
     # The reference
 
