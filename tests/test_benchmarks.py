@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -194,22 +195,34 @@ def test_tune_times_only_what_is_right(monkeypatch):
 
 
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
-    told = tmp_path / "told.json"
+    told, late = tmp_path / "told.json", tmp_path / "late"
+    # Of what a step starts, too, nothing goes on.
+    lasts = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
     write = f"import pathlib; pathlib.Path({str(told)!r}).write_text('[1]'); print('table')"
     for code, limit_s, left, status in (
         (write, 60, 60, "ok"),
         ("raise SystemExit(3)", 60, 60, "failed, exit status 3"),
-        ("import time; time.sleep(60)", 0.5, 60, "out of time"),
+        (
+            f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {lasts!r}])",
+            2,
+            60,
+            "out of time",
+        ),
         ("", 60, 0, "not run: no time left"),
     ):
         step = on_gpu.Step("step", limit_s, [sys.executable, "-c", code], told)
         result = on_gpu.run(step, tmp_path, left, {})
-        assert result["status"] == status
+        assert result["status"] == status, step
         assert ("result" in result) == (status == "ok")
     absent = on_gpu.Step("absent", 60, ["no-such-tool"])
     assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not there"
+    needy = on_gpu.Step("needy", 60, [sys.executable], packages=("torch", "no-such-package"))
+    assert on_gpu.run(needy, tmp_path, 60, {})["status"] == "no-such-package is not installed"
+    time.sleep(3)
+    assert not late.exists()
     names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
-    assert names[:2] == ["tests", "head-4096"] and {"memcheck", "tune", "scaling"} < set(names)
+    assert names[:2] == ["tests", "head-4096"]
+    assert {"training", "memcheck", "racecheck", "tune", "chunk-budget", "scaling"} < set(names)
     (tmp_path / "head.log").write_text("a | table\n")
     steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
     about = {"device": "some GPU", "date": "today", "torch": "2"}

@@ -1,6 +1,7 @@
 """The sampled backward: unbiased, as noisy as it says, and exact where all columns are kept."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -455,6 +456,31 @@ def test_on_a_gpu(loss_type, option, dtype, all_kept):
 @pytest.mark.gpu
 def test_unbiased_on_a_gpu():
     expect_unbiased(make_batch(B=8, T=16).to("cuda", torch.float32), old_logps=True, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backward", "waits"), (("exact", 1), ("sampled", 3)))
+def test_waits_for_a_gpu(backward, waits):
+    """For the row counts; and, a chunk, for how many columns are kept, and for which."""
+    w = make("dense", (1024, 5003, 64), "cuda")
+    w.hidden.requires_grad_()
+    w.weight.requires_grad_()
+    options = {} if backward == "exact" else {"backward": "sampled", "seed": 0}
+
+    def step():
+        fused_grpo_loss(
+            w.hidden, w.weight, w.targets, w.advantages, old_logps=w.old_logps, **options
+        ).loss.backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 < sum("synchronizing" in str(x.message) for x in told) <= waits
 
 
 def test_two_passes_draw_for_trained_sequences_alone(batch, monkeypatch):
