@@ -55,6 +55,8 @@ SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
 # Of a GPU's memory, or of a process that was killed for want of it.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 FLOOR = "bare GEMMs"
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 ERRORS = ("loss", "d_hidden", "d_weight")
 Loss = Callable[[Workload], Tensor]
 T = TypeVar("T")
@@ -182,11 +184,8 @@ def times(
     taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (*names, FLOOR)}
     runs = [name for _ in range(rounds) for name in taken]
     with ExitStack() as stack:
-        fresh = multiprocessing.get_context("spawn")
-        if not fresh_memory:
-            stack.enter_context(_keeping_memory())
         pools = {
-            name: stack.enter_context(ProcessPoolExecutor(1, mp_context=fresh))
+            name: stack.enter_context(fresh_process(None if fresh_memory else _keep_memory))
             for name in (() if device.type == "cuda" else taken)
         }
         for name in tqdm(runs, desc="timing", disable=None):
@@ -207,17 +206,20 @@ def times(
     return taken
 
 
-@contextmanager
-def _keeping_memory() -> Iterator[None]:
-    """Processes that start meanwhile give no memory back to the system (glibc; elsewhere as is)."""
-    kept = {"MALLOC_MMAP_THRESHOLD_": "8000000000", "MALLOC_TRIM_THRESHOLD_": "80000000000"}
-    before = dict(os.environ)
-    os.environ.update(kept)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def fresh_process(initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
+    """Forked, where that can be, from one that has imported what all need and done nothing."""
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    context.set_forkserver_preload(["benchmarks.head"])
+    return ProcessPoolExecutor(1, mp_context=context, initializer=initializer)
+
+
+def _keep_memory() -> None:
+    """This process gives none back to the system (glibc; elsewhere as it is)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 # The workload of this process.
@@ -281,8 +283,7 @@ def extra_memory(name: str, path: Path, device: torch.device, **options: Any) ->
     """
     if device.type == "cuda":
         return measure_memory(name, path, device, options)
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=fresh) as pool:
+    with fresh_process() as pool:
         return pool.submit(measure_memory, name, path, device, options).result()
 
 

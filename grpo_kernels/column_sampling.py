@@ -223,8 +223,10 @@ class ColumnSampler:
             dtype=torch.int32,
         )  # fmt: skip
         kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
-        pairs = kept.nonzero()
         counts = torch.stack((kept.sum(1), dense.long())).tolist()
+        # Where the device can, without waiting for it once more.
+        can = kept.device.type in ("cpu", "cuda")
+        pairs = torch.nonzero_static(kept, size=sum(counts[0])) if can else kept.nonzero()
         self.last_skip = min(max(1, 2 * self.last_skip), _MOST_SKIPPED) if all(counts[1]) else 0
         self.to_skip = self.last_skip
         samples: list[KeptColumns | None] = []

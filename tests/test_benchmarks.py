@@ -25,8 +25,7 @@ def tiny(monkeypatch):
 @pytest.fixture
 def one_process(monkeypatch):
     """What is not about the processes of their own does not wait for them to start."""
-    pool = lambda workers, mp_context: ThreadPoolExecutor(workers)  # noqa: E731
-    monkeypatch.setattr(head, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(head, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
 
 
 def args(*more):

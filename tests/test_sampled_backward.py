@@ -459,9 +459,9 @@ def test_unbiased_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backward", "waits"), (("exact", 1), ("sampled", 3)))
+@pytest.mark.parametrize(("backward", "waits"), (("exact", 1), ("sampled", 2)))
 def test_waits_for_a_gpu(backward, waits):
-    """For the row counts; and, a chunk, for how many columns are kept, and for which."""
+    """For the row counts; and, a chunk, for how many columns are kept."""
     w = make("dense", (1024, 5003, 64), "cuda")
     w.hidden.requires_grad_()
     w.weight.requires_grad_()
