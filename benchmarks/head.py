@@ -206,6 +206,11 @@ def times(
     return taken
 
 
+def _norm_of_gradient(x: Tensor) -> float:
+    assert x.grad is not None
+    return float(x.grad.float().norm())
+
+
 def fresh_process(initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
     """Forked, where that can be, from one that has imported what all need and done nothing."""
     methods = multiprocessing.get_all_start_methods()
@@ -242,6 +247,17 @@ def take_turn(
 ) -> dict[str, Any]:
     """Once to warm up and to find the memory, then timed; at the end the memory is given back."""
     w = _hold(path, device, shared=True)
+    measured = _turn(name, w, device, forward, options)
+    with_grad(w)
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)  # to the others, who wait with theirs
+    return measured
+
+
+def _turn(
+    name: str, w: Workload, device: torch.device, forward: bool, options: dict[str, Any]
+) -> dict[str, Any]:
     if name == FLOOR:
         run = bare_gemms(w)
         run()
@@ -254,12 +270,7 @@ def take_turn(
         with torch.no_grad():
             measured["forward_seconds"] = time_once(partial(loss, w), device)
     measured["seconds"], value = timed(partial(step, loss, w), device)
-    grads = [x.grad for x in (w.hidden, w.weight) if x.grad is not None]
-    measured["results"] = (float(value), *(float(grad.float().norm()) for grad in grads))
-    with_grad(w)
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)  # to the others, who wait with theirs
+    measured["results"] = (float(value), *map(_norm_of_gradient, (w.hidden, w.weight)))
     return measured
 
 
