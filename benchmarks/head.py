@@ -215,7 +215,7 @@ def fresh_process(initializer: Callable[[], None] | None = None) -> ProcessPoolE
     """Forked, where that can be, from one that has imported what all need and done nothing."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    context.set_forkserver_preload(["benchmarks.head"])
+    context.set_forkserver_preload(["benchmarks.contenders"])
     return ProcessPoolExecutor(1, mp_context=context, initializer=initializer)
 
 
