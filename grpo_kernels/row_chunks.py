@@ -324,20 +324,21 @@ class HeadChunks:
             yield slice(start, min(start + step, count))
 
     def mean_row(self) -> Tensor:
-        """The mean row of W, float32 `[H]`."""
-        total = self.weight.new_zeros(self.H, dtype=torch.float32)
-        for _, weight in self._weight_slices(self.V):
-            total += weight.sum(0, dtype=torch.float32)
-        return total / self.V
+        """The mean row of W, float32 `[H]`, from enough of them, evenly spread."""
+        rows = self.weight[:: max(1, self.V // _ROWS_OF_MEAN)]
+        return rows.to(torch.float32).mean(0)
 
     def row_squares(self, centre: Tensor | None) -> Tensor:
         """The squared distance of each row of W from `centre [H]`, or from 0, float32 `[V]`."""
         squares = self.weight.new_empty((self.V, 1), dtype=torch.float32)
-        for rows, weight in self._weight_slices(self.V):
+        at_once = self.V
+        if self.weight.device.type == "cpu":
+            at_once = max(1, _CPU_GATHER_BYTES // (4 * self.H))
+        for rows, weight in self._weight_slices(at_once):
             part = squares[rows]
             part[:, 0] = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
             if centre is not None:
-                # |w - c|^2 = |w|^2 - 2 w.c + |c|^2, without a copy of W.
+                # |w - c|^2 = |w|^2 - 2 w.c + |c|^2, without a copy.
                 rounded = centre.to(self.dtype)
                 products = torch.empty_like(part)
                 mm(weight, rounded[:, None], out=products)
