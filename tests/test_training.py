@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -290,7 +290,8 @@ def half_of(samples, start):
         sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
         return x[start : start + 8] if sized else x
 
-    return replace(samples, **{name: cut(value) for name, value in vars(samples).items()})
+    values = {f.name: getattr(samples, f.name) for f in fields(samples)}
+    return replace(samples, **{name: cut(value) for name, value in values.items()})
 
 
 class FakeRollout:
