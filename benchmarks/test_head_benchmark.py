@@ -19,7 +19,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.head import step, with_grad
 from benchmarks.workloads import make
 
-# Large enough that the products count and that a group has equal rewards, small enough for three
+# Large enough that the products count and that a group has equal rewards, small enough for five
 # minutes in all.
 SHAPES = {"dense": (1024, 49_152, 576), "rollout": (4096, 49_152, 576)}
 ROUNDS = 7
