@@ -35,9 +35,8 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(RUN) -m benchmarks.head $(ARGS)
 
-# With memory that is kept, as eager's time, the unit, is else in part that of finding it.
 bench-compare: $(VENV)/installed
-	MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=80000000000 $(RUN) -m pytest benchmarks --benchmark-storage=file://benchmarks/results/stored \
+	$(RUN) -m pytest benchmarks --benchmark-storage=file://benchmarks/results/stored \
 	  --benchmark-compare='*/0001' --benchmark-compare-fail=median:30% \
 	  --benchmark-columns=median,iqr,rounds $(ARGS)
 

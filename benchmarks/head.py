@@ -185,7 +185,7 @@ def times(
     runs = [name for _ in range(rounds) for name in taken]
     with ExitStack() as stack:
         pools = {
-            name: stack.enter_context(fresh_process(None if fresh_memory else _keep_memory))
+            name: stack.enter_context(fresh_process(None if fresh_memory else keep_memory))
             for name in (() if device.type == "cuda" else taken)
         }
         for name in tqdm(runs, desc="timing", disable=None):
@@ -219,7 +219,7 @@ def fresh_process(initializer: Callable[[], None] | None = None) -> ProcessPoolE
     return ProcessPoolExecutor(1, mp_context=context, initializer=initializer)
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """This process gives none back to the system (glibc; elsewhere as it is)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import step, with_grad
+from benchmarks.head import keep_memory, step, with_grad
 from benchmarks.workloads import make
 
 # Large enough that the products count and that a group has equal rewards, small enough for five
@@ -37,6 +37,12 @@ class EagerTime:
 clock = EagerTime()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_kept() -> None:
+    """Eager's time, the unit, is else in part that of finding it."""
+    keep_memory()
+
+
 @pytest.mark.parametrize("workload", SHAPES)
 @pytest.mark.parametrize("contender", OURS)
 @pytest.mark.benchmark(timer=clock, disable_gc=True)
@@ -52,5 +58,6 @@ def test_head(workload: str, contender: str, benchmark: Any) -> None:
 
     benchmark.group = f"{workload}, in units of eager's time"
     benchmark.pedantic(step, (ours, w), setup=time_eager, rounds=ROUNDS, warmup_rounds=1)
-    # Two passes take four products; eager, with memory that it keeps, takes little but three.
-    assert benchmark.stats.stats.median < 2
+    if benchmark.enabled:
+        # Two passes take four products; eager, with memory that it keeps, little but three.
+        assert benchmark.stats.stats.median < 2

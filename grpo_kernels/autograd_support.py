@@ -44,12 +44,12 @@ def scaled_gradient(
     if stored is None:
         return None
     kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()
-    if stored.dtype == torch.float32 and (kept or dtype != torch.float32):
-        return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))
+    if stored.dtype == torch.float32:
+        if kept or dtype != torch.float32:
+            return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))
+        return stored.mul_(scale)
     if kept:
         return (stored.float() * scale).to(dtype)
-    if stored.dtype == torch.float32:
-        return stored.mul_(scale)
     # In half precision mul_ would round the factor first, an AMP scale of 65,536 to infinity.
     for part in stored.split(_ROWS_AT_A_TIME):
         part.copy_(part.float() * scale)

@@ -39,10 +39,10 @@ class Samples:
         return counts
 
     @cached_property
-    def told_apart(self) -> list[bool]:
-        """Whether its advantage is not 0, of each completion."""
-        apart: list[bool] = (self.advantages != 0).tolist()
-        return apart
+    def has_advantage(self) -> list[bool]:
+        """Whether that of each completion is not 0."""
+        nonzero: list[bool] = (self.advantages != 0).tolist()
+        return nonzero
 
     @property
     def lengths(self) -> list[int]:

@@ -302,9 +302,9 @@ class Trainer:
         loss = torch.zeros((), device=accelerator.device)
         for index, some in enumerate(plan):
             batch, where = self._batch(samples, some)
-            count = 0 if some is _NOTHING else sum(samples.counted[i] for i in some)
-            completions = 0 if some is _NOTHING else len(some)
-            share = world * self._share(count, completions, all_tokens, all_rows)
+            mine = [] if some is _NOTHING else some
+            count = sum(samples.counted[i] for i in mine)
+            share = world * self._share(count, len(mine), all_tokens, all_rows)
             config_here = self._loss_config(share, world * count / max(all_tokens, 1))
             T = batch.mask.shape[1]
             options: dict[str, Any] = {
@@ -335,7 +335,7 @@ class Trainer:
             gathered.append(told)
             if samples.logps is None:
                 samples.logps = torch.zeros(samples.mask.shape, device=logps.device)
-            if some is not _NOTHING:
+            if mine:
                 samples.logps[where, :T] = logps
         norm = accelerator.clip_grad_norm_(self._trained(), config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -353,7 +353,7 @@ class Trainer:
         c = self.config
         if not c.skip_untrained or c.beta or c.entropy_coef:
             return True
-        return samples.told_apart[row] and samples.counted[row] > 0
+        return samples.has_advantage[row] and samples.counted[row] > 0
 
     def _share(self, tokens: int, rows: int, all_tokens: int, all_rows: int) -> float:
         """What a micro-batch's loss counts for, so that the parts add up to that of the whole."""
