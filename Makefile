@@ -37,7 +37,7 @@ bench: $(VENV)/installed
 
 bench-compare: $(VENV)/installed
 	$(RUN) -m pytest benchmarks --benchmark-storage=file://benchmarks/results/stored \
-	  --benchmark-compare='*/0001' --benchmark-compare-fail=median:30% \
+	  --benchmark-compare='*/$(basename $(lastword $(sort $(notdir $(wildcard benchmarks/results/stored/*/*)))))' --benchmark-compare-fail=median:30% \
 	  --benchmark-columns=median,iqr,rounds $(ARGS)
 
 compile-report: $(VENV)/installed

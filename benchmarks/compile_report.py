@@ -195,7 +195,11 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
     kinds = dict(launch.signature)
     signature = {n: "constexpr" if n in constants else kinds[n] for n in kernel.arg_names}
     divides = {n for n, kind in launch.signature if kind != "fp32"} - set(launch.odd)
-    places = [i for i, n in enumerate(kernel.arg_names) if n in divides and aligned]
+    places = [
+        p.num for p in kernel.params
+        if aligned and p.name in divides
+        and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
+    ]  # fmt: skip
     attrs = {(i,): [["tt.divisibility", 16]] for i in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget(backend, chip, warp_size)

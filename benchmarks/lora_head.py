@@ -15,7 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import contenders, head
+from benchmarks import contenders
+from benchmarks.head import shape
+from benchmarks.measure import extra_memory, header, print_header, spread, stored, times
 from benchmarks.workloads import Workload, make
 from grpo_kernels import fused_grpo_loss
 
@@ -54,24 +56,24 @@ def gradients(w: Workload, how: str) -> list[Tensor]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=head._shape, default=(2048, 49_152, 576))
+    parser.add_argument("--shapes", type=shape, default=(2048, 49_152, 576))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
-    head.print_header(head.header(args.device))
+    print_header(header(args.device))
     w = make("dense", args.shapes, args.device)
     few = w.sequences(slice(2))
     for mine, other in zip(gradients(few, "added"), gradients(few, "made"), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
     device = w.hidden.device
     print(f"{w.describe()}, head frozen, rank {_RANK}, {args.rounds} rounds")
-    with head.stored(w) as path:
+    with stored(w) as path:
         del w
-        taken = head.times(list(HOW), path, device, args.rounds, forward=False)
+        taken = times(list(HOW), path, device, args.rounds, forward=False)
         for name in HOW:
-            median, low, most = head.spread(taken[name]["seconds"])
+            median, low, most = spread(taken[name]["seconds"])
             base = statistics.median(taken["no adapter"]["seconds"])
-            extra = head.extra_memory(name, path, device) / 2**20
+            extra = extra_memory(name, path, device) / 2**20
             figures = f"{median:6.2f} s [{low:.2f}, {most:.2f}] {median / base:5.2f} x"
             print(f"{name:14} {figures} {extra:7,.0f} MiB", flush=True)
 

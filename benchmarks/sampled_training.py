@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.head import header
+from benchmarks.measure import header
 from examples import train_additions
 
 LAST = 5

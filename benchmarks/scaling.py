@@ -4,13 +4,12 @@
 
 Forward and backward on the `dense` workload, contenders in turns at each point. A contender leaves
 an axis before a point that, going by its last one, would take longer than `--limit-s` a run or
-more memory than there is. Writes `scaling.json` and a picture for each axis.
+more memory than there is. Writes of each axis the measurements, `tokens.json`, and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,16 +19,18 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import (
+from benchmarks.measure import (
     FLOOR,
-    OUT_OF_MEMORY,
     extra_memory,
     header,
     print_header,
+    reason,
     stored,
     times,
+    write_json,
 )
 from benchmarks.workloads import make
+from grpo_kernels.tiles import BACKENDS
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
 LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
@@ -66,7 +67,7 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
     running = [n for n in axis.contenders if args.everyone or n not in PEERS]
     last: dict[str, dict[str, Any]] = {}
     for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
-        options: dict[str, Any] = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
+        options: dict[str, Any] = {"backend": args.backend, "chunk_bytes": chunk_bytes}
         here: dict[str, dict[str, Any]] = {}
         for contender in running:
             absent = CONTENDERS[contender].absent(torch.device(args.device))
@@ -83,8 +84,8 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
                     here[contender]["extra_bytes"] = extra_memory(
                         contender, path, device, **options
                     )
-                except OUT_OF_MEMORY:
-                    here[contender]["status"] = "out of memory"
+                except Exception as error:
+                    here[contender]["status"] = reason(contender, error)
             running = [n for n in sound if here[n]["status"] == "ok"]
             # A long one is not taken often.
             slowest = max(
@@ -93,12 +94,12 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
             rounds = args.rounds if slowest < args.limit_s / 8 else 1
             taken = times(running, path, device, rounds, forward=False, **options)
         for contender in running:
-            if contender in taken:
+            if "status" in taken[contender]:
+                here[contender]["status"] = taken[contender]["status"][0]
+            else:
                 here[contender] |= taken[contender]
                 last[contender] = here[contender]
-            else:
-                here[contender]["status"] = "out of memory"
-        running = [n for n in running if n in taken]
+        running = [n for n in running if here[n]["status"] == "ok"]
         _print_point(list(here.values()), statistics.median(taken[FLOOR]["seconds"]))
         floor = {"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"}
         yield [*here.values(), floor | taken[FLOOR]]
@@ -129,7 +130,7 @@ def _too_much(
 
 def _print_point(rows: list[dict[str, Any]], floor: float) -> None:
     for row in rows:
-        line = f"{row['axis']:10} {row['value']:>9,} {row['name']:19}"
+        line = f"{row['axis']:10} {row['value']:>9,} {row['name']:27}"
         if row["status"] == "ok":
             median = statistics.median(row["seconds"])
             line += f" {median:8.3g} s {median / floor:6.2f} x GEMMs"
@@ -189,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--axes", nargs="+", choices=LABELS, default=list(LABELS))
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
     parser.add_argument("--ours-only", dest="everyone", action="store_false")
     parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
     parser.add_argument("--limit-s", type=float, default=120, help="of a run (default: 120)")
@@ -199,17 +201,15 @@ def main(argv: list[str] | None = None) -> None:
     args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
     args.memory_bytes = _available(args.device)
     warnings.filterwarnings("ignore", category=UserWarning)
-    result = {**header(args.device), "rows": []}
-    print_header(result)
-    args.out.mkdir(parents=True, exist_ok=True)
+    about = {**header(args.device), "backend": args.backend}
+    print_header(about)
     for name in args.axes:
         rows: list[dict[str, Any]] = []
         # After each point, so that an interrupted run leaves what it has.
         for point in run_axis(name, axes(on_cuda, args.tiny)[name], args):
             rows += point
-            result["rows"] += point
-            (args.out / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
-            plot(rows, result, args.out / f"{name}.png")
+            write_json(args.out / f"{name}.json", {**about, "rows": rows})
+            plot(rows, about, args.out / f"{name}.png")
 
 
 def _available(device: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
-from benchmarks.head import keep_memory, step, with_grad
+from benchmarks.measure import keep_memory, step, with_grad
 from benchmarks.workloads import make
 
 # Large enough that the products count and that a group has equal rewards, small enough for five

@@ -10,7 +10,6 @@ each is left out. What is measured is from the end of a step to the end of the n
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.head import header, spread
+from benchmarks.measure import header, spread, write_json
 from examples import smollm, train_additions
 from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems
 
@@ -164,8 +163,7 @@ def main() -> None:
             print(f"{name:20} {figures}", flush=True)
         options = {k: v for k, v in asdict(config).items() if k not in ("model", "output")}
         result["tasks"][task] = {"config": options, "steps": steps}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Each case is two steps in a fresh process, with completions as long as they may 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -20,8 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.head import header
-from benchmarks.memory import PeakMemory
+from benchmarks.measure import PeakMemory, header, write_json
 from examples import smollm
 from grpo_kernels.training import Completion, Trainer, TrainingConfig
 from grpo_kernels.training.loading import prepared
@@ -133,8 +131,7 @@ def main() -> None:
         figures = f"{expected / 2**30:.2f} | {taken / 2**30:.2f} | {expected / taken - 1:+.0%}"
         print(f"| {name} | {figures} |", flush=True)
         rows.append({"name": name, "measured": taken, **asdict(prediction)})
-    if args.json:
-        args.json.write_text(json.dumps({**header("cpu"), "rows": rows}, indent=1) + "\n")
+    write_json(args.json, {**header("cpu"), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.head import header, print_header, time_once
+from benchmarks.measure import header, print_header, time_once, write_json
 from grpo_kernels import GRPOLossConfig, column_sampling
 from grpo_kernels.objective import TokenInputs
 from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles
@@ -174,9 +173,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             line += f" {row['status']}"
         print(line, flush=True)
-        if args.json:  # after each row, so that an interrupted run leaves what it has
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, result)  # after each row: an interrupted run leaves what it has
 
 
 if __name__ == "__main__":

@@ -168,12 +168,13 @@ def flat(
 def rollout(
     name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256, seed: int = 0
 ) -> Workload:
-    """What a GRPO step looks like: groups of 8 completions of one prompt.
+    """What a GRPO step looks like: groups of 8 completions of one prompt, at least two of them.
 
     Lengths are long-tailed (log-normal, cut at T), some 40 % of the positions padding; half of the
     groups have equal rewards, so advantage 0; in a quarter of the sequences a tool spoke for an
     eighth of T.
     """
+    T = min(T, N // 16)
     w = synthetic(name, N, V, H, device, T, seed)
     B, g = N // T, torch.Generator().manual_seed(seed)
     lengths = (0.55 * T * torch.exp(0.6 * torch.randn(B, generator=g))).clamp(4, T).long()

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +12,22 @@ from itertools import chain
 import pytest
 import torch
 
-from benchmarks import head, on_gpu, scaling, tune
+from benchmarks import head, measure, on_gpu, scaling, tune
 from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
-from benchmarks.memory import PeakMemory
+from benchmarks.measure import FLOOR, PeakMemory
 from benchmarks.workloads import make, profile
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(head, "extra_memory", lambda *_: 1000)
+    monkeypatch.setattr(head, "extra_memory", lambda *_, **__: 1000)
 
 
 @pytest.fixture
 def one_process(monkeypatch):
     """What is not about the processes of their own does not wait for them to start."""
-    monkeypatch.setattr(head, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(measure, "keep_memory", lambda: None)  # here it would last
 
 
 def args(*more):
@@ -61,7 +63,7 @@ def test_a_wrong_contender_gets_no_time(wrong, tiny, one_process, monkeypatch, c
 @pytest.mark.parametrize("factor", (1.01, -1.0, float("nan")))
 def test_what_goes_wrong_at_full_size_only_gets_no_time(factor, tiny, one_process, monkeypatch):
     def wrong_if_long(w):
-        return one_pass(w) * (1 if w.targets.shape[1] == head.CHECKED_POSITIONS else factor)
+        return one_pass(w) * (1 if len(w.advantages) == head.CHECKED_SEQUENCES else factor)
 
     monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong_if_long))
     rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
@@ -70,17 +72,70 @@ def test_what_goes_wrong_at_full_size_only_gets_no_time(factor, tiny, one_proces
     assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
 
 
-def test_memory_that_does_not_suffice_is_a_row(tiny, one_process, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    ((torch.OutOfMemoryError("of 1 TiB"), "out of memory"), (OSError("x\ny"), "OSError: x")),
+)
+def test_what_fails_at_full_size_only_is_a_row(error, status, tiny, one_process, monkeypatch):
     def large(w):
-        if w.targets.shape[1] == head.CHECKED_POSITIONS:
+        if len(w.advantages) == head.CHECKED_SEQUENCES:
             return one_pass(w)
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setitem(CONTENDERS, "large", Contender(large))
-    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "large"))
+    rows = head.run_workload("rollout", args("--rounds", "2", "--peers", "large"))
     row = next(row for row in rows if row["name"] == "large")
-    assert row["status"] == "out of memory" and "seconds" not in row
+    assert row["status"] == status and "seconds" not in row
     assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+
+
+def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
+    from grpo_kernels.tiles import triton_tiles
+
+    widths = []
+
+    def counted(logits, *args, right=triton_tiles.token_stats, **options):
+        widths.append(logits.shape[1])
+        return right(logits, *args, **options)
+
+    monkeypatch.setattr(triton_tiles, "token_stats", counted)
+    few = ["--device", "cpu", "--shapes", "64,101,16", "--rounds", "1", "--peers"]
+    for backend in ("torch", "triton"):
+        args = head.parse_args(["--workload", "dense", "--backend", backend, *few])
+        rows = head.run_workload("dense", args)
+        assert [r["name"] for r in rows if "seconds" in r] == ["eager, log_softmax", *OURS, FLOOR]
+        scaling_args.backend = backend
+        axis = scaling.axes(cuda=False, tiny=True)["vocabulary"]
+        next(scaling.run_axis("vocabulary", axis, scaling_args))
+        assert set(widths) == (set() if backend == "torch" else {101, axis.values[0]})
+
+
+def test_no_round_begins_after_the_limit(tiny, one_process):
+    rows = head.run_workload("rollout", args("--rounds", "3", "--limit-s", "0", "--peers"))
+    assert {len(row["seconds"]) for row in rows} == {1}
+
+
+def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
+    """At most four times, and not where fresh memory is what is measured."""
+    w, steps = make("dense", (64, 101, 16)), []
+
+    def counted(w):
+        steps.append(w)
+        return one_pass(w)
+
+    for found, kept, expected in (
+        ([0, 9999, 9999, 9999], True, 3),
+        ([*range(0, 80_000, 10_000)], True, 5),
+        ([0, 9999], False, 2),
+    ):
+        told = iter(found)
+        monkeypatch.setattr(measure, "_page_faults", lambda told=told: next(told))
+        steps.clear()
+        measured = measure._turn(counted, measure.with_grad(w), forward=False, kept=kept)
+        assert len(steps) == expected and measured["seconds"] > 0
+        once = one_pass(measure.with_grad(w))
+        once.backward()
+        assert measured["results"][2] == pytest.approx(float(w.weight.grad.norm()), rel=1e-5)
 
 
 def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
@@ -118,8 +173,9 @@ def test_synthetic_logits_have_the_profile_of_a_language_model():
     assert float(re.search(r"entropy ([\d.]+)", profile(make("flat", (256, 5003, 64))))[1]) > 7
 
 
-def test_rollout_has_padding_tools_and_equal_rewards():
-    w = make("rollout", (8192, 500, 16))
+@pytest.mark.parametrize("tokens", (512, 8192))
+def test_rollout_has_padding_tools_and_equal_rewards(tokens):
+    w = make("rollout", (tokens, 500, 16))
     assert 0.3 < 1 - w.tokens / w.targets.numel() < 0.5
     assert 0.3 < (w.advantages == 0).float().mean() < 0.7
     holes = (w.mask.int().diff(dim=1) == 1).any(1)
@@ -138,7 +194,13 @@ def test_peak_memory_sees_what_comes_and_goes():
 def scaling_args(one_process, monkeypatch):
     monkeypatch.setattr(scaling, "extra_memory", lambda name, path, *_, **__: path.stat().st_size)
     return argparse.Namespace(
-        device="cpu", dtype="float32", everyone=False, rounds=1, limit_s=60.0, memory_bytes=1 << 30
+        device="cpu",
+        dtype="float32",
+        backend="torch",
+        everyone=False,
+        rounds=1,
+        limit_s=60.0,
+        memory_bytes=1 << 30,
     )
 
 
@@ -193,6 +255,13 @@ def test_tune_times_only_what_is_right(monkeypatch):
     assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
 
 
+def test_a_lora_on_the_head_is_measured_both_ways():
+    command = [sys.executable, "-m", "benchmarks.lora_head", "--shapes", "128,101,32"]
+    run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
+    told = re.findall(r"^(.+?) +[\d.]+ s .* MiB$", run.stdout.decode(), re.M)
+    assert told == ["no adapter", "product added", "weight made"], run.stderr.decode()
+
+
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     told, late = tmp_path / "told.json", tmp_path / "late"
     # Of what a step starts, too, nothing goes on.
@@ -221,7 +290,7 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     assert not late.exists()
     names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
     assert names[:2] == ["tests", "head-4096"]
-    assert {"training", "memcheck", "racecheck", "tune", "chunk-budget", "scaling"} < set(names)
+    assert {"training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
     (tmp_path / "head.log").write_text("a | table\n")
     steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
     about = {"device": "some GPU", "date": "today", "torch": "2"}
