@@ -56,7 +56,9 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     planned = [Step("tests", 170, [*pytest, *chosen, *gpu_tests])]
 
     def head(name: str, limit_s: float, workload: str, shape: str) -> Step:
-        shape, rounds = ("512,1000,32", "1") if dry_run else (shape, "7")
+        rounds = "1" if dry_run else "7"
+        if dry_run:
+            shape = "256,600,32" if workload == "rollout" else "128,600,32"
         options = ["--workload", workload, "--shapes", shape, "--rounds", rounds, *backend]
         options += ["--limit-s", str(0.6 * limit_s)]  # memory is measured after
         return _measuring(out, name, limit_s, "head", *options, device=device)
@@ -72,7 +74,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
 
     def scaling(axis: str, limit_s: float, *options: str) -> Step:
         command = [sys.executable, "-m", "benchmarks.scaling", "--device", device, *backend]
-        command += ["--tiny"] if dry_run else ["--limit-s", "4"]
+        command += ["--tiny", "--rounds", "1"] if dry_run else ["--limit-s", "4"]
         command += ["--axes", axis, "--out", str(out), *options]
         return Step(axis, limit_s, command, out / f"{axis}.json")
 
