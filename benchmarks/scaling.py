@@ -52,7 +52,7 @@ def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
     vocabularies = [32_768 << i for i in range(4)]
     budgets = [(64 if cuda else 4) << i for i in range(8)]
     if tiny:
-        N, V, H, tokens, vocabularies, budgets = 256, 512, 16, [64, 128, 256], [512, 1024], [1, 2]
+        N, V, H, tokens, vocabularies, budgets = 256, 512, 16, [64, 128], [512, 1024], [1, 2]
     default = [None] * 20
     everyone = (BASELINE, *PEERS, *OURS)
     return {

@@ -51,7 +51,15 @@ def test_every_contender_has_a_row(tiny, capsys):
     json.dumps(rows)
 
 
-@pytest.mark.parametrize("wrong", (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1))
+def with_a_nan_in_a_gradient(w):
+    x = w.weight[0, 0]
+    return one_pass(w) + 0 * (x - x.detach()).sqrt()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1, with_a_nan_in_a_gradient),
+)
 def test_a_wrong_contender_gets_no_time(wrong, tiny, one_process, monkeypatch, capsys):
     monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong))
     rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
