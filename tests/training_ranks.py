@@ -1,5 +1,6 @@
 """Run by test_training_ranks, in each process: one run of the trainer, and its weights."""
 
+import gc
 import json
 import sys
 
@@ -68,3 +69,9 @@ class SameForAnyRanks:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # The threads of a gloo group that is still there at the end may abort the process; a DDP module
+    # that outlives its group may hang.
+    gc.collect()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
