@@ -105,3 +105,24 @@ sys.exit(0)
 """
     result = run(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_the_launch_does_not_specialize_is_not_compiled_as_aligned():
+    code = """
+class Seen(Exception):
+    pass
+
+def source(fn, attrs, **_):
+    raise Seen({fn.arg_names[place] for place, in attrs})
+
+report.ASTSource = source
+stats = next(x for x in few if x.kernel == "token_stats_kernel")
+try:
+    report.compiled((stats, "sm_90", True))
+except Seen as seen:
+    aligned, = seen.args
+assert "logits_ptr" in aligned and not aligned & {"targets_ptr", "logps_ptr", "N"}, aligned
+sys.exit(0)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
