@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.register_assert_rewrite("batches")
+pytest.register_assert_rewrite("tests.support")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +61,7 @@ def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model of a few thousand parameters, and its tokenizer."""
-    from tiny_models import make_model, make_tokenizer
+    from tests.support.tiny_models import make_model, make_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     make_model("llama").save_pretrained(folder)

@@ -3,12 +3,12 @@
 import os
 
 import torch
-from batches import Batch, assert_matches, config, make_batch, packed, run_fused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import selective_log_softmax
 from grpo_kernels.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
+from tests.support.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
 # New examples at every run but in CI, which judges a change and not its luck. The poisoned-memory
 # fixture is the same for every example.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from batches import make_batch, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_peers import clean
+
+from tests.support.batches import clean, make_batch, relative_error
 
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss

@@ -67,7 +67,7 @@ def gradients_of_half(kind: str, rank: int) -> dict[str, torch.Tensor]:
 
 def case(kind: str):
     """A model with a fused head, and four sequences of unequal lengths."""
-    from test_transformers import LORAS, family_model, with_lora
+    from tests.support.model_families import LORAS, family_model, with_lora
 
     model = family_model("qwen2")
     if "lora" in kind:
@@ -92,10 +92,9 @@ def scored(labels: torch.Tensor) -> torch.Tensor:
 
 def train(model: str, output: str, options: str) -> None:
     """Completions depend on their prompt alone, so that any number of ranks sees the same."""
-    from test_trl import arguments_of, noise, prompts
-    from tiny_models import make_tokenizer
-
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests.support.tiny_models import make_tokenizer
+    from tests.support.trl_runs import arguments_of, noise, prompts
 
     class SameForAnyRanks(FusedGRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):

@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from batches import config, make_batch, relative_error
 from torch import nn
 
 from grpo_kernels import fused_grpo_loss
+from tests.support.batches import config, make_batch, relative_error
 
 WORLD = 2
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import relative_error
-from head_ranks import WORLD, case, scored, wrapped_gradients
 
 from grpo_kernels.integrations.transformers import Objective
+from tests.ranks.head_ranks import WORLD, case, scored, wrapped_gradients
+from tests.support.batches import relative_error
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
@@ -51,11 +51,10 @@ def run(ranks, model, output, **options):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     output.mkdir()
     done = subprocess.run(
-        [*command, str(ROOT / "tests" / "head_ranks.py"), model, str(output), json.dumps(options)],
-        capture_output=True, text=True, timeout=300,
+        [*command, "-m", "tests.ranks.head_ranks", model, str(output), json.dumps(options)],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={
             **os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -66,7 +65,7 @@ def run(ranks, model, output, **options):
     "options", ({"loss_type": "dapo", "num_iterations": 2}, {"loss_type": "grpo", "beta": 0.1})
 )
 def test_trl(options, tmp_path):
-    from test_trl import folder_of
+    from tests.support.trl_runs import folder_of
 
     model = folder_of("qwen2")
     log, weights = run(1, model, tmp_path / "one", per_device_train_batch_size=8, **options)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training import rows_of
 
-ROOT = Path(__file__).parent.parent
+from tests.support.trainer_runs import rows_of
+
+ROOT = Path(__file__).parents[2]
 
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -47,14 +48,13 @@ def run(kind, model, output, **options):
     if kind:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
-    script = str(ROOT / "tests" / "training_ranks.py")
     done = subprocess.run(
-        [*command, script, kind, str(model), str(output), json.dumps(options)],
-        capture_output=True, text=True, timeout=300,
+        [*command, "-m", "tests.ranks.training_ranks",
+         kind, str(model), str(output), json.dumps(options)],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={
             **os.environ, **environment, "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": str(kind != "zero3").lower(),
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,9 +5,9 @@ import json
 import sys
 
 import torch
-from test_training import config_of, noise
 
 from grpo_kernels.training import Trainer, load_model, load_problems
+from tests.support.trainer_runs import config_of, noise
 
 
 def main(kind: str, model: str, output: str, options: str) -> None:
