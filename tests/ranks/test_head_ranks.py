@@ -1,24 +1,13 @@
 """Two processes around a fused head against one: DDP, FSDP2, and TRL's trainer."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from grpo_kernels.integrations.transformers import Objective
-from tests.ranks.head_ranks import WORLD, case, scored, wrapped_gradients
+from tests.ranks.head_jobs import case, scored, train
 from tests.support.batches import relative_error
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("real_memory")
-
-
-def rank_main(rank: int, kind: str, folder: str) -> None:
-    wrapped_gradients(kind, rank, folder)
 
 
 KINDS = (
@@ -28,16 +17,15 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients(kind, tmp_path):
-    torch.multiprocessing.spawn(rank_main, args=(kind, str(tmp_path)), nprocs=WORLD)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
+def test_gradients(kind, ranks):
+    both = ranks("tests.ranks.head_jobs:gradients_of_half", kind)
     model, inputs, labels, given = case(kind)
     objective = Objective(**given, num_items=scored(labels))
     model(**inputs, labels=labels, fused_head=objective).loss.backward()
     assert scored(labels[:2]) != scored(labels[2:])
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in expected)
-    for grads in ranks:
+    for grads in both:
         assert grads.keys() == expected.keys()
         for name, gradient in expected.items():
             if gradient.norm() > 1e-6:
@@ -45,40 +33,23 @@ def test_gradients(kind, tmp_path):
                 assert relative_error(grads[name], gradient) < tolerance, name
 
 
-def run(ranks, model, output, **options):
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    output.mkdir()
-    done = subprocess.run(
-        [*command, "-m", "tests.ranks.head_ranks", model, str(output), json.dumps(options)],
-        capture_output=True, text=True, timeout=300, cwd=ROOT,
-        env={
-            **os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(output / "run.pt")
-
-
 @pytest.mark.parametrize(
     "options", ({"loss_type": "dapo", "num_iterations": 2}, {"loss_type": "grpo", "beta": 0.1})
 )
-def test_trl(options, tmp_path):
+def test_trl(options, ranks, tmp_path):
     from tests.support.trl_runs import folder_of
 
-    model = folder_of("qwen2")
-    log, weights = run(1, model, tmp_path / "one", per_device_train_batch_size=8, **options)
-    both, of_both = run(2, model, tmp_path / "two", per_device_train_batch_size=4, **options)
-    for row, wanted in zip(both[:-1], log[:-1], strict=True):
-        for name in (
-            "loss",
-            "grad_norm",
-            "entropy",
-            "reward",
-            *(["kl"] if "beta" in options else []),
-        ):
+    model, one, two = folder_of("qwen2"), tmp_path / "one", tmp_path / "two"
+    log, weights = train(model, str(one), options | {"per_device_train_batch_size": 8})
+    both = ranks(
+        "tests.ranks.head_jobs:train", model, str(two),
+        options | {"per_device_train_batch_size": 4}, environment={"ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    names = ("loss", "grad_norm", "entropy", "reward", *(["kl"] if "beta" in options else []))
+    for row, wanted in zip(both[0][0][:-1], log[:-1], strict=True):
+        for name in names:
             if name in wanted:
                 assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
-    for name, weight in weights.items():
-        torch.testing.assert_close(of_both[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    for _, of_both in both:
+        for name, weight in weights.items():
+            torch.testing.assert_close(of_both[name], weight, rtol=1e-4, atol=1e-5, msg=name)
