@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.batches import clean, make_batch, relative_error
@@ -86,7 +86,6 @@ def run(module, batch, head, call):
     return loss, metrics, {k: x.grad for k, x in leaves.items() if x is not None}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_the_same_as_liger(drawn):
     options, given = drawn
