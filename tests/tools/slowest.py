@@ -1,7 +1,7 @@
 """Puts the slowest tests into docs/testing.md, from the reports of pytest runs.
 
-    make test ARGS=--junitxml=/tmp/fast.xml
-    python -m tests.tools.slowest /tmp/fast.xml
+make test ARGS=--junitxml=/tmp/fast.xml
+python -m tests.tools.slowest /tmp/fast.xml
 """
 
 import sys
