@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from batches import OBJECTIVES, config, make_batch, run_fused
 
 from grpo_kernels.config import _LOSSES, LOSS_TYPES, GRPOLossConfig
+from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "objectives.md").read_text()
 
 
