@@ -102,7 +102,7 @@ def described(device: torch.device) -> str:
 
 def backend(device: torch.device) -> str:
     """Which one runs there, and why."""
-    if select_tiles("auto", device).__name__.endswith("triton_tiles"):  # type: ignore[attr-defined]
+    if select_backend("auto", device).policy_loss is not None:
         return "triton, as there is a GPU and the package"
     if device.type == "cpu":
         return "torch, as Triton compiles for GPUs alone"

@@ -34,11 +34,11 @@ from .autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
+from .backends import RowGrads
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
-from .inputs import HeadCall, HeadOperands, loss_call
-from .backends import RowGrads
 from .head_gradients import HeadGradients
+from .inputs import HeadCall, HeadOperands, loss_call
 from .linear_logprobs import flat_logprobs
 from .lm_head import LMHead, gemm_dtype
 from .metrics import loss_metrics
@@ -104,9 +104,9 @@ def fused_grpo_loss(
             `lora_a_out @ lora_b.T` to `hidden @ weight.T`, with gradients for both; next to a
             frozen `weight` it costs little more than the frozen head.
         config: the loss to compute; `config.one_pass` tells if in one pass or two.
-        num_items: denominator of the `dapo` aggregation, a number or 0-d tensor: the unmasked tokens
-            of the whole optimizer step over all ranks, divided by the number of ranks over which
-            gradients are averaged. None: the unmasked tokens of this call.
+        num_items: denominator of the `dapo` aggregation, a number or 0-d tensor: the unmasked
+            tokens of the whole optimizer step over all ranks, divided by the number of ranks over
+            which gradients are averaged. None: the unmasked tokens of this call.
         entropy_threshold: with `config.top_entropy_quantile` below 1, the entropy from which on
             tokens train, a number or 0-d tensor: the quantile over all ranks, say. None: the
             quantile over this call's tokens.
@@ -264,12 +264,13 @@ def _loss_and_gradients(
     backend = head.call.backend
     gradients = _new_gradients(head, plan, wanted)
     loss, logps, entropy, d_logps, d_entropy = _zeros(head.operands.hidden)
-    for index, _, needs_grad in plan.chunks():
+    for chunk in plan.chunks():
+        index = chunk.index
         rows = head.rows(index)
         logits = head.logits(rows)  # [C, V], not yet transformed
         stats = backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
         assert stats.entropy is not None
-        wants_grad = needs_grad and any(wanted)
+        wants_grad = chunk.needs_grad and any(wanted)
         policy = policy_loss(
             config, inputs.at(index), stats.logps, stats.entropy, backend, grad=wants_grad
         )

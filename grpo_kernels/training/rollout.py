@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..layout import to_device as placed
 from ..integrations.head import evaluating
+from ..layout import to_device as placed
 
 
 @dataclass(frozen=True)
