@@ -37,9 +37,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from grpo_kernels.backends import (
+    LogitTransform,
+    RowGrads,
+    triton_backend,
+    triton_logits,
+    triton_policy_loss,
+)
 from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
-from grpo_kernels.objective import TokenInputs
-from grpo_kernels.tiles import LogitGradInputs, LogitTransform, triton_tiles
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.objective import LossInputs
 
 # name: (Triton's target, shared memory of a block in KiB)
 ARCHITECTURES = {
@@ -121,26 +128,26 @@ def head_launches() -> None:
             transform = LogitTransform(
                 None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
             )
-            triton_tiles.token_stats(logits, targets, transform, entropy=entropy)
-            grads = LogitGradInputs(*[column] * (6 if entropy else 4))
-            triton_tiles.column_scores(logits, targets, transform, grads, [slice(0, rows)])
+            triton_backend.token_stats(logits, targets, transform, entropy=entropy)
+            grads = RowGrads(*[column] * (6 if entropy else 4))
+            triton_backend.column_scores(logits, targets, transform, grads, [slice(0, rows)])
             for dtype in (torch.float32, *HALVES):
                 out = _padded(rows, V, dtype)
-                triton_tiles.logit_grads_(logits, targets, transform, grads, out)
+                triton_backend.logit_grads_(logits, targets, transform, grads, out)
                 # Of the columns that are kept, however many.
                 if logits.stride(0) != V:
                     kept = torch.empty(rows, V)
                     narrow = kept.view(dtype)[:, :V]
-                    triton_tiles.logit_grads_(
+                    triton_backend.logit_grads_(
                         kept, targets, transform, grads, narrow, column_weights=torch.empty(V)
                     )
     # selective_log_softmax takes the caller's logits, in any dtype, to gradients of the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
         logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
         transform = LogitTransform(temperature=temperature)
-        triton_tiles.token_stats(logits, targets, transform, entropy=False)
-        grads = LogitGradInputs(*[column] * 4)
-        triton_tiles.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
+        triton_backend.token_stats(logits, targets, transform, entropy=False)
+        grads = RowGrads(*[column] * 4)
+        triton_backend.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
 
 
 def _padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
@@ -168,12 +175,12 @@ def policy_launches() -> None:
                 loss_type=loss_type, entropy_coef=0.1 * bonus, **surrogates[loss_type], **kl,
                 is_correction="token_mask" if scaled else "none",
             )  # fmt: skip
-            inputs = TokenInputs(
+            inputs = LossInputs(
                 advantages=tokens, weights=tokens, count=torch.tensor(4.0),
                 mask=tokens > 0 if masked else None, old_logps=tokens if old else None,
                 ref_logps=tokens if kl else None, sampling_logps=tokens,
             )  # fmt: skip
-            triton_tiles.policy_loss(config, inputs, tokens, tokens, grad=grad)
+            policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
 def all_launches() -> list[Launch]:
@@ -181,15 +188,19 @@ def all_launches() -> list[Launch]:
     return sorted(launches, key=repr)
 
 
-def kernels() -> set[str]:
-    """What is launched; jitted functions with an underscore are called by these."""
-    jitted = {name for name, x in vars(triton_tiles).items() if isinstance(x, JITFunction)}
-    return {name for name in jitted if not name.startswith("_")}
+def kernels() -> dict[str, JITFunction]:
+    """The kernels by name; jitted functions with an underscore are called by these."""
+    named = vars(triton_logits) | vars(triton_policy_loss)
+    return {
+        name: x
+        for name, x in named.items()
+        if isinstance(x, JITFunction) and not name.startswith("_")
+    }
 
 
 def compiled(job: tuple[Launch, str, bool]) -> Usage:
     launch, arch, aligned = job
-    kernel = getattr(triton_tiles, launch.kernel)
+    kernel = kernels()[launch.kernel]
     (backend, chip, warp_size), _ = ARCHITECTURES[arch]
     constants = dict(launch.constants)
     kinds = dict(launch.signature)
@@ -264,7 +275,7 @@ def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[st
     """The table, a line a kernel and architecture, and what is wrong."""
     jobs = list(itertools.product(launches, archs, (True, False)))
     problems = [
-        f"{name}: no launch covered it" for name in kernels() - {x.kernel for x in launches}
+        f"{name}: no launch covered it" for name in kernels().keys() - {x.kernel for x in launches}
     ]
     table: dict[tuple[str, str], list[Usage]] = defaultdict(list)
     with ProcessPoolExecutor() as pool:

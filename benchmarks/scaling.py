@@ -30,7 +30,7 @@ from benchmarks.measure import (
     write_json,
 )
 from benchmarks.workloads import make
-from grpo_kernels.tiles import BACKENDS
+from grpo_kernels.backends import BACKENDS
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
 LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}

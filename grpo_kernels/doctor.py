@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import GRPOLossConfig, __version__, fused_grpo_loss, linear_logprobs, reference
-from .tiles import select_tiles
+from .backends import select_backend
 
 # Needed, and what a part of the package needs; as in pyproject.toml.
 NEEDED = {"torch": "2.10"}
@@ -102,7 +102,7 @@ def described(device: torch.device) -> str:
 
 def backend(device: torch.device) -> str:
     """Which one runs there, and why."""
-    if select_tiles("auto", device).__name__.endswith("triton_tiles"):  # type: ignore[attr-defined]
+    if select_backend("auto", device).policy_loss is not None:
         return "triton, as there is a GPU and the package"
     if device.type == "cpu":
         return "torch, as Triton compiles for GPUs alone"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
-from grpo_kernels.row_chunks import HeadChunks
+from grpo_kernels.head_gradients import HeadGradients
+from grpo_kernels.lm_head import LMHead
 from tests.support.batches import (
     HEAD,
     OBJECTIVES,
@@ -265,9 +266,9 @@ def test_skip_untrained_where_sequences_matter(objective, per_token):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     made = []
-    original = HeadChunks.logits
+    original = LMHead.logits
     monkeypatch.setattr(
-        HeadChunks,
+        LMHead,
         "logits",
         lambda self, rows: made.append(len(rows.hidden)) or original(self, rows),
     )
@@ -303,11 +304,11 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
     sizes = []
-    original = HeadChunks.add_gradients
+    original = HeadGradients.add
     monkeypatch.setattr(
-        HeadChunks,
-        "add_gradients",
-        lambda self, chunk, *args: sizes.append(chunk.size) or original(self, chunk, *args),
+        HeadGradients,
+        "add",
+        lambda self, rows, *args: sizes.append(len(rows.hidden)) or original(self, rows, *args),
     )
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
     expect_equal(batch, {**options, "old_logps": True})

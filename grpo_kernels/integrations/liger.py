@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
-from ..inputs import Layout, ValueChecks, flat_tokens
+from ..inputs import loss_inputs
+from ..layout import Layout, ValueChecks
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
 from .head import check_options, corrected
@@ -241,9 +242,9 @@ def _clipped(
     config = replace(config, beta=0.0, delta=None)
     checks = ValueChecks()
     layout = Layout.of("attention_mask", mask, None, checks)
-    inputs = flat_tokens(
-        config, layout, checks, advantages, mask, num_items=None, entropy_threshold=None,
-        old_logps=old_logps, ref_logps=None, sampling_logps=None,
+    inputs = loss_inputs(
+        config, layout, checks, advantages, layout.flat_mask(mask, checks), num_items=None,
+        entropy_threshold=None, old_logps=old_logps, ref_logps=None, sampling_logps=None,
     )  # fmt: skip
     tokens = Tokens.of(inputs, logps.flatten(), None)
     low, high = clipped_tokens(config, tokens, importance_ratio(config, tokens))

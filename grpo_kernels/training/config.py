@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..column_sampling import DEFAULT_TOLERANCE
 from ..config import GRPOLossConfig, check_choice, check_number
+from ..inputs import DEFAULT_TOLERANCE
 
 PRECISIONS = ("auto", "no", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..autograd_support import placed
 from ..integrations.head import evaluating
+from ..layout import to_device as placed
 
 
 @dataclass(frozen=True)

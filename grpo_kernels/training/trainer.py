@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
-from ..autograd_support import placed
 from ..integrations.head import check_logits
+from ..layout import to_device as placed
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
 from .config import TrainingConfig
@@ -315,7 +315,7 @@ class Trainer:
                     ("sampling_logps", samples.sampling_logps),
                 )
             }
-            if config_here.average == "dapo":
+            if config_here.effective_aggregation == "dapo":
                 options["num_items"] = all_tokens / world
             if config.top_entropy_quantile < 1:
                 options["entropy_threshold"] = samples.entropy_threshold
@@ -357,7 +357,7 @@ class Trainer:
 
     def _share(self, tokens: int, rows: int, all_tokens: int, all_rows: int) -> float:
         """What a micro-batch's loss counts for, so that the parts add up to that of the whole."""
-        average = self.config.loss().average
+        average = self.config.loss().effective_aggregation
         if average == "dapo":  # its denominator is the whole's already
             return 1 / self.accelerator.num_processes
         if average == "bnpo":

@@ -257,20 +257,20 @@ def test_two_loras_on_the_head():
 
 def test_lora_on_the_head_makes_no_weight():
     """Nor its gradient: nothing of the head's size beyond the one chunk of logits."""
-    from grpo_kernels import row_chunks
+    from grpo_kernels.head_gradients import HeadGradients
 
     model = with_lora(family_model("qwen2"), **LORAS["head"])
     attach_fused_head(model)
     inputs, labels = batch_of()
     asked = []
-    original = row_chunks.HeadChunks.want_gradients
+    original = HeadGradients.__init__
 
-    def want(self, wants, **options):
-        asked.append(tuple(wants))
-        original(self, wants, **options)
+    def watched(self, head, backend, wanted, **options):
+        asked.append(tuple(wanted))
+        original(self, head, backend, wanted, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_chunks.HeadChunks, "want_gradients", want)
+        patch.setattr(HeadGradients, "__init__", watched)
         model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
     assert asked == [(True, False, False, True, True)]
 

@@ -98,15 +98,15 @@ def test_what_fails_at_full_size_only_is_a_row(error, status, tiny, one_process,
 
 
 def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
-    from grpo_kernels.tiles import triton_tiles
+    from grpo_kernels.backends import triton_backend
 
     widths = []
 
-    def counted(logits, *args, right=triton_tiles.token_stats, **options):
+    def counted(logits, *args, right=triton_backend.token_stats, **options):
         widths.append(logits.shape[1])
         return right(logits, *args, **options)
 
-    monkeypatch.setattr(triton_tiles, "token_stats", counted)
+    monkeypatch.setattr(triton_backend, "token_stats", counted)
     few = ["--device", "cpu", "--shapes", "64,101,16", "--rounds", "1", "--peers"]
     for backend in ("torch", "triton"):
         args = head.parse_args(["--workload", "dense", "--backend", backend, *few])
@@ -247,17 +247,17 @@ def test_tune_times_only_what_is_right(monkeypatch):
     assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
     moved = {row["kernel"]: row["bytes"] for row in good}
     assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
-    from grpo_kernels.tiles import triton_tiles
+    from grpo_kernels.backends import triton_backend, triton_logits
 
-    right = triton_tiles.token_stats
+    right = triton_backend.token_stats
 
-    def wrong_at_other_settings(*args, launch=triton_tiles.ROW_LAUNCH, **options):
+    def wrong_at_other_settings(*args, launch=triton_logits.ROW_LAUNCH, **options):
         stats = right(*args, **options)
         return stats._replace(logps=stats.logps + (launch.block == 64))
 
-    monkeypatch.setattr(triton_tiles, "token_stats", wrong_at_other_settings)
+    monkeypatch.setattr(triton_backend, "token_stats", wrong_at_other_settings)
     monkeypatch.setattr(
-        tune, "row_settings", lambda cuda: [{}, {"launch": triton_tiles.Launch(64, 1)}]
+        tune, "row_settings", lambda cuda: [{}, {"launch": triton_logits.Launch(64, 1)}]
     )
     rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
     assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]

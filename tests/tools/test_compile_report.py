@@ -14,7 +14,7 @@ SETUP = """
 import sys
 from dataclasses import replace
 from benchmarks import compile_report as report
-from grpo_kernels.tiles import triton_tiles
+from grpo_kernels.backends import triton_backend
 launches = report.all_launches()
 few = {}
 for launch in launches:

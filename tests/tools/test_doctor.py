@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import doctor
-from grpo_kernels.tiles import torch_tiles
+from grpo_kernels.backends import torch_backend
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -31,7 +31,7 @@ def test_the_sampled_backward_is_looked_at():
 
 @pytest.mark.parametrize("damage", ("flipped", "zero", "tail"))
 def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
-    logit_grads, token_stats = torch_tiles.logit_grads_, torch_tiles.token_stats
+    logit_grads, token_stats = torch_backend.logit_grads_, torch_backend.token_stats
 
     def damaged(*args, out, **options):
         logit_grads(*args, out=out, **options)
@@ -42,9 +42,9 @@ def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
         return token_stats(torch.cat([logits, tail], 1), *args, **options)
 
     if damage == "tail":
-        monkeypatch.setattr(torch_tiles, "token_stats", with_tail)
+        monkeypatch.setattr(torch_backend, "token_stats", with_tail)
     else:
-        monkeypatch.setattr(torch_tiles, "logit_grads_", damaged)
+        monkeypatch.setattr(torch_backend, "logit_grads_", damaged)
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
     assert told.count("WRONG") == 9 and "9 of this is wrong" in told
@@ -69,7 +69,7 @@ def test_what_raises_is_told(monkeypatch, capsys):
     def broken(*args, **options):
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(torch_tiles, "token_stats", broken)
+    monkeypatch.setattr(torch_backend, "token_stats", broken)
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 9
 
