@@ -51,7 +51,7 @@ DAMAGES = [
     # The same as kernels.
     *_in(
         "backends/triton_logits.py",
-        "test_backends test_grpo_loss test_fused_grpo_loss",
+        "test_backends test_fused_grpo_loss",
         ("triton: columns past the vocabulary count",
          'z = tl.where(mask_v, z, float("-inf"))', "z = tl.where(mask_v, z, 0.0)"),
         ("triton: a vocabulary one past the blocks loses its last word",
@@ -75,7 +75,7 @@ DAMAGES = [
     ),
     *_in(
         "backends/triton_policy_loss.py",
-        "test_backends test_grpo_loss",
+        "test_grpo_loss test_backends",
         ("triton: masked tokens are read",
          "mask_n = inside & (tl.load(mask_ptr + offs_n, mask=inside, other=0) != 0)",
          "mask_n = inside"),
