@@ -147,7 +147,7 @@ def test_config_is_frozen():
         ({"importance_sampling_level": "sequence"}, False),
         ({"off_policy_threshold": 0.5}, False),
         ({"top_entropy_quantile": 0.2}, False),
-        ({"loss_type": lambda tokens: tokens.logps}, False),
+        pytest.param({"loss_type": lambda tokens: tokens.logps}, False, id="own"),
     ),
     ids=str,
 )
