@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..autograd_support import placed
-from ..integrations.head import evaluating
+from ..hf_head import evaluating
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
 from ..autograd_support import placed
-from ..integrations.head import check_logits
+from ..hf_head import check_logits
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report
 from .config import TrainingConfig
