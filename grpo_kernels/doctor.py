@@ -242,7 +242,7 @@ def print_verdict(packages: list[str], calls: list[str]) -> None:
         print("  Please report this, with all of the output.")
     if found == ["cpu"]:
         print("  No GPU was found: the library runs on the CPU, with torch operations.")
-    absent = [x for x in PACKAGES if x.name != "torch" and installed(x.name) is None]
+    absent = [x for x in PACKAGES[1:] if x.versions and installed(x.name) is None]
     if absent:
         print("  Not installed, and needed only for what is named:")
     for package in absent:
