@@ -68,7 +68,7 @@ def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
 
 
 def noise(w: Workload, exact: tuple[Tensor, Tensor], tolerance: float) -> list[float]:
-    """Returns means over seeds: share of columns kept, noise of dH, noise of dW, predicted noise."""
+    """Returns the share of columns kept, noise of dH and dW, predicted noise; means over seeds."""
     rows = []
     for seed in SEEDS:
         given = with_grad(w.each(Tensor.detach))
@@ -85,12 +85,9 @@ def noise(w: Workload, exact: tuple[Tensor, Tensor], tolerance: float) -> list[f
         )
         out.loss.backward()
         assert given.hidden.grad is not None and given.weight.grad is not None
-        errors = [
-            relative_error(given.hidden.grad, exact[0]),
-            relative_error(given.weight.grad, exact[1]),
-        ]
+        d_hidden, d_weight = map(relative_error, (given.hidden.grad, given.weight.grad), exact)
         kept, predicted = (float(out.metrics[x]) for x in ("columns_kept", "gradient_noise"))
-        rows.append([kept, *errors, predicted])
+        rows.append([kept, d_hidden, d_weight, predicted])
     return [statistics.mean(column) for column in zip(*rows, strict=True)]
 
 
@@ -195,9 +192,7 @@ def main() -> None:
     ):
         with without(*dropped):
             print_noise(name, noise(w, exact, 5e-3))
-    print(
-        f"\nAdam's update after {args.steps} batches, sampled against exact: length ratio, cosine\n"
-    )
+    print(f"\nAdam's update after {args.steps} batches, sampled to exact: length ratio, cosine\n")
     print(adam(w, args.steps, args.per_step))
 
 

@@ -267,10 +267,11 @@ def profile(w: Workload) -> str:
     large = p > 2**-12
     return (
         f"{w.name:8} entropy {entropy.mean():.2f} (10th, 50th, 90th percentile "
-        f"{', '.join(f'{x:.2f}' for x in percentiles)}); {large.sum(1).float().mean():.0f} tokens per "
-        f"row above 2^-12, {(p * ~large).sum(1).mean():.3f} of the probability below; largest "
-        f"{p.amax(1).mean():.2f}; {sum(used) / len(used):.1%} of the vocabulary above 2^-12 in 128 "
-        "rows"
+        f"{', '.join(f'{x:.2f}' for x in percentiles)}); "
+        f"{large.sum(1).float().mean():.0f} tokens per row above 2^-12, "
+        f"{(p * ~large).sum(1).mean():.3f} of the probability below; "
+        f"largest {p.amax(1).mean():.2f}; "
+        f"{sum(used) / len(used):.1%} of the vocabulary above 2^-12 in 128 rows"
     )
 
 
