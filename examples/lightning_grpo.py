@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples import smollm
 from grpo_kernels import GRPOLossConfig, group_advantages
-from grpo_kernels.integrations.head import evaluating
+from grpo_kernels.hf_head import evaluating
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.training.data import ADDITION
 from grpo_kernels.training.rewards import addition

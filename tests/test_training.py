@@ -12,7 +12,7 @@ import torch
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
-from grpo_kernels.integrations.head import head_of
+from grpo_kernels.hf_head import head_of
 from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.policy import Batch, Policy, positions, why_not_shared

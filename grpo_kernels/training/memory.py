@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..integrations.head import head_of
+from ..hf_head import head_of
 from ..row_plan import default_chunk_bytes
 from .config import DTYPES, TrainingConfig, parse_config
 from .loading import finding, prepared

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from ..integrations.head import head_of, register_with_zero3, unadapted
+from ..hf_head import base_model, head_of, register_with_zero3
 from ..layout import to_device as placed
 from .rollout import end_tokens, pad
 
@@ -55,7 +55,7 @@ class Policy(nn.Module):
         self.model = model
         self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # By which accelerate tells what FSDP is to shard one by one.
-        self._no_split_modules = getattr(unadapted(model), "_no_split_modules", None)
+        self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
         register_with_zero3(self, head_of(model).weight)
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class Policy(nn.Module):
 
     @property
     def _body(self) -> Any:
-        return unadapted(self.model).base_model
+        return base_model(self.model).base_model
 
 
 def without_dropout(policy: Policy) -> Policy:
@@ -162,7 +162,7 @@ def why_not_shared(model: Any) -> str | None:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    model = unadapted(model)
+    model = base_model(model)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing keeps no cache"
     if getattr(model, "_is_stateful", False):

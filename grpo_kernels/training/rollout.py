@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..integrations.head import evaluating
+from ..hf_head import evaluating
 from ..layout import to_device as placed
 
 

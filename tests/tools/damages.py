@@ -24,7 +24,7 @@ def _in(path: str, tests: str, *damages: tuple[str, str, str]) -> list[Damage]:
 DAMAGES = [
     # The logits and their gradient as torch ops.
     *_in(
-        "tiles/torch_tiles.py",
+        "tiles/torch_backend.py",
         "test_fused_grpo_loss test_triton_tiles test_sampled_backward",
         ("torch: the last word is left out of the softmax",
          "totals[rows] = exps.sum(1)", "totals[rows] = exps[:, :-1].sum(1)"),
@@ -50,7 +50,7 @@ DAMAGES = [
     ),
     # The same as kernels.
     *_in(
-        "tiles/triton_tiles.py",
+        "tiles/triton_backend.py",
         "test_triton_tiles test_grpo_loss test_fused_grpo_loss",
         ("triton: columns past the vocabulary count",
          'z = tl.where(mask_v, z, float("-inf"))', "z = tl.where(mask_v, z, 0.0)"),
