@@ -39,7 +39,7 @@ def main(kind: str, model: str, output: str, options: str) -> None:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        for part in filter(None, (trainer.policy, trainer.reference)):
+        for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
             # The whole, and each of the two layers.
             assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2
