@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test test-newest-trl lint format bench bench-compare compile-report clean
 
 demo: $(VENV)/installed
-	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 test: $(VENV)/installed
 	$(RUN) -m pytest $(ARGS)

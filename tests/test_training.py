@@ -19,9 +19,15 @@ from tiny_models import FAMILIES, make_model, make_tokenizer
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.integrations.head import head_of
-from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training import (
+    Completion,
+    Trainer,
+    TrainingConfig,
+    load_model,
+    load_problems,
+    ranks,
+)
 from grpo_kernels.training import metrics as of
-from grpo_kernels.training import ranks
 from grpo_kernels.training.micro_batches import plan_micro_batches
 from grpo_kernels.training.policy import Batch, Policy, positions, why_not_shared
 from grpo_kernels.training.rollout import (
