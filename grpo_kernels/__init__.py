@@ -7,7 +7,7 @@ from .grpo_loss import GRPOLossOutput, grpo_loss
 from .linear_logprobs import LogprobOutput, linear_logprobs
 from .selective_log_softmax import selective_log_softmax
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GRPOLossConfig",
