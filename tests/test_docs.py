@@ -96,8 +96,8 @@ def test_readme_has_measured_numbers():
         "eager PyTorch, `log_softmax`": "eager, log_softmax",
         "eager, padding removed by hand": "eager, counted only",
         "eager, `torch.compile`": "eager, compiled",
-        "TRL 1.16, chunked head": "TRL 1.16 chunked head",
-        "Liger 0.8.5, fused linear GRPO": "Liger 0.8.5 fused linear GRPO",
+        "TRL 1.16, chunked head": "TRL chunked head",
+        "Liger 0.8.5, fused linear GRPO": "Liger fused linear",
         "**`fused_grpo_loss`**": "ours, one pass",
         '**`fused_grpo_loss(backward="sampled")`**': "ours, one pass, sampled",
     }
