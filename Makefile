@@ -10,20 +10,41 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo test test-all test-rest fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
+# The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
+# of their own, so they run without workers beside them.
+WORKERS ?= 2
+TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+PARALLEL := -n $(WORKERS) --dist worksteal
+
 test: $(VENV)/installed
-	$(RUN) -m pytest $(ARGS)
+	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
+
+test-rest: $(VENV)/installed
+	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks $(ARGS)
+	$(TEST) tests/ranks $(ARGS)
+
+test-all: test test-rest
+
+SEED := $(shell date +%s)
+fuzz: $(VENV)/installed
+	@echo "To see the same again: make fuzz SEED=$(SEED)"
+	$(TEST) $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(ARGS)
+
+mutants: $(VENV)/installed
+	$(RUN) -m tests.tools.mutants $(ARGS)
 
 # To be run on a schedule, not with every change: the newest TRL, in an environment of its own.
 test-newest-trl:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install -c constraints.txt -e '.[test]'
 	.venv-newest/bin/python -m pip install --upgrade trl
-	GRPO_KERNELS_ANY_TRL=1 .venv-newest/bin/python -m pytest tests/test_trl.py tests/test_head_ranks.py $(ARGS)
+	GRPO_KERNELS_ANY_TRL=1 .venv-newest/bin/python -m pytest tests/peers/test_trl.py \
+	  tests/ranks/test_head_ranks.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import GRPOLossConfig, __version__, fused_grpo_loss, linear_logprobs, reference
-from .tiles import select_tiles
+from .backends import select_backend
 
 # Needed, and what a part of the package needs; as in pyproject.toml.
 NEEDED = {"torch": "2.10"}

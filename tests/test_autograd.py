@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from batches import config, make_batch, relative_error, run_fused
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import (
@@ -12,6 +11,7 @@ from grpo_kernels import (
     reference,
     selective_log_softmax,
 )
+from tests.support.batches import config, make_batch, relative_error, run_fused
 
 
 def head(batch, *names):

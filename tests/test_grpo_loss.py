@@ -2,9 +2,18 @@
 
 import pytest
 import torch
-from batches import INF, NAN, OBJECTIVES, Result, assert_matches, config, make_batch, packed
 
 from grpo_kernels import grpo_loss, reference
+from tests.support.batches import (
+    INF,
+    NAN,
+    OBJECTIVES,
+    Result,
+    assert_matches,
+    config,
+    make_batch,
+    packed,
+)
 
 
 def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from batches import make_batch, packed, relative_error
 
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference, row_chunks
+from tests.support.batches import make_batch, packed, relative_error
 
 CHUNK = 4 * 1003 * 5
 OPTIONS = {

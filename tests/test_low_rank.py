@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from batches import config, make_batch, relative_error
 from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import reference
+from tests.support.batches import config, make_batch, relative_error
 
 R = 5
 NAMES = ("hidden", "weight", "bias", "inner", "outer")

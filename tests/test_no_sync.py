@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
-from batches import OBJECTIVES, config
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs
 from grpo_kernels.inputs import ValueChecks
 from grpo_kernels.row_chunks import RowPlan
 from grpo_kernels.tiles import torch_tiles
+from tests.support.batches import OBJECTIVES, config
 
 B, T, H, V = 3, 5, 8, 11
 # The torch tiles compare addresses to see whether they work in place.

@@ -5,12 +5,12 @@ from statistics import fmean
 
 import pytest
 import torch
-from batches import config, make_batch, packed, relative_error
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
 from grpo_kernels.config import KL_ESTIMATORS
 from grpo_kernels.config import LOSS_TYPES as ALL_LOSS_TYPES
 from grpo_kernels.objective import masked_quantile
+from tests.support.batches import config, make_batch, packed, relative_error
 
 
 def clamp(x, low, high):

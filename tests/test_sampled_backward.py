@@ -7,13 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from batches import HEAD, OBJECTIVES, config, make_batch, packed, relative_error, run_fused
-from test_fused_grpo_loss import BACKENDS, OPTIONS, assert_matches, objective_options
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import make
 from grpo_kernels import column_sampling, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.tiles import torch_tiles
+from tests.support.batches import (
+    HEAD,
+    OBJECTIVES,
+    assert_matches,
+    config,
+    make_batch,
+    packed,
+    relative_error,
+    run_fused,
+)
+from tests.support.head_options import BACKENDS, OPTIONS, objective_options
 
 SAMPLED = {"backward": "sampled", "tolerance": 0.25}
 DRAWS = 256

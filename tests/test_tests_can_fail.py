@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from batches import config, make_batch, relative_error, run_fused
-from test_fused_grpo_loss import CHUNK, expect_equal, objective_options
 
 from grpo_kernels import row_chunks
 from grpo_kernels.tiles import torch_tiles, triton_tiles
+from tests.support.batches import config, make_batch, relative_error, run_fused
+from tests.support.head_options import CHUNK, expect_equal, objective_options
 
 OPTIONS = {"config": config(beta=0.1), "old_logps": True, "ref_logps": True, "bias": True}
 

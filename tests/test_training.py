@@ -2,19 +2,13 @@
 
 import json
 import math
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, make_model, make_tokenizer
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
@@ -29,34 +23,10 @@ from grpo_kernels.training.rollout import (
     completion,
 )
 from grpo_kernels.training.samples import micro_batches
+from tests.support.tiny_models import FAMILIES, make_model, make_tokenizer
+from tests.support.trainer_runs import config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
-
-
-def noise(prompts, completions, **_):
-    """A reward that any change of a token changes."""
-    return [sum(map(ord, text)) % 7 / 7 for text in completions]
-
-
-def config_of(model, tmp_path, **options):
-    defaults = dict(
-        model=str(model), output=str(tmp_path), name="t", dataset="additions", steps=2,
-        prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
-        eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
-    )  # fmt: skip
-    return TrainingConfig(**{**defaults, **options})
-
-
-def trainer_of(config, **options):
-    train, held_out = load_problems(config)
-    options = {"rewards": {"noise": noise}, **options}
-    return Trainer(config, *load_model(config), train, held_out, **options)
-
-
-def rows_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "peak_memory")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
@@ -561,56 +531,6 @@ def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
 
 
 # Going on
-
-
-RUN = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_training import trainer_of, config_of
-trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
-"""
-
-
-def launch(tiny_model, output, **options):
-    code = RUN.format(
-        tests=str(Path(__file__).parent), model=str(tiny_model), output=str(output), options=options
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
-    options = {
-        "steps": 14, "save_every": 1, "beta": 0.05, "num_iterations": 2, "eval_size": 3,
-        "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
-    }  # fmt: skip
-    config = config_of(tiny_model, tmp_path / "whole", **options)
-    expected = trainer_of(config).train()
-    draw, kills = random.Random(0), 0
-    folder = tmp_path / "killed" / "t"
-    while True:
-        process = launch(tiny_model, tmp_path / "killed", resume=True, **options)
-        goal = count(folder) + draw.randrange(2, 5) if kills < 3 else 10**9
-        while process.poll() is None and count(folder) < goal:
-            time.sleep(0.005)
-        if process.poll() is not None:
-            assert process.returncode == 0, process.stderr.read().decode()
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills == 3
-    assert rows_of(folder) == rows_of(expected)
-    for log in ("evaluations.jsonl", "answers.jsonl"):
-        assert (folder / log).read_text() == (expected / log).read_text()
-
-
-def count(folder):
-    path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):

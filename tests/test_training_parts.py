@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model
 
 from grpo_kernels.training import (
     TrainingConfig,
@@ -23,6 +22,7 @@ from grpo_kernels.training import (
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.watch import WINDOW, Watch
+from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 

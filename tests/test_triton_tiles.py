@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from batches import OBJECTIVES, config, relative_error
 
 from grpo_kernels.objective import Sequences, TokenInputs, with_known_correction
 from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles, triton_tiles
+from tests.support.batches import OBJECTIVES, config, relative_error
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 TRANSFORMS = {

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
-from ..inputs import Layout, ValueChecks, flat_tokens
+from ..inputs import loss_inputs
+from ..layout import Layout, ValueChecks
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
 from .head import check_options, corrected

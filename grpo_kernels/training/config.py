@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..column_sampling import DEFAULT_TOLERANCE
+from ..inputs import DEFAULT_TOLERANCE
 from ..config import GRPOLossConfig, check_choice, check_number
 
 PRECISIONS = ("auto", "no", "bf16")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..integrations.head import head_of
-from ..row_chunks import default_chunk_bytes
+from ..row_plan import default_chunk_bytes
 from .config import DTYPES, TrainingConfig, parse_config
 from .loading import finding, prepared
 from .policy import Batch, Policy

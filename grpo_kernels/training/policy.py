@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from ..autograd_support import placed
+from ..layout import to_device as placed
 from ..integrations.head import head_of, register_with_zero3, unadapted
 from .rollout import end_tokens, pad
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..autograd_support import placed
+from ..layout import to_device as placed
 from ..integrations.head import evaluating
 
 

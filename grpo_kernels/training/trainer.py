@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import GRPOLossConfig, group_advantages
-from ..autograd_support import placed
+from ..layout import to_device as placed
 from ..integrations.head import check_logits
 from ..objective import masked_quantile
 from . import checkpoint, logs, metrics, report

@@ -27,7 +27,7 @@ report.all_launches = lambda: few
 def run(code, *args):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", f"{SETUP}\n{code}\nreport.main(sys.argv[1:])", *args]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
 
 

@@ -1,16 +1,14 @@
-"""Run by test_training_ranks, in each process: one run of the trainer, and its weights."""
+"""A job of the ranks: one run of the trainer, and its weights."""
 
-import gc
-import json
-import sys
+from pathlib import Path
 
 import torch
-from test_training import config_of, noise
 
 from grpo_kernels.training import Trainer, load_model, load_problems
+from tests.support.trainer_runs import config_of, noise
 
 
-def main(kind: str, model: str, output: str, options: str) -> None:
+def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
     if kind in ("fsdp2", "zero3"):
         # accelerate has these for GPUs alone, though they work with gloo as well.
         from accelerate import PartialState
@@ -19,7 +17,7 @@ def main(kind: str, model: str, output: str, options: str) -> None:
         PartialState(cpu=True)
     if kind == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    config = config_of(model, output, **json.loads(options))
+    config = config_of(model, Path(output), **options)
     train, held_out = load_problems(config)
     trainer = Trainer(
         config, *load_model(config), train, held_out, rewards={"noise": noise},
@@ -44,10 +42,8 @@ def main(kind: str, model: str, output: str, options: str) -> None:
             assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
-    folder = trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.policy)
-    if trainer.accelerator.is_main_process:
-        torch.save(state, folder / "weights.pt")
+    trainer.train()
+    return trainer.accelerator.get_state_dict(trainer.policy)
 
 
 class SameForAnyRanks:
@@ -65,13 +61,3 @@ class SameForAnyRanks:
                 length = draw.randrange(1, sampling.max_new_tokens + 1)
                 done.append(Completion([draw.randrange(33, 90) for _ in range(length)], True))
         return done
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    # The threads of a gloo group that is still there at the end may abort the process; a DDP module
-    # that outlives its group may hang.
-    gc.collect()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import Batch, Result, config, make_batch, relative_error
 
 from grpo_kernels import fused_grpo_loss, group_advantages, grpo_loss, reference
+from tests.support.batches import Batch, Result, clean, config, make_batch, relative_error
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
@@ -62,11 +62,6 @@ def options_of(loss_type, level, delta, beta, correction):
     if loss_type != "sapo" and loss_type != "vespo":
         options["epsilon_high"] = 1.15 if loss_type == "cispo" else 0.28
     return {**options, "delta": delta, "beta": beta}
-
-
-def clean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Peers multiply by the mask, so what is masked must be finite for them."""
-    return torch.where(mask, x.double(), 0.0)
 
 
 class OneProcess:

@@ -1,6 +1,6 @@
-"""Tiles as torch ops: any device, and the fast path on a CPU.
+"""Torch ops: any device, and the fast path on a CPU.
 
-A tile of logits is many times a core's cache and every formula below sweeps it several times, so
+A chunk of logits is many times a core's cache and every formula below sweeps it several times, so
 the sweeps run over blocks of rows that stay in the cache between them.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import objective
-from ..config import GRPOLossConfig
-from ..objective import TokenInputs
-from . import LogitGradInputs, LogitTransform, PolicyLoss, TokenStats
+from . import LogitTransform, RowGrads, TokenStats
+
+# Autograd differentiates the objective.
+policy_loss = None
 
 _CPU_BLOCK_BYTES = 2 << 20
 _GPU_BLOCK_BYTES = 1 << 26
@@ -49,7 +49,7 @@ def token_stats(
 
 
 def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:
-    """Of a row; overwrites `shifted`."""
+    """The sum of `exps * shifted` over each row; overwrites `shifted`."""
     # A logit of -inf would give 0 * -inf.
     if exps.device.type != "cpu":
         return (exps * shifted.clamp(min=-1e4)).sum(1)
@@ -62,14 +62,14 @@ def logit_grads_(
     logits: Tensor,
     targets: Tensor,
     transform: LogitTransform,
-    grads: LogitGradInputs,
+    grads: RowGrads,
     out: Tensor,
     *,
     column_weights: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> None:
     p = grads.logps.exp()
-    at_target = (grads.d_logps - grads.d_prob) * p - grads.d_logps * grads.logps.expm1()
+    at_target = (grads.d_logps - grads.d_softmax) * p - grads.d_logps * grads.logps.expm1()
     if grads.d_entropy is not None and grads.entropy is not None:
         at_target -= p * grads.d_entropy * (grads.logps.clamp(min=-1e4) + grads.entropy)
     for rows in _row_blocks(logits, block_bytes):
@@ -83,14 +83,14 @@ def logit_grads_(
         chain = None
         if transform.softcap is not None:
             chain = 1 - (z * _column(local.temperature) / transform.softcap).square()
-        lse, d_prob = grads.logsumexp[rows, None], grads.d_prob[rows, None]
+        lse, d_softmax = grads.logsumexp[rows, None], grads.d_softmax[rows, None]
         if grads.d_entropy is None or grads.entropy is None:
-            d_logits = z.sub_(lse).exp_().mul_(-d_prob)
+            d_logits = z.sub_(lse).exp_().mul_(-d_softmax)
         else:
             log_p = z.sub_(lse)
             # p * log p is 0 where p is, and a logit of -inf must not make it NaN.
             surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
-            coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_prob)
+            coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_softmax)
             d_logits = log_p.exp_().mul_(coef).neg_()
         d_logits.scatter_(1, targets[rows, None], at_target[rows, None])
         if chain is not None:
@@ -108,41 +108,18 @@ def column_scores(
     logits: Tensor,
     targets: Tensor,
     transform: LogitTransform,
-    grads: LogitGradInputs,
+    grads: RowGrads,
     blocks: list[slice],
 ) -> tuple[Tensor, Tensor]:
     squares, sums = logits.new_zeros((2, len(blocks), logits.shape[1]), dtype=torch.float32)
     for index, block in enumerate(blocks):
-        tile, local, given = logits[block], transform.at(block), grads.at(block)
-        for rows in _row_blocks(tile, None):
-            out = tile[rows].to(torch.float32, copy=True)
+        chunk, local, given = logits[block], transform.at(block), grads.at(block)
+        for rows in _row_blocks(chunk, None):
+            out = chunk[rows].to(torch.float32, copy=True)
             logit_grads_(out, targets[block][rows], local.at(rows), given.at(rows), out=out)
             sums[index] += out.sum(0)
             squares[index] += out.square_().sum(0)
     return squares, sums
-
-
-def policy_loss(
-    config: GRPOLossConfig,
-    inputs: TokenInputs,
-    logps: Tensor,
-    entropy: Tensor | None,
-    *,
-    grad: bool,
-) -> PolicyLoss:
-    if not grad:
-        with torch.no_grad():
-            return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
-    with torch.enable_grad():
-        logps = logps.detach().requires_grad_()
-        wanted = [logps]
-        if entropy is not None and (config.entropy_coef or callable(config.loss_type)):
-            entropy = entropy.detach().requires_grad_()
-            wanted.append(entropy)
-        loss = objective.policy_loss(config, inputs, logps, entropy)
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-    d_logps = torch.zeros_like(logps) if gradients[0] is None else gradients[0]
-    return PolicyLoss(loss.detach(), d_logps, gradients[1] if len(gradients) > 1 else None)
 
 
 def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
@@ -154,7 +131,7 @@ def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
 
 
 def _transformed(raw: Tensor, transform: LogitTransform) -> Tensor:
-    """Raw logits to logits, float32; `raw` itself where there is nothing to do."""
+    """Maps raw logits to logits, float32; returns `raw` itself where there is nothing to do."""
     z = raw.float()
     if transform.bias is not None:
         z = z + transform.bias

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from batches import OBJECTIVES, config, make_batch, run_fused
 
 from grpo_kernels.config import _LOSSES, LOSS_TYPES, GRPOLossConfig
+from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 TEXT = (ROOT / "docs" / "objectives.md").read_text()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from batches import make_batch, relative_error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_peers import clean
+
+from tests.support.batches import clean, make_batch, relative_error
 
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
@@ -86,7 +86,6 @@ def run(module, batch, head, call):
     return loss, metrics, {k: x.grad for k, x in leaves.items() if x is not None}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_the_same_as_liger(drawn):
     options, given = drawn

@@ -1,13 +1,15 @@
-"""What happens to one tile of logits, once as Triton kernels and once as torch ops.
+"""The operations on a chunk of logits, once as Triton kernels and once as torch ops.
 
-This is the only seam between devices. Both modules offer the functions of `Tiles`, with the same
-signatures and the same results up to rounding.
+This is the only seam between devices. A backend is a module with the functions of `Backend`; all
+have the same signatures and the same results up to rounding. Nothing here knows about the loss:
+what a kernel needs of it comes in as plain tensors and numbers.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
@@ -15,18 +17,15 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from ..config import GRPOLossConfig
-from ..objective import TokenInputs
-
 BACKENDS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """From `raw = hidden @ weight.T` to logits: `softcap(logit_scale * (raw + bias)) / T`.
+    """Maps `raw = hidden @ weight.T` to logits: `softcap(logit_scale * (raw + bias)) / T`.
 
     `softcap(x)` is `softcap * tanh(x / softcap)`; `bias` is `[V]`; `temperature` is a number, or
-    float32 `[C]` with one value a row.
+    float32 `[C]` with one value per row.
     """
 
     bias: Tensor | None = None
@@ -35,42 +34,45 @@ class LogitTransform:
     temperature: float | Tensor = 1.0
 
     def at(self, rows: Tensor | slice) -> LogitTransform:
+        """The transform of some rows."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[rows]
         return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
 
     def of_columns(self, ids: Tensor) -> LogitTransform:
+        """The transform of some columns."""
         bias = None if self.bias is None else self.bias[ids]
         return LogitTransform(bias, self.logit_scale, self.softcap, self.temperature)
 
 
 class TokenStats(NamedTuple):
-    """Per row of a tile, float32 `[C]`."""
+    """Statistics of each row of logits, float32 `[C]`."""
 
     logps: Tensor
     logsumexp: Tensor
     entropy: Tensor | None
 
 
-class LogitGradInputs(NamedTuple):
-    """What each row's logit gradient is made of, float32 `[C]`.
+class RowGrads(NamedTuple):
+    """What the gradient of each row of logits is made of, float32 `[C]`.
 
-    dL/dz_j = d_logps * 1[j = target] - p_j * (d_prob + d_entropy * (z_j - logsumexp + entropy))
+        dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
 
-    `d_prob` is `d_logps`, less the gradient of the row's logsumexp where that has one. At the
+    `d_softmax` is `d_logps`, less the gradient of the row's logsumexp where that has one. At the
     target 1 - p cancels for a token that is all but certain, and -expm1(logps) does not.
     """
 
     logps: Tensor
     logsumexp: Tensor
     d_logps: Tensor
-    d_prob: Tensor
+    d_softmax: Tensor
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None
 
-    def at(self, rows: Tensor | slice) -> LogitGradInputs:
-        return LogitGradInputs(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+    def at(self, rows: Tensor | slice) -> RowGrads:
+        """The values of some rows."""
+        return RowGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
 class PolicyLoss(NamedTuple):
@@ -81,11 +83,17 @@ class PolicyLoss(NamedTuple):
     d_entropy: Tensor | None
 
 
-class Tiles(Protocol):
+class Backend(Protocol):
+    """The functions that every backend has."""
+
+    #: Loss and gradient of token-local objectives in one kernel, with the signature of
+    #: `triton_policy_loss.policy_loss`; None where autograd differentiates the objective instead.
+    policy_loss: Callable[..., PolicyLoss] | None
+
     def token_stats(
         self, logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
     ) -> TokenStats:
-        """Reduces raw logits `[C, V]` to per-row statistics; leaves them as they are."""
+        """Reduces raw logits `[C, V]` to statistics per row; leaves them as they are."""
         ...
 
     def logit_grads_(
@@ -93,7 +101,7 @@ class Tiles(Protocol):
         logits: Tensor,
         targets: Tensor,
         transform: LogitTransform,
-        grads: LogitGradInputs,
+        grads: RowGrads,
         out: Tensor,
         *,
         column_weights: Tensor | None = None,
@@ -101,7 +109,7 @@ class Tiles(Protocol):
         """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
         `out` may lie on the memory of `logits`, row on row, in a dtype as wide or narrower.
-        `column_weights`: float32 `[V]`, factors of its columns.
+        `column_weights`, float32 `[V]`, multiplies the columns of the result.
         """
         ...
 
@@ -110,41 +118,24 @@ class Tiles(Protocol):
         logits: Tensor,
         targets: Tensor,
         transform: LogitTransform,
-        grads: LogitGradInputs,
+        grads: RowGrads,
         blocks: list[slice],
     ) -> tuple[Tensor, Tensor]:
-        """Of the gradient of the raw logits, by column: its squares' sum and its sum, `[B, V]`.
+        """Sums the gradient of the raw logits per block and column: squares and values, `[B, V]`.
 
-        Each over the rows of a block, which are equally many but in the last. Float32.
-        """
-        ...
-
-    def policy_loss(
-        self,
-        config: GRPOLossConfig,
-        inputs: TokenInputs,
-        logps: Tensor,
-        entropy: Tensor | None,
-        *,
-        grad: bool,
-    ) -> PolicyLoss:
-        """The objective over `logps [C]` with its gradients, if they are asked for.
-
-        Triton has the token-local objectives (`config.two_pass_reason`), torch all.
+        `blocks` cut the rows into pieces of equal size but for the last. Float32.
         """
         ...
 
 
-def select_tiles(backend: str, device: torch.device) -> Tiles:
-    """The tiles for `backend` on `device`; `"auto"` is Triton on a GPU and torch on the CPU."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
+def select_backend(name: str, device: torch.device) -> Backend:
+    """The backend `name` for tensors on `device`; `"auto"` is Triton on a GPU, torch on a CPU."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {name!r}")
     on_gpu = device.type in ("cuda", "xpu")
-    if backend == "torch" or (backend == "auto" and not on_gpu):
-        return cast(Tiles, import_module(".torch_tiles", __package__))
     has_triton = importlib.util.find_spec("triton") is not None
-    if backend == "auto" and not has_triton:
-        return cast(Tiles, import_module(".torch_tiles", __package__))
+    if name == "torch" or (name == "auto" and not (on_gpu and has_triton)):
+        return cast(Backend, import_module(".torch_backend", __package__))
     if not has_triton:
         raise ValueError("backend: 'triton' needs the triton package, which is not installed")
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -152,4 +143,4 @@ def select_tiles(backend: str, device: torch.device) -> Tiles:
             f"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 to run on a CPU; got tensors "
             f"on {device}"
         )
-    return cast(Tiles, import_module(".triton_tiles", __package__))
+    return cast(Backend, import_module(".triton_backend", __package__))

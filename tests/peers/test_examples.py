@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import make_model
 
 import examples
 from benchmarks import sampled_training
 from examples import custom_reward, multi_iteration, smollm, train_additions, train_gsm8k
 from grpo_kernels.training import rewards
+from tests.support.tiny_models import make_model
 
 SMALL = (
     "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",

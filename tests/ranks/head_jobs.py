@@ -1,33 +1,19 @@
-"""Run by test_head_ranks, in each process: gradients of a fused head, or TRL's trainer with one."""
+"""Jobs of the ranks: gradients of a fused head, and TRL's trainer with one."""
 
-import json
 import random
-import sys
-from pathlib import Path
 
 import torch
 
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from tests.support.model_families import LORAS, family_model, with_lora
+from tests.support.ranks import WORLD
 
-WORLD = 2
 
-
-def wrapped_gradients(kind: str, rank: int, folder: str) -> None:
+def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     """Of a loss of this rank's half of a batch, by what wraps the model."""
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store-{kind}", rank=rank, world_size=WORLD
-    )
-    # In a function of its own, so that DDP goes before the group that it uses: the other way round
-    # its end may wait for a thread that waits for Python.
-    torch.save(gradients_of_half(kind, rank), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def gradients_of_half(kind: str, rank: int) -> dict[str, torch.Tensor]:
-    import torch.distributed as dist
-
+    rank = dist.get_rank()
     model, inputs, labels, given = case(kind)
     half = slice(2 * rank, 2 * rank + 2)
     if kind.startswith("ddp"):
@@ -67,8 +53,6 @@ def gradients_of_half(kind: str, rank: int) -> dict[str, torch.Tensor]:
 
 def case(kind: str):
     """A model with a fused head, and four sequences of unequal lengths."""
-    from test_transformers import LORAS, family_model, with_lora
-
     model = family_model("qwen2")
     if "lora" in kind:
         model = with_lora(model, **LORAS["head"])
@@ -90,12 +74,14 @@ def scored(labels: torch.Tensor) -> torch.Tensor:
     return (labels[:, 1:] != -100).sum()
 
 
-def train(model: str, output: str, options: str) -> None:
-    """Completions depend on their prompt alone, so that any number of ranks sees the same."""
-    from test_trl import arguments_of, noise, prompts
-    from tiny_models import make_tokenizer
+def train(model: str, output: str, options: dict) -> tuple[list, dict[str, torch.Tensor]]:
+    """What TRL's trainer logs, and its weights, by any number of ranks.
 
+    Completions depend on their prompt alone, so that any number sees the same.
+    """
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests.support.tiny_models import make_tokenizer
+    from tests.support.trl_runs import arguments_of, noise, prompts
 
     class SameForAnyRanks(FusedGRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):
@@ -108,14 +94,9 @@ def train(model: str, output: str, options: str) -> None:
             return completions, None
 
     trainer = SameForAnyRanks(
-        model, reward_funcs=noise, args=arguments_of(output, **json.loads(options)),
-        train_dataset=prompts(), processing_class=make_tokenizer(),
+        model, reward_funcs=noise, args=arguments_of(output, **options), train_dataset=prompts(),
+        processing_class=make_tokenizer(),
     )  # fmt: skip
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
-        torch.save((trainer.state.log_history, weights), Path(output) / "run.pt")
-
-
-if __name__ == "__main__":
-    train(*sys.argv[1:])
+    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    return trainer.state.log_history, weights

@@ -9,7 +9,7 @@ from grpo_kernels import doctor
 from grpo_kernels.tiles import torch_tiles
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 def test_all_is_well(capsys):

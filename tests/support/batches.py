@@ -96,6 +96,11 @@ def packed(batch: Batch) -> Batch:
     return replace(batch, **flat, cu_seqlens=cu_seqlens)
 
 
+def clean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Peers multiply by the mask, so what is masked must be finite for them."""
+    return torch.where(mask, x.double(), 0.0)
+
+
 # id: (config options, the tensors to pass besides the advantages). Every option of the objective
 # is here at least once, token-local or not.
 _OLD, _ALL = ("old_logps",), ("old_logps", "ref_logps", "sampling_logps")

@@ -1,4 +1,4 @@
-"""What the library's autograd Functions share."""
+"""Helpers that the library's autograd Functions share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS_AT_A_TIME = 4096
 
 
 def refuse_double_backward(call: str) -> None:
-    """To be called first in a backward, where grad mode is on exactly under create_graph=True."""
+    """Raises in a backward under create_graph=True, exactly where grad mode is on; call it first."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{call}: double backward is not supported (create_graph=True reached its backward); "
@@ -26,8 +26,8 @@ def refuse_double_backward(call: str) -> None:
 def power_of_two_scale(largest: Tensor) -> Tensor:
     """The power of two, 0-d, that brings `largest` to between 1 and 2.
 
-    A token's share of a mean is about 1 / N, which float16 does not hold for long; times this it
-    does, and taking a power of two out again costs no digits.
+    A token's share of a mean is about 1 / N, soon too small for float16; times this it fits, and
+    a power of two is taken out again without losing digits.
     """
     return torch.exp2(-largest.float().clamp(min=1e-30).log2().floor())
 
@@ -37,9 +37,9 @@ def scaled_gradient(
 ) -> Tensor | None:
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 
-    `stored` has served its purpose unless the caller retains the graph, so it is scaled in place:
-    a second head-sized tensor is what a full card has no room for. `fresh`: it was computed in this
-    backward, and is nobody else's.
+    Scales `stored` in place, unless the caller retains the graph: a full card has no room for a
+    second tensor of the head's size. `fresh`: `stored` was computed in this backward, and no other
+    will ask for it.
     """
     if stored is None:
         return None
@@ -56,15 +56,8 @@ def scaled_gradient(
     return stored.to(dtype)
 
 
-def placed(x: Tensor, device: torch.device | str | None) -> Tensor:
-    """`x`, which is on a CPU, on the device, whose work is not waited for."""
-    if device is None or torch.device(device).type != "cuda" or x.numel() == 0:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
-
-
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
-    """Of each; what is not there has no gradient, whose dtype then does not matter."""
+    """The dtype of each tensor; float32 stands in for None, which gets no gradient."""
     return tuple(torch.float32 if x is None else x.dtype for x in tensors)
 
 

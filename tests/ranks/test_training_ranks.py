@@ -1,17 +1,16 @@
 """Two processes against one: the same losses, the same weights, by DDP, FSDP2 and ZeRO-3."""
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_training import rows_of
 
-ROOT = Path(__file__).parent.parent
+from tests.ranks.training_jobs import train
+from tests.support.trainer_runs import rows_of
+
+ROOT = Path(__file__).parents[2]
 
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -41,26 +40,6 @@ def environment_of(config):
     return {name: value for name, value in set_here.items() if before.get(name) != value}
 
 
-def run(kind, model, output, **options):
-    command = [sys.executable]
-    environment = {}
-    if kind:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
-    script = str(ROOT / "tests" / "training_ranks.py")
-    done = subprocess.run(
-        [*command, script, kind, str(model), str(output), json.dumps(options)],
-        capture_output=True, text=True, timeout=300,
-        env={
-            **os.environ, **environment, "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_CPU": str(kind != "zero3").lower(),
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return output / "t"
-
-
 # DeepSpeed is no dependency, not even of the tests: it is built from source.
 KINDS = ["ddp", "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") else [])]
 OPTIONS = {
@@ -71,21 +50,26 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_are_as_one(name, tiny_model, tmp_path):
+def test_two_processes_are_as_one(name, ranks, tiny_model, tmp_path):
     options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
-    alone = run("", tiny_model, tmp_path / "one", **options)
+    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
     for kind in KINDS:
         if kind == "zero3" and "num_iterations" in options:
             continue
-        both = run(kind, tiny_model, tmp_path / kind, **options)
-        assert_same(both, alone)
+        environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
+        environment["ACCELERATE_USE_CPU"] = str(kind != "zero3").lower()
+        output = tmp_path / kind
+        weights, _ = ranks(
+            "tests.ranks.training_jobs:train", kind, str(tiny_model), str(output), options,
+            environment=environment,
+        )  # fmt: skip
+        assert_same_rows(rows_of(output / "t"), rows_of(tmp_path / "one" / "t"))
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
-def assert_same(both, alone):
-    for mine, theirs in zip(rows_of(both), rows_of(alone), strict=True):
+def assert_same_rows(both, alone):
+    for mine, theirs in zip(both, alone, strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    expected = torch.load(alone / "weights.pt")
-    for key, weight in torch.load(both / "weights.pt").items():
-        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)

@@ -1,15 +1,11 @@
 """Two processes under DistributedDataParallel: the gradient of the head is synchronised, too."""
 
-import tempfile
-from pathlib import Path
-
 import torch
-from batches import config, make_batch, relative_error
 from torch import nn
 
 from grpo_kernels import fused_grpo_loss
-
-WORLD = 2
+from tests.support.batches import config, make_batch, relative_error
+from tests.support.ranks import WORLD
 
 
 class Policy(nn.Module):
@@ -34,32 +30,21 @@ def policy_and_batch():
     return Policy(batch), batch
 
 
-def rank_main(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
-    )
+def gradients_of_half():
+    """The job of a rank."""
+    rank = torch.distributed.get_rank()
     policy, batch = policy_and_batch()
     wrapped = nn.parallel.DistributedDataParallel(policy)
-    part = slice(2 * rank, 2 * rank + 2)
     # The ranks hold unequal numbers of tokens; the denominator is the step's, over the ranks.
-    num_items = batch.mask.sum() / WORLD
-    wrapped(batch, part, num_items).backward()
-    torch.save([p.grad for p in policy.parameters()], Path(folder) / f"{rank}.pt")
-    # Before the group that it uses: the other way round its end may wait for a thread that waits
-    # for Python.
-    del wrapped
-    dist.destroy_process_group()
+    wrapped(batch, slice(2 * rank, 2 * rank + 2), batch.mask.sum() / WORLD).backward()
+    return [p.grad for p in policy.parameters()]
 
 
-def test_ranks_agree_with_one_process():
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, args=(folder,), nprocs=WORLD)
-        ranks = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+def test_ranks_agree_with_one_process(ranks):
+    both = ranks("tests.ranks.test_ddp:gradients_of_half")
     policy, batch = policy_and_batch()
     policy(batch, slice(None), batch.mask.sum()).backward()
     assert batch.mask[:2].sum() != batch.mask[2:].sum()
-    for (name, p), *grads in zip(policy.named_parameters(), *ranks, strict=True):
+    for (name, p), *grads in zip(policy.named_parameters(), *both, strict=True):
         assert torch.equal(*grads), name
         assert p.grad.norm() > 0 and relative_error(grads[0], p.grad) < 1e-5, name
