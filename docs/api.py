@@ -36,7 +36,7 @@ Every public name, from its docstring. Written by `make api`; do not edit this p
 
 """
 _SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
-_ITEM = re.compile(r"([\w*]+(?:, [\w*]+)*): (.*)", re.DOTALL)
+_ITEM = re.compile(r"(`?[\w*]+`?(?:, `?[\w*]+`?)*): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,18 @@ def call(name: str, parts: list[str]) -> str:
 def fields(of: Definition) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and text of each field of a dataclass or named tuple.
 
-    The text is the string below the field, or the second argument of a call that makes it.
+    The text is the string below the field, or what the call that makes it says.
     """
     for node, below in zip(of.node.body, [*of.node.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         value, text = node.value, ""
-        if isinstance(value, ast.Call) and len(value.args) == 2:
-            text = str(ast.literal_eval(value.args[1]))
-            value = value.args[0]
+        if isinstance(value, ast.Call) and value.args:
+            # `option(default, text)`, or `option_of_the_loss(name)`.
+            text = (
+                str(ast.literal_eval(value.args[1])) if value.args[1:] else "as in `GRPOLossConfig`"
+            )
+            value = value.args[0] if value.args[1:] else None
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             text = str(below.value.value)
         default = of.text(value) if value else ""
@@ -174,7 +177,7 @@ def markdown(doc: str) -> str:
                 items[-1] += " " + line.strip()
             elif line:
                 items.append(line)
-        if section[1] == "Returns":
+        if section[1] == "Returns" and not all(map(_ITEM.match, items)):
             items = [" ".join(items)]
         out += [f"**{section[1]}**", "", *map(_item, items), ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
@@ -183,7 +186,7 @@ def markdown(doc: str) -> str:
 def _item(text: str) -> str:
     found = _ITEM.match(text)
     if found:
-        names = ", ".join(f"`{name}`" for name in found[1].split(", "))
+        names = ", ".join(f"`{name}`" for name in found[1].replace("`", "").split(", "))
         text = f"- {names}: {found[2]}"
     return textwrap.fill(
         text, 100, subsequent_indent="  " if found else "", break_long_words=False,
