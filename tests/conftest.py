@@ -8,6 +8,7 @@ with a softcap fail, and all do once `_load_logits` reads the columns past V as 
 """
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if item.path.parent != HERE or (many and drawn):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: trainers collect garbage often, and need not look at that."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

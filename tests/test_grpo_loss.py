@@ -15,6 +15,8 @@ from tests.support.batches import (
     make_batch,
     packed,
 )
+from tests.support.head_options import BACKENDS, differs
+from tests.support.tiers import cases
 
 
 def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
@@ -54,9 +56,10 @@ def both(batch, objective, *, loss_type=None, tolerance=1e-5, dtype=torch.float3
     return actual
 
 
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("objective", "backend", "layout"),
+    cases(OBJECTIVES, BACKENDS, ("padded", "packed"), fast=differs),
+)
 def test_against_reference(objective, backend, layout):
     batch = make_batch(B=5, T=67)
     batch = packed(batch) if layout == "packed" else batch
@@ -64,7 +67,7 @@ def test_against_reference(objective, backend, layout):
     assert (actual.gradients["logps"][~batch.mask] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("objective", ("on_policy", "kl_old_delta", "entropy", "sequence"))
 @pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "luspo"))
 def test_averages(loss_type, objective, backend):
@@ -73,7 +76,7 @@ def test_averages(loss_type, objective, backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_cuda(objective, backend, dtype):
     batch = make_batch(B=5, T=1067).to("cuda", torch.float32)
@@ -81,7 +84,7 @@ def test_cuda(objective, backend, dtype):
     both(batch, objective, tolerance=tolerance, dtype=dtype, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", (NAN, INF, -INF, 1e30))
 def test_masked_values_do_not_leak(backend, poison):
     batch = make_batch()
@@ -99,7 +102,7 @@ def test_masked_values_do_not_leak(backend, poison):
     assert (a.gradients["logps"][~batch.mask] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("entropy_coef", (None, 0.0, 0.1))
 def test_empty(entropy_coef, backend):
     logps = torch.zeros(3, 0, requires_grad=True)
@@ -110,7 +113,7 @@ def test_empty(entropy_coef, backend):
     assert out.loss == 0 and logps.grad.shape == (3, 0)
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_share_the_gradient_as_autograd_does(backend):
     """Ratios exactly at 1, at the bounds and at delta."""
     old = torch.zeros(1, 8)

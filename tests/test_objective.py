@@ -11,6 +11,7 @@ from grpo_kernels.config import KL_ESTIMATORS
 from grpo_kernels.config import LOSS_TYPES as ALL_LOSS_TYPES
 from grpo_kernels.objective import masked_quantile
 from tests.support.batches import config, make_batch, packed, relative_error
+from tests.support.tiers import in_turn
 
 
 def clamp(x, low, high):
@@ -222,11 +223,14 @@ def lists_of(batch, *tensors):
     ]
 
 
-@pytest.mark.parametrize("per_token", (False, True), ids=("per_sequence", "per_token"))
-@pytest.mark.parametrize("on_policy", (False, True), ids=("off_policy", "on_policy"))
-@pytest.mark.parametrize("options", CASES, ids=name_of)
-def test_by_hand(options, on_policy, per_token):
-    """Value and gradient; advantages per sequence and per token."""
+@pytest.mark.parametrize(
+    ("options", "policy", "advantages_of"),
+    in_turn(CASES, ("off_policy", "on_policy"), ("sequences", "tokens")),
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
+def test_by_hand(options, policy, advantages_of):
+    """Value and gradient; with old log-probs and without, advantages per sequence or token."""
+    on_policy, per_token = policy == "on_policy", advantages_of == "tokens"
     cfg = config(**options)
     batch = make_batch(B=5, T=7, seed=3)
     g = torch.Generator().manual_seed(3)

@@ -49,8 +49,9 @@ def test_table(tmp_path):
         ("report.ARCHITECTURES['sm_90'] = (('cuda', 90, 32), 0)", "bytes of shared memory, of 0"),
         # Far more than the registers hold.
         (
-            "few[:] = [replace(x, num_warps=4, constants=tuple((k, 32768 if k == 'BLOCK_V' else v)"
-            " for k, v in x.constants)) for x in few if x.kernel != 'policy_loss_kernel']",
+            "x = next(x for x in few if x.kernel == 'logit_grads_kernel')\n"
+            "constants = dict(x.constants) | {'BLOCK_V': 32768}\n"
+            "few[few.index(x)] = replace(x, num_warps=4, constants=tuple(constants.items()))",
             "bytes of stack",
         ),
         # What comes of loads one by one.

@@ -1,0 +1,27 @@
+"""Which of many cases the fast tier runs."""
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def cases(*axes: Iterable[Any], fast: Callable[..., bool]) -> list:
+    """The product of the axes; what is not `fast` is left to the slow tier."""
+    every = [pytest.param(*case, marks=() if fast(*case) else pytest.mark.slow)
+             for case in product(*axes)]  # fmt: skip
+    assert any(not case.marks for case in every)
+    return every
+
+
+def in_turn(*axes: Iterable[Any]) -> list:
+    """The product of the axes, of which each value of the first meets one of the others in turn."""
+    first, *others = (list(axis) for axis in axes)
+    rest = list(product(*others))
+    marks = (pytest.mark.slow,)
+    return [
+        pytest.param(x, *other, marks=() if i % len(rest) == j else marks)
+        for i, x in enumerate(first)
+        for j, other in enumerate(rest)
+    ]
