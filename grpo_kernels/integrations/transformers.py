@@ -221,6 +221,7 @@ def attach_fused_head(
 
 
 def _replace_forward(model: Any, keyword: str, float32: bool, options: dict[str, Any]) -> None:
+    """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
     signature = inspect.signature(type(model).forward)
     names = [*signature.parameters][1:]
     attached = _Attached(model.forward, "forward" in vars(model), float32, options, names)
