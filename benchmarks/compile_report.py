@@ -42,13 +42,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from grpo_kernels.backends import (
+    LogitTransform,
+    RowGrads,
+    triton_backend,
+    triton_logits,
+    triton_policy_loss,
+)
 from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
-from grpo_kernels.objective import TokenInputs
-from grpo_kernels.tiles import LogitGradInputs, LogitTransform, triton_tiles
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.objective import LossInputs
 
 STORED = Path(__file__).parent / "results/compile.md"
 # The modules whose kernels are compiled.
-MODULES = (triton_tiles,)
+MODULES = (triton_logits, triton_policy_loss)
 # name: (Triton's target, shared memory per block in KiB)
 ARCHITECTURES = {
     "sm_80": (("cuda", 80, 32), 163),
@@ -132,26 +139,26 @@ def head_launches() -> None:
             transform = LogitTransform(
                 None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
             )
-            triton_tiles.token_stats(logits, targets, transform, entropy=entropy)
-            grads = LogitGradInputs(*[column] * (6 if entropy else 4))
-            triton_tiles.column_scores(logits, targets, transform, grads, [slice(0, rows)])
+            triton_backend.token_stats(logits, targets, transform, entropy=entropy)
+            grads = RowGrads(*[column] * (6 if entropy else 4))
+            triton_backend.column_scores(logits, targets, transform, grads, [slice(0, rows)])
             for dtype in (torch.float32, *HALVES):
                 out = _padded(rows, V, dtype)
-                triton_tiles.logit_grads_(logits, targets, transform, grads, out)
+                triton_backend.logit_grads_(logits, targets, transform, grads, out)
                 # Sampled columns lie in a buffer of their own, of any width.
                 if logits.stride(0) != V:
                     kept = torch.empty(rows, V)
                     narrow = kept.view(dtype)[:, :V]
-                    triton_tiles.logit_grads_(
+                    triton_backend.logit_grads_(
                         kept, targets, transform, grads, narrow, column_weights=torch.empty(V)
                     )
     # selective_log_softmax gets the caller's logits, in any dtype; the gradients have the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
         logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
         transform = LogitTransform(temperature=temperature)
-        triton_tiles.token_stats(logits, targets, transform, entropy=False)
-        grads = LogitGradInputs(*[column] * 4)
-        triton_tiles.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
+        triton_backend.token_stats(logits, targets, transform, entropy=False)
+        grads = RowGrads(*[column] * 4)
+        triton_backend.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
 
 
 def _padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
@@ -186,7 +193,7 @@ def policy_launches() -> None:
                 **kl,
                 is_correction="token_mask" if scaled else "none",
             )
-            inputs = TokenInputs(
+            inputs = LossInputs(
                 advantages=tokens,
                 weights=tokens,
                 count=torch.tensor(4.0),
@@ -195,7 +202,7 @@ def policy_launches() -> None:
                 ref_logps=tokens if kl else None,
                 sampling_logps=tokens,
             )
-            triton_tiles.policy_loss(config, inputs, tokens, tokens, grad=grad)
+            policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
 def all_launches() -> list[Launch]:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.workloads import Workload
-from grpo_kernels.tiles import BACKENDS
+from grpo_kernels.backends import BACKENDS
 
 FLOOR = "bare GEMMs"
 # The GPU's memory is exhausted, or the system killed the process for want of memory.

@@ -82,7 +82,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     for tool in ("memcheck", "racecheck"):
         sanitizer = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
         small = [*pytest, "-m", "gpu", "-k", "transforms and 1003 or in_place or policy_loss"]
-        command = [*sanitizer, *small, "tests/test_triton_tiles.py"]
+        command = [*sanitizer, *small, "tests/test_backends.py"]
         planned.append(Step(tool, 60, command))
     training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
     training += ["--output", str(out), "--steps", "1" if dry_run else "60"]

@@ -27,8 +27,8 @@ from benchmarks.contenders import one_pass, two_passes
 from benchmarks.measure import with_grad
 from benchmarks.workloads import SYNTHETIC, Workload, make
 from grpo_kernels import fused_grpo_loss
-from grpo_kernels.column_sampling import TYPICAL_INFLATION
-from grpo_kernels.head_gradients import HeadGradients
+from grpo_kernels.column_sampling import TYPICAL_VARIANCE_GROWTH
+from grpo_kernels.sampled_gradients import SampledGradients, _row_squares
 
 TOLERANCES = (2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 SEEDS = range(5)
@@ -52,18 +52,19 @@ def relative_error(sampled: Tensor, exact: Tensor) -> float:
 @contextlib.contextmanager
 def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
     """Takes control variates out of the estimator, which keeps as many columns as with them."""
-    real = HeadGradients.__init__
+    real = SampledGradients.__init__
 
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        options["row_sums"] = options.get("row_sums", True) and not row_sums
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
+        if row_sums:
+            self.mean_row, self.row_squares = None, _row_squares(self.head, None)
         if column_sums:
-            options["mean_hidden"] = None
-        real(self, *args, **options)
+            self.mean_hidden.zero_()
 
-    def inflation(self: Any, sampler: Any) -> Tensor:
-        return torch.tensor(TYPICAL_INFLATION)
+    def variance_growth(self: Any) -> Tensor:
+        return torch.tensor(TYPICAL_VARIANCE_GROWTH)
 
-    with mock.patch.multiple(HeadGradients, __init__=init, inflation=inflation):
+    with mock.patch.multiple(SampledGradients, __init__=init, variance_growth=variance_growth):
         yield
 
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.measure import add_device_option, header, print_header, time_once, write_json
-from grpo_kernels import GRPOLossConfig, column_sampling
-from grpo_kernels.objective import TokenInputs
-from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles
+from grpo_kernels import column_sampling
+from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COPY = "copy"
@@ -37,18 +36,18 @@ Run = Callable[[], Any]
 def row_settings(cuda: bool) -> list[dict[str, Any]]:
     """Returns the settings of the kernels that work row by row, the default first."""
     if cuda or INTERPRETED:
-        from grpo_kernels.tiles.triton_tiles import ROW_LAUNCH, Launch
+        from grpo_kernels.backends.triton_logits import ROW_LAUNCH, Launch
 
         tried = itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)) if cuda else []
         return [{"launch": x} for x in dict.fromkeys([ROW_LAUNCH, *(Launch(*t) for t in tried)])]
-    default = torch_tiles._CPU_BLOCK_BYTES
+    default = torch_backend._CPU_BLOCK_BYTES
     return [{"block_bytes": x} for x in dict.fromkeys([default, *(1 << i for i in range(17, 25))])]
 
 
 def column_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.tiles.triton_tiles import COLUMN_LAUNCH, Launch
+    from grpo_kernels.backends.triton_logits import COLUMN_LAUNCH, Launch
 
     tried = itertools.product((256, 512, 1024, 2048), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([COLUMN_LAUNCH, *(Launch(*t) for t in tried)])]
@@ -57,7 +56,8 @@ def column_settings(cuda: bool) -> list[dict[str, Any]]:
 def token_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.tiles.triton_tiles import TOKEN_LAUNCH, Launch
+    from grpo_kernels.backends.triton_logits import Launch
+    from grpo_kernels.backends.triton_policy_loss import TOKEN_LAUNCH
 
     tried = itertools.product((128, 256, 512, 1024), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([TOKEN_LAUNCH, *(Launch(*t) for t in tried)])]
@@ -66,20 +66,20 @@ def token_settings(cuda: bool) -> list[dict[str, Any]]:
 def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list[Any], Any]]:
     """Yields name, bytes moved, settings, and a function from a setting to the result."""
     cuda = device.type == "cuda"
-    tiles: Any = torch_tiles
+    backend: Any = torch_backend
     if cuda or INTERPRETED:
-        from grpo_kernels.tiles import triton_tiles
+        from grpo_kernels.backends import triton_backend
 
-        tiles = triton_tiles
+        backend = triton_backend
     g = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(N, V, generator=g, device=device)
     targets = torch.randint(0, V, (N,), generator=g, device=device)
     transform = LogitTransform()
-    stats = tiles.token_stats(logits, targets, transform, entropy=True)
+    stats = backend.token_stats(logits, targets, transform, entropy=True)
     copied = torch.empty_like(logits)
     yield COPY, 8 * N * V, [{}], lambda: copied.copy_(logits)
     for entropy in (False, True):
-        read = partial(tiles.token_stats, logits, targets, transform, entropy=entropy)
+        read = partial(backend.token_stats, logits, targets, transform, entropy=entropy)
         name = f"token_stats{', entropy' if entropy else ''}"
         yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
     weights = torch.randn(N, generator=g, device=device)
@@ -89,25 +89,27 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
     for dtype, entropy in itertools.product(halves, (False, True)):
         out = torch.empty(N, V, dtype=dtype, device=device)
         entropies = (stats.entropy, weights) if entropy else ()
-        grads = LogitGradInputs(stats.logps, stats.logsumexp, weights, weights, *entropies)
+        grads = RowGrads(stats.logps, stats.logsumexp, weights, weights, *entropies)
 
-        def write(out: Tensor = out, grads: LogitGradInputs = grads, **setting: Any) -> Tensor:
-            tiles.logit_grads_(logits, targets, transform, grads, out, **setting)
+        def write(out: Tensor = out, grads: RowGrads = grads, **setting: Any) -> Tensor:
+            backend.logit_grads_(logits, targets, transform, grads, out, **setting)
             return out
 
         name = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), write
     blocks = column_sampling.row_blocks(N, device)
-    grads = LogitGradInputs(stats.logps, stats.logsumexp, weights, weights)
-    score = partial(tiles.column_scores, logits, targets, transform, grads, blocks)
+    grads = RowGrads(stats.logps, stats.logsumexp, weights, weights)
+    score = partial(backend.column_scores, logits, targets, transform, grads, blocks)
     yield "column_scores", 4 * N * V, column_settings(cuda), lambda **s: score(**s)
     M = 64 if INTERPRETED else 1 << 20
     logps, old, advantages = torch.randn(3, M, generator=g, device=device) - 2
     ones = torch.ones(M, device=device)
-    inputs = TokenInputs(advantages, ones, ones.sum(), None, old, None, None)
-    lossy = partial(tiles.policy_loss, GRPOLossConfig(), inputs, logps, None, grad=True)
-    # Reads log-probs, old log-probs, advantages and weights; writes the gradient.
-    yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: lossy(**s)
+    if backend.policy_loss is not None:
+        given = {"advantages": advantages, "weights": ones, "count": ones.sum(), "old_logps": old}
+        clip = {"surrogate": "clip", "low": 0.8, "high": 1.2}
+        policy = partial(backend.policy_loss, logps, None, grad=True, **given, **clip)
+        # Reads log-probs, old log-probs, advantages and weights; writes the gradient.
+        yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: policy(**s)
 
 
 def measure(run: Run, device: torch.device, rounds: int) -> list[float]:

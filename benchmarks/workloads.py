@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from examples import smollm
-
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -102,7 +100,9 @@ def smollm_samples() -> Workload:
 def _sample_smollm() -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm.model_path()
+    from grpo_kernels.training import resolve_model
+
+    folder = resolve_model("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     torch.manual_seed(0)

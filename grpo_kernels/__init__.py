@@ -1,13 +1,14 @@
-"""GRPO loss and gradients straight from hidden states, never holding the logits."""
+"""GRPO loss and gradients directly from hidden states, without ever holding the logits."""
 
 from .advantages import group_advantages, per_token_kl
 from .config import GRPOLossConfig
 from .fused_grpo_loss import fused_grpo_loss
-from .grpo_loss import GRPOLossOutput, grpo_loss
-from .linear_logprobs import LogprobOutput, linear_logprobs
+from .grpo_loss import grpo_loss
+from .linear_logprobs import linear_logprobs
+from .outputs import GRPOLossOutput, LogprobOutput
 from .selective_log_softmax import selective_log_softmax
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GRPOLossConfig",

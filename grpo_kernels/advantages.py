@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .config import KL_ESTIMATORS, check_choice, check_number
-from .inputs import check_tensor
+from .layout import check_tensor
 from .objective import kl_estimate
 
 SCALES = ("group", "batch", "none")

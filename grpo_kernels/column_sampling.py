@@ -1,4 +1,4 @@
-"""The backward from a sample of the vocabulary: unbiased, for a fraction of the products.
+"""The draw of vocabulary columns for the sampled backward: which ones, how likely, how noisy.
 
 The gradient of the logits of some rows, D `[R, V]`, is dense but for a few columns negligible. For
 each block of rows a column v is kept with probability pi_v, independently, and what is kept is
@@ -22,99 +22,64 @@ sums, so that dW is right along the mean hidden state. The column sums are also 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-DEFAULT_TOLERANCE = 5e-3
+from .inputs import ColumnSampling
+
 # Rows that share a sample of columns: more of them share the traffic of its rows of W and dW, and
 # need more columns.
 _CPU_BLOCK_ROWS = 128
 _GPU_BLOCK_ROWS = 256
 _COLUMN_MULTIPLE = 16
-# Where more than this share of the columns would be kept, all are: gathering them costs, too.
+# A block that would keep more than this share of the columns keeps all: gathers cost, too.
 _DENSE_SHARE = 1 / 3
-# Probabilities are multiples of 2^-24, drawn as integers: a column is kept exactly as often as it
-# is taken to be. None is less likely than this.
+# Probabilities are multiples of 2^-24, drawn as integers: a column is kept exactly as often as its
+# probability says. None is less likely than this.
 _PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
 _SOLVER_STEPS = 8
-# After chunks that went dense as a whole, this many at most go dense without being scored.
+# After chunks in which every block was dense, at most this many go dense without scoring.
 _MOST_SKIPPED = 8
-# Of the relative variance, from the gradient of the logits to that of W, before it is known: the
-# rows of W are much alike, and so are the states that a word is likely in.
-TYPICAL_INFLATION = 1.5
-# The same where the gradients of the log-probs are not known when columns are drawn, and the column
-# sums never.
-BLIND_INFLATION = 3.0
+# Growth of the relative variance from the gradient of the logits to that of W, before it has been
+# measured: the rows of W are much alike, and so are the states that a word is likely in.
+TYPICAL_VARIANCE_GROWTH = 1.5
+# The same where columns are drawn before the gradients of the log-probs are known.
+BLIND_VARIANCE_GROWTH = 3.0
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """What the caller asked for: relative gradient noise, and what the draws come from."""
-
-    tolerance: float
-    seed: int | torch.Generator | None
-
-    @staticmethod
-    def asked_for(backward: object, tolerance: object, seed: object) -> Sampling | None:
-        """The arguments of the public calls, checked; None for the exact backward."""
-        if backward not in ("exact", "sampled"):
-            raise ValueError(f"backward: expected 'exact' or 'sampled'; got {backward!r}")
-        if backward == "exact":
-            for name, value in (("tolerance", tolerance), ("seed", seed)):
-                if value is not None:
-                    raise ValueError(
-                        f"{name}: expected None unless backward='sampled'; got {value!r}"
-                    )
-            return None
-        if tolerance is None:
-            tolerance = DEFAULT_TOLERANCE
-        number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
-        if not number or not 0 < float(tolerance) < 1:  # type: ignore[arg-type]
-            raise ValueError(f"tolerance: expected a number between 0 and 1; got {tolerance!r}")
-        if isinstance(seed, Integral) and not isinstance(seed, bool):
-            seed = int(seed)
-        elif not (seed is None or isinstance(seed, torch.Generator)):
-            raise TypeError(
-                f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
-            )
-        return Sampling(float(tolerance), seed)  # type: ignore[arg-type]
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """A new one, different on every rank; without a seed from torch's own generator's state."""
-        seed = self.seed
-        if not isinstance(seed, int):
-            where = seed.device if seed is not None else "cpu"
-            seed = int(torch.randint(1 << 62, (), generator=seed, device=where))
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            # Ranks that drew alike would make the same error, which averaging then leaves as it is.
-            seed += 0x9E3779B97F4A7C15 * distributed.get_rank()
-        return torch.Generator(device).manual_seed(seed % (1 << 63))
+def new_generator(seed: int | torch.Generator | None, device: torch.device) -> torch.Generator:
+    """A generator on `device`, different on every rank; None takes torch's own state as seed."""
+    if not isinstance(seed, int):
+        where = seed.device if seed is not None else "cpu"
+        seed = int(torch.randint(1 << 62, (), generator=seed, device=where))
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        # Ranks that drew alike would make the same error, which averaging then leaves as it is.
+        seed += 0x9E3779B97F4A7C15 * distributed.get_rank()
+    return torch.Generator(device).manual_seed(seed % (1 << 63))
 
 
 class KeptColumns(NamedTuple):
     """The columns that a block of rows keeps, ascending, and 1 over their probabilities.
 
-    `[K]` each; the last column fills up K, with a weight of 0, to what GEMMs like.
+    `[K]` each; the last column, repeated with a weight of 0, fills K up to what GEMMs like.
     """
 
     ids: Tensor  # int32 or int64
     weights: Tensor  # float32
 
     def narrowed(self) -> KeptColumns:
-        """To be kept for long."""
+        """A copy with int32 ids, to save between forward and backward."""
         return KeptColumns(self.ids.int(), self.weights)
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
-    """Blocks of about as many rows each."""
+    """Cuts `count` rows into blocks of about equal size; those of a block share their columns."""
     most = _CPU_BLOCK_ROWS if device.type == "cpu" else _GPU_BLOCK_ROWS
-    # Rather a somewhat larger block than two small ones.
+    # One somewhat larger block is better than two small ones.
     step = -(-count // max(1, round(count / most)))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
@@ -122,15 +87,15 @@ def row_blocks(count: int, device: torch.device) -> list[slice]:
 def keep_probabilities(
     squares: Tensor, targets: Tensor, blocks: list[slice], variance: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of each column in each block, `[B, V]`, and whether the block is to be dense, bool `[B]`.
+    """The probability of each column in each block, `[B, V]`, and the dense blocks, bool `[B]`.
 
     Args:
         squares: `[B, V]`, the squared norms of the columns of each block's gradient.
         targets: `[C]`, kept for certain in their block.
         blocks: of the rows `[C]`, equally large but for the last.
-        variance: what it may be, relative to the square of the whole gradient.
+        variance: the one allowed, relative to the square of the whole gradient.
 
-    A block whose squares are not finite is dense, and no matter to the others.
+    A block whose squares are not finite is dense, and does not affect the others.
     """
     finite = squares.isfinite().all(1)
     squares = squares.masked_fill(~finite[:, None], 0.0)
@@ -142,8 +107,8 @@ def keep_probabilities(
     norms = rest.sqrt()
     tiny = torch.finfo(squares.dtype).tiny
     allowed = (variance * squares.sum()).clamp(min=tiny)
-    # With u = 1 / c, the sum over norm < u of norm * (u - norm) is to be what is allowed: Newton's
-    # method on its logarithm, which is nearly straight, from where no column is certain.
+    # With u = 1 / c, find where the sum over norm < u of norm * (u - norm) is what is allowed:
+    # Newton's method on its logarithm, which is nearly straight, from where no column is certain.
     level = high = (allowed + rest.sum()) / norms.sum().clamp(min=tiny)
     for _ in range(_SOLVER_STEPS):
         below = norms.masked_fill(norms >= level, 0.0)
@@ -151,11 +116,11 @@ def keep_probabilities(
         missed = ((level - below) * below).sum()
         high = torch.where(missed > allowed, level, high)
         step = (allowed / missed).log() * (missed / (level * total))
-        # Too far: no column is left that is not certain.
+        # The step went too far if every column has become certain.
         level = torch.where(missed > 0, level * step.exp(), (level * high).sqrt())
     steps = (norms / level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
     probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
-    # By what is expected to be kept: a choice that looked at the draw would not be unbiased.
+    # By the expected count: a choice that looked at the draw would not be unbiased.
     dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | ~finite
     return probabilities.masked_fill_(dense[:, None], 1.0), dense
 
@@ -174,21 +139,21 @@ def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[s
 class ColumnSampler:
     """Draws the columns of block after block, and counts what it kept."""
 
-    def __init__(self, sampling: Sampling, V: int, device: torch.device) -> None:
+    def __init__(self, sampling: ColumnSampling, V: int, device: torch.device) -> None:
         self.V, self.tolerance = V, sampling.tolerance
-        self.generator = sampling.generator(device)
+        self.generator = new_generator(sampling.seed, device)
         self.rows = self.blocks = self.dense_blocks = 0
         self.kept = 0.0
         self.to_skip = self.last_skip = 0
-        # Of the logits' gradient: its variance; its square over the blocks that are not dense, and
-        # over all.
+        # The variance of the logits' gradient; its square over blocks that are not dense; over all.
         self.planned = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def skips(self, blocks: list[slice]) -> bool:
-        """Whether these blocks go dense unseen: after dense chunks one more, then two, four, eight.
+    def should_skip_scoring(self, blocks: list[slice]) -> bool:
+        """True if these blocks are to go dense without scoring; counts them, then.
 
-        A flat softmax then costs little more than the exact backward. Unbiased all the same: it is
-        not their own draw that decides.
+        Exponential back-off, up to eight chunks, after chunks in which every block was dense: a
+        flat softmax costs little more than the exact backward. It stays unbiased, as the draw of
+        these blocks does not decide.
         """
         if self.to_skip == 0:
             return False
@@ -205,26 +170,26 @@ class ColumnSampler:
         squares: Tensor,
         targets: Tensor,
         blocks: list[slice],
-        inflation: float | Tensor,
+        variance_growth: float | Tensor,
     ) -> tuple[list[KeptColumns | None], Tensor]:
-        """What each block keeps, None for all columns; and the variance of each column, `[B, V]`.
+        """The columns each block keeps, None for all; and the variance of each column, `[B, V]`.
 
-        `inflation`: by how much the relative variance of the head's gradients is larger than that
-        of the logits'. Waits for the device, which has to tell how much was kept.
+        `variance_growth`: the relative variance of the head's gradients over that of the logits'.
+        Waits for the device, to read how many columns were kept.
         """
-        variance = self.tolerance**2 / inflation
-        probabilities, dense = keep_probabilities(squares, targets, blocks, variance)
+        allowed = self.tolerance**2 / variance_growth
+        probabilities, dense = keep_probabilities(squares, targets, blocks, allowed)
         squares = torch.where(squares.isfinite(), squares, 0.0)
-        missed = squares / probabilities - squares
+        variance = squares / probabilities - squares
         sampled = squares.masked_fill(dense[:, None], 0.0)
-        self.planned += torch.stack((missed.sum(), sampled.sum(), squares.sum()))
+        self.planned += torch.stack((variance.sum(), sampled.sum(), squares.sum()))
         dice = torch.randint(
             _PROBABILITY_STEPS, squares.shape, generator=self.generator, device=squares.device,
             dtype=torch.int32,
         )  # fmt: skip
         kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
         counts = torch.stack((kept.sum(1), dense.long())).tolist()
-        # Where the device can, without waiting for it once more.
+        # Without waiting for the device once more, where it can.
         can = kept.device.type in ("cpu", "cuda")
         pairs = torch.nonzero_static(kept, size=sum(counts[0])) if can else kept.nonzero()
         self.last_skip = min(max(1, 2 * self.last_skip), _MOST_SKIPPED) if all(counts[1]) else 0
@@ -246,15 +211,15 @@ class ColumnSampler:
             self.blocks += 1
             self.dense_blocks += is_dense
             self.kept += size * (1.0 if is_dense else count / self.V)
-        return samples, missed
+        return samples, variance
 
     def metrics(self, noise: Tensor | None = None) -> dict[str, Tensor]:
-        """Shares of the columns and of the blocks; noise relative to the gradient.
+        """The shares of columns kept and of dense blocks, and the gradient's relative noise.
 
-        `noise`: of the gradients that were made. None: as planned before they are.
+        `noise` None: as planned, before the gradients are known.
         """
         if noise is None:
-            noise = relative_noise(BLIND_INFLATION * self.planned[0], self.planned[2])
+            noise = relative_noise(BLIND_VARIANCE_GROWTH * self.planned[0], self.planned[2])
         kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
         # Filled on the device: a copy would wait for it.
         shares = {"columns_kept": kept, "dense_blocks": dense}

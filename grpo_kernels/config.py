@@ -1,4 +1,4 @@
-"""`GRPOLossConfig`: which loss, with which options, validated when it is made.
+"""`GRPOLossConfig`: the loss and its options, validated on construction.
 
 The formulas behind the names are in `grpo_kernels.objective`, the table of them in
 `docs/objectives.md`.
@@ -7,14 +7,13 @@ The formulas behind the names are in `grpo_kernels.objective`, the table of them
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from .objective import Tokens
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -22,7 +21,7 @@ IS_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "
 
 
 class _Loss(NamedTuple):
-    """What a loss type is made of, and the options that mean something to it."""
+    """A loss type: its formula, its default aggregation, and the options it uses."""
 
     surrogate: str
     aggregation: str
@@ -65,45 +64,45 @@ _NOT_NEGATIVE = ("beta", "epsilon_high", "is_clip_min", "off_policy_threshold")
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossConfig:
-    """What loss to compute; names and defaults follow TRL's `GRPOConfig`. Validated when made.
+    """The loss to compute, validated on construction; names and defaults follow TRL's `GRPOConfig`.
 
-    An option that the loss type has no use for is refused unless it is left at its default.
+    An option that the loss type does not use is refused unless it is left at its default.
 
     Args:
         loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped ratio, five
-            averages), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
+            aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
             `"reinforce"`, `"dppo_tv"`; or an objective of your own, a callable that takes
             `grpo_kernels.objective.Tokens` and returns the loss of every token, `[N]`, before
-            corrections, KL and averaging. Gradients flow to log-probs and entropy, not to
+            corrections, KL and aggregation. Gradients flow to log-probs and entropy, not to
             parameters it may hold itself.
         beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
         epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. For `gmpo` a
             bound on the log-ratio (its paper has 0.4), for `dppo_tv` on the probability's change.
         epsilon_high: upper clip range, >= 0; None takes `epsilon`. For `cispo` the largest weight
             itself, which has no default (ScaleRL has 5.0).
-        delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None is none.
-        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None is none. Not
+        delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None does not bound.
+        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None does not bound. Not
             together with `delta`, which bounds the same and the unclipped ratio of A > 0 besides.
         importance_sampling_level: `"token"`, or `"sequence"`, where one ratio, the exponential of
             the mean log-ratio, stands for all tokens of a sequence (`gspo` implies it).
-        aggregation: how the tokens' losses are averaged, named as the loss type that introduced
-            it; None is the loss type's own.
-        max_completion_length: the T of the `dr_grpo` average; required by it, else refused.
-        temperature: what the logits were divided by when sampling, > 0. Acts where log-probs are
-            made (`fused_grpo_loss`); `grpo_loss` is given log-probs and has no use for it.
+        aggregation: average over the tokens' losses, named as the loss type that introduced it;
+            None takes the loss type's own.
+        max_completion_length: the T of the `dr_grpo` aggregation; required by it, else refused.
+        temperature: divisor of the logits in sampling, > 0. Acts where log-probs are computed
+            (`fused_grpo_loss`); `grpo_loss` gets log-probs and does not use it.
         kl_estimator: `"k1"`, `"abs"`, `"k2"`, `"k3"`, or `"k1+"`, `"k3+"`: their value with the
             gradient of k2.
-        kl_clamp: bound of a token's KL estimate; the log-ratio it is made of is then kept within
-            20 of 0 (verl has 10, on k3 alone). What is beyond has no gradient. None is none.
-        use_bias_correction_kl: multiply the KL by the ratio, with its gradient, which makes its
-            expectation under the old policy that under the current one (DeepSeek-V3.2).
+        kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
+            (verl has 10, on k3 alone). Beyond the bounds there is no gradient. None does not bound.
+        use_bias_correction_kl: multiply the KL by the ratio, with its gradient: its expectation
+            under the old policy is then the one under the current policy (DeepSeek-V3.2).
         entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
         top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
         is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
             `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
-            `"sequence_mask"`: 0 where out of bounds.
-        is_clip_max: upper bound of that weight; None is none.
-        is_clip_min: lower bound of that weight; None is none.
+            `"sequence_mask"`: 0 outside the bounds.
+        is_clip_max: upper bound of that weight; None does not bound.
+        is_clip_min: lower bound of that weight; None does not bound.
         off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
             to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
             `old_logps`, else the policy itself, which drops none.
@@ -120,7 +119,7 @@ class GRPOLossConfig:
         TypeError: a value of the wrong type.
     """
 
-    loss_type: str | Callable[[Tokens], Tensor] = "dapo"
+    loss_type: str | Callable[[Any], Tensor] = "dapo"
     beta: float = 0.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -159,13 +158,23 @@ class GRPOLossConfig:
         return self._loss.surrogate
 
     @property
-    def average(self) -> str:
+    def effective_aggregation(self) -> str:
         """The aggregation in force: `aggregation`, or the loss type's own."""
         return self.aggregation or self._loss.aggregation
 
     @property
+    def average(self) -> str:
+        """Deprecated name of `effective_aggregation`."""
+        warnings.warn(
+            "GRPOLossConfig.average is now effective_aggregation; the old name goes in 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.effective_aggregation
+
+    @property
     def ratio_level(self) -> str:
-        """`"token"` or `"sequence"`: what one importance ratio stands for."""
+        """The level of the importance ratio, `"token"` or `"sequence"`."""
         if self.loss_type in ("gspo", "gspo_token"):
             return "sequence"
         return self.importance_sampling_level
@@ -182,7 +191,7 @@ class GRPOLossConfig:
 
     @property
     def scales_surrogate(self) -> bool:
-        """Whether a correction multiplies the tokens' losses."""
+        """True if a mask or an importance sampling weight multiplies the tokens' losses."""
         return (
             self.is_correction != "none"
             or self.off_policy_threshold is not None
@@ -191,24 +200,24 @@ class GRPOLossConfig:
 
     @property
     def one_pass(self) -> bool:
-        """Whether `fused_grpo_loss` makes the logits once (3 GEMMs) instead of twice (4).
+        """True if `fused_grpo_loss` computes the logits once (3 GEMMs) instead of twice (4).
 
-        It can when the objective is token-local: the gradient of a token's log-prob follows from
-        that token and from constants known before the forward, so that a chunk of logits is
-        turned into gradients while it is there. It cannot when a quantity of all the sequence's
-        or the batch's new log-probs enters, or an objective of your own, which may look at
-        anything: then the forward only takes log-probs and the backward makes the logits again.
+        One pass is enough for token-local objectives: the gradient of a token's log-prob follows
+        from that token and from constants known before the forward, so each chunk of logits turns
+        into gradients while it is in memory. Two passes are needed where log-probs of the whole
+        sequence or batch enter, or for an objective of your own, which may look at any token: the
+        forward then only takes log-probs, and the backward computes the logits again.
 
-        Two calls depend on the arguments as well. Sequence-level `is_correction` is a constant
-        given `old_logps`, and takes two passes without. `top_entropy_quantile` takes two, but one
-        given `entropy_threshold` (and no entropy bonus, which averages over the chosen tokens).
+        Two cases depend on the arguments as well. Sequence-level `is_correction` takes one pass
+        given `old_logps`, two without. `top_entropy_quantile` takes one pass given
+        `entropy_threshold` and no entropy bonus (which averages over the chosen tokens), else two.
         """
         return self.two_pass_reason() is None
 
     def two_pass_reason(
         self, *, has_old_logps: bool = True, has_entropy_threshold: bool = False
     ) -> str | None:
-        """Why this objective is not token-local; None if it is. See `one_pass`."""
+        """The reason why this objective is not token-local; None if it is. See `one_pass`."""
         if callable(self.loss_type):
             return "an objective of the caller's own may look at any token"
         if self.surrogate in ("vespo", "gmpo"):
@@ -227,9 +236,9 @@ class GRPOLossConfig:
 
     @property
     def needs_sequences(self) -> bool:
-        """Whether sequences are told apart, so that packed input needs `cu_seqlens`."""
+        """True if the loss tells sequences apart, so that packed input needs `cu_seqlens`."""
         return (
-            self.average in ("grpo", "dr_grpo", "luspo")
+            self.effective_aggregation in ("grpo", "dr_grpo", "luspo")
             or self.surrogate in ("vespo", "gmpo")
             or self.ratio_level == "sequence"
             or self.is_correction.startswith("sequence")
@@ -287,14 +296,14 @@ class GRPOLossConfig:
                     f"{option.name}: expected {option.default!r}, as loss_type={self.loss_type!r} "
                     f"has no use for it; got {value!r}"
                 )
-        if self.average == "dr_grpo" and self.max_completion_length is None:
+        if self.effective_aggregation == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
-                "max_completion_length: expected a positive int, as the 'dr_grpo' average divides "
-                "by it; got None"
+                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
+                "divides by it; got None"
             )
-        if self.average != "dr_grpo" and self.max_completion_length is not None:
+        if self.effective_aggregation != "dr_grpo" and self.max_completion_length is not None:
             raise ValueError(
-                "max_completion_length: expected None, as only the 'dr_grpo' average uses it; "
+                "max_completion_length: expected None, as only the 'dr_grpo' aggregation uses it; "
                 f"got {self.max_completion_length} with loss_type={self.loss_type!r}"
             )
         if self.is_correction == "none" and (self.is_clip_max, self.is_clip_min) != (3.0, None):

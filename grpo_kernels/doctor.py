@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import GRPOLossConfig, __version__, fused_grpo_loss, linear_logprobs, reference
-from .tiles import select_tiles
+from .backends import select_backend
 
 
 class Package(NamedTuple):
@@ -112,7 +112,7 @@ def device_name(device: torch.device) -> str:
 
 def backend_of(device: torch.device) -> str:
     """Returns the backend that runs on the device, and why if it is not Triton."""
-    if select_tiles("auto", device).__name__.endswith("triton_tiles"):  # type: ignore[attr-defined]
+    if select_backend("auto", device).policy_loss is not None:
         return "triton"
     if device.type == "cpu":
         return "torch (Triton compiles for GPUs only)"

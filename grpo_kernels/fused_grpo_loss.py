@@ -1,50 +1,51 @@
 """From hidden states to the GRPO loss and its gradients, without ever holding the logits.
 
 For a token-local objective the gradient of a token's log-prob follows from that token alone, so a
-chunk of logits can be made, used for loss and gradient, and overwritten: one pass, three GEMMs.
+chunk of logits can be computed, used for loss and gradient, and overwritten: one pass, three GEMMs.
 
     for each chunk of rows:
         Z        = h W^T                        GEMM 1, float32, one reused buffer
         l, E     = token_stats(Z)               log-prob of the target, entropy
-        x, g, e  = policy_loss(l, E)            loss terms, dL/dl, dL/dE
+        x, g, e  = policy_loss(l, E)            loss, dL/dl, dL/dE
         dZ       = logit_grads_(Z)              on the memory of Z
         dh       = dZ W                         GEMM 2
         dW      += dZ^T h                       GEMM 3, accumulated in float32
 
-With `backward="sampled"` the last three take few of dZ's columns (`column_sampling.py`).
-
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
-are made and stored `scale` times as large, a power of two that float16 needs.
+are computed and stored `scale` times as large, a power of two that float16 needs.
 
 For the other objectives (`GRPOLossConfig.one_pass` says which) the log-probs are taken first, by
-the two passes and four GEMMs of `linear_logprobs`, and the loss of them is differentiated.
+the two passes and four GEMMs of `linear_logprobs`, and the loss over them is differentiated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd_support import (
+from .autograd import (
     dtypes_of,
     eager_only,
     power_of_two_scale,
     refuse_double_backward,
     scaled_gradient,
 )
-from .column_sampling import ColumnSampler, Sampling
+from .backends import PolicyLoss, RowGrads, TokenStats
 from .config import GRPOLossConfig
-from .grpo_loss import GRPOLossOutput, loss_of_tokens
+from .grpo_loss import flat_loss, policy_loss
 from .head_gradients import HeadGradients
-from .inputs import check_target_ids, flat_tokens
-from .linear_logprobs import LogprobJob, check_head_call, flat_logprobs
+from .inputs import HeadCall, HeadOperands, loss_call
+from .linear_logprobs import flat_logprobs
+from .lm_head import LMHead, gemm_dtype
 from .metrics import loss_metrics
-from .objective import TokenInputs, token_local
-from .row_chunks import HeadChunks, LowRank, RowPlan, gemm_dtype, plan_rows
-from .tiles import LogitGradInputs, LogitTransform, Tiles
+from .objective import LossInputs, token_local
+from .outputs import GRPOLossOutput
+from .row_plan import RowPlan, plan_rows
+from .sampled_gradients import SampledGradients
 
 
 @eager_only
@@ -74,7 +75,7 @@ def fused_grpo_loss(
     backend: str = "auto",
     chunk_bytes: int | None = None,
 ) -> GRPOLossOutput:
-    """The GRPO loss of a linear head over hidden states, with gradients for all three.
+    """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
     Equivalent PyTorch, with the logits never held:
 
@@ -98,150 +99,111 @@ def fused_grpo_loss(
             none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
             otherwise by the metrics alone.
         bias: `[V]` or None.
-        low_rank: `inner`, `[B, T, r]` or `[N, r]`, and `outer`, `[V, r]`: adds `inner @ outer.T`
-            to `hidden @ weight.T`, with gradients for both. A LoRA on the head, `inner` being
-            `scaling * lora_A(hidden)` and `outer` the weight of `lora_B`: next to a frozen
-            `weight` it is trained for little more than the frozen head costs.
-        config: what loss to compute; `config.one_pass` says whether in one pass or two.
-        num_items: the `dapo` average's denominator, int, float or 0-d tensor: the unmasked tokens
-            of the whole optimizer step over all ranks, divided by the number of ranks over which
-            gradients are averaged. None: the unmasked tokens of this call.
+        low_rank: a LoRA on the head, `(lora_a_out, lora_b)`: `scaling * lora_A(hidden)`,
+            `[B, T, r]` or `[N, r]`, and the weight of `lora_B`, `[V, r]`. Adds
+            `lora_a_out @ lora_b.T` to `hidden @ weight.T`, with gradients for both; next to a
+            frozen `weight` it costs little more than the frozen head.
+        config: the loss to compute; `config.one_pass` tells if in one pass or two.
+        num_items: denominator of the `dapo` aggregation, a number or 0-d tensor: the unmasked
+            tokens of the whole optimizer step over all ranks, divided by the number of ranks over
+            which gradients are averaged. None: the unmasked tokens of this call.
         entropy_threshold: with `config.top_entropy_quantile` below 1, the entropy from which on
             tokens train, a number or 0-d tensor: the quantile over all ranks, say. None: the
             quantile over this call's tokens.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
-        temperature: overrides `config.temperature`: a number, or one value a token in the shape
+        temperature: overrides `config.temperature`: a number, or one value per token in the shape
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
-        skip_untrained: leave tokens whose gradient is known to be 0 beforehand (advantage or
-            sampler's correction 0, no KL, no entropy term; in two passes: whole sequences of
-            advantage 0) out of the forward too. The gradients are the same; their `logps` are 0,
-            and the metrics are over the other tokens.
+        skip_untrained: also leaves tokens whose gradient is known to be 0 beforehand (advantage or
+            importance sampling weight 0, no KL, no entropy term; in two passes: whole sequences of
+            advantage 0) out of the forward. The gradients are the same; the `logps` of these
+            tokens are 0, and the metrics are over the others.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
             percent of the vocabulary's columns (`docs/sampled_backward.md`).
-        tolerance: of the sampled backward's noise, relative to the gradient; None: 5e-3.
-        seed: what the sampled backward draws from: an int, which gives the same gradients again
-            and is to be another one in each call, a `torch.Generator`, or None, torch's own
-            generator on the CPU. Ranks draw differently in any case.
+        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
+        seed: source of the sampled backward's draws: an int (the same gradients again; pass
+            another one in each call), a `torch.Generator`, or None for torch's own generator on
+            the CPU. Ranks draw differently in any case.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget for the buffer of logits. None: on a CPU a quarter of the weight's
-            float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB or a sixteenth of its memory.
+        chunk_bytes: budget of the buffer of logits, in bytes. None: on a CPU a quarter of the
+            weight's float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB, or 1/16 of its
+            memory if that is less.
 
     Returns:
-        `loss`, a float32 scalar; `metrics`, 0-d tensors that have not been read from the device
-        (means over unmasked tokens): `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample
-        size of the ratios, 1 at best), `entropy`, `zero_gradient` (share of tokens), `kl` and
-        `kl_max` given `ref_logps`, `clip_low` and `clip_high` (0 where nothing clips), and what
-        its options add, by TRL's names (`docs/objectives.md`), and of the sampled backward
-        `columns_kept`, `dense_blocks`, `gradient_noise`; `logps` and `entropy`, float32 in the
-        shape of `targets`, 0 where masked, detached (for differentiable ones see
-        `linear_logprobs`).
+        `loss`: float32 scalar.
+        `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes.
+            `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample size of the ratios, 1 at
+            best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
+            nothing clips); `kl` and `kl_max` given `ref_logps`; those of the loss's options under
+            TRL's names (`docs/objectives.md`); `columns_kept`, `dense_blocks` and `gradient_noise`
+            of the sampled backward.
+        `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked, detached (for
+            differentiable ones see `linear_logprobs`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
             device (target ids, a mask other than 0/1, `cu_seqlens`) are read together with the
-            row counts, in the call's one device-to-host transfer; the sampled backward has two
-            more a chunk.
+            row counts, in the call's one device-to-host transfer; the sampled backward has one
+            more per chunk.
         RuntimeError: on double backward.
 
-    Under autocast on a GPU the products are taken in its dtype, a float32 `weight` being copied to
-    it once a call, as autocast does for any linear layer; on a CPU autocast changes nothing here.
+    Under autocast on a GPU the GEMMs run in its dtype; a float32 `weight` is copied to it once per
+    call, as autocast does for any linear layer. On a CPU autocast changes nothing here.
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    call = check_head_call(
-        hidden, weight, bias, low_rank, targets, cu_seqlens, softcap, logit_scale, backend,
-        Sampling.asked_for(backward, tolerance, seed),
-    )  # fmt: skip
-    layout, checks, tiles = call.layout, call.checks, call.tiles
-    inputs = flat_tokens(
-        config, layout, checks, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
-        sampling_logps=sampling_logps, num_items=num_items, entropy_threshold=entropy_threshold,
-    )  # fmt: skip
-    check_target_ids(call.targets, inputs.mask, weight.shape[0], checks)
-    if temperature is None:
-        temperature = config.temperature
-    elif config.temperature != 1.0:
-        raise ValueError(
-            "temperature: expected None when config.temperature is set; got both "
-            f"({config.temperature} in the config)"
-        )
-    transform = call.transform(bias, temperature, inputs.mask)
-    one_pass = token_local(config, inputs)
-    trained = _trained_tokens(config, inputs, one_pass)
-    if skip_untrained and trained is not None:
-        inputs = replace(inputs, mask=trained if inputs.mask is None else inputs.mask & trained)
-
-    if not one_pass:
-        two_pass = LogprobJob(
-            call.targets, inputs.mask, transform, tiles, True, chunk_bytes, call.sampling, trained
-        )
-        logps, entropy, _, sampled = flat_logprobs(
-            hidden, weight, bias, call.low_rank, two_pass, checks
-        )
-        loss, metrics = loss_of_tokens(config, inputs, logps, entropy, tiles)
-        assert entropy is not None
-        per_token = (x.detach().reshape(layout.shape) for x in (logps, entropy))
-        return GRPOLossOutput(loss, metrics | sampled, *per_token)
-
-    plan = plan_rows(
-        inputs.mask,
-        trained,
-        checks,
-        num_tokens=layout.num_tokens,
-        weight=weight,
+    operands, call, inputs = loss_call(
+        hidden, weight, targets, advantages, mask, config=config, old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        entropy_threshold=entropy_threshold, temperature=temperature, bias=bias,
+        low_rank=low_rank, logit_scale=logit_scale, softcap=softcap, cu_seqlens=cu_seqlens,
+        backward=backward, tolerance=tolerance, seed=seed, backend=backend,
         chunk_bytes=chunk_bytes,
-    )
-    job = _Job(
-        config, inputs, call.targets, transform, plan, tiles, gemm_dtype(hidden, weight),
-        torch.is_grad_enabled(), call.sampling,
     )  # fmt: skip
-    loss, *per_token, sampled = _FusedGRPOLoss.apply(
-        hidden.reshape(-1, weight.shape[1]), weight, bias, *call.low_rank, job
-    )
-    metrics = loss_metrics(config, inputs, *per_token) | sampled
-    logps, entropy = (x.reshape(layout.shape) for x in per_token[:2])
-    return GRPOLossOutput(loss, metrics, logps, entropy)
+    with_grad = _tokens_with_grad(config, inputs)
+    if skip_untrained and with_grad is not None:
+        active = with_grad if call.mask is None else call.mask & with_grad
+        call, inputs = replace(call, mask=active), replace(inputs, mask=active)
+    plan = plan_rows(
+        call.mask, with_grad, call.checks,
+        num_tokens=call.layout.num_tokens, weight=weight, chunk_bytes=chunk_bytes,
+    )  # fmt: skip
+    if token_local(config, inputs):
+        loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
+            *operands, config, inputs, call, plan, operands.wants_grad()
+        )
+        metrics = loss_metrics(config, inputs, logps, entropy, d_logps, d_entropy)
+    else:
+        logps, entropy, _, sampled = flat_logprobs(operands, call, plan, entropy=True)
+        loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
+    shape = call.layout.shape
+    logps, entropy = logps.detach().reshape(shape), entropy.detach().reshape(shape)
+    return GRPOLossOutput(loss, metrics | sampled, logps, entropy)
 
 
-def _trained_tokens(config: GRPOLossConfig, inputs: TokenInputs, one_pass: bool) -> Tensor | None:
-    """Bool `[N]`: the tokens that may have a gradient, as far as that is known beforehand."""
+def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
+    """The tokens that may have a gradient, bool `[N]`, as far as known beforehand; None: all."""
     if config.beta or config.entropy_coef or callable(config.loss_type):
         return None
-    trained = inputs.advantages != 0
-    if one_pass:
-        return trained if inputs.correction is None else trained & (inputs.correction != 0)
+    with_grad = inputs.advantages != 0
+    if token_local(config, inputs):
+        weights = inputs.importance_sampling_weights
+        return with_grad if weights is None else with_grad & (weights != 0)
     if config.top_entropy_quantile < 1 or inputs.sequences is None:
         return None
     # A token of advantage 0 still counts in the mean over its sequence.
     if inputs.mask is not None:
-        trained = trained & inputs.mask
+        with_grad = with_grad & inputs.mask
     sequences = inputs.sequences
-    return sequences.spread(sequences.sum(trained.float())) > 0
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Everything the Function needs that has no gradient."""
-
-    config: GRPOLossConfig
-    inputs: TokenInputs
-    targets: Tensor
-    transform: LogitTransform
-    plan: RowPlan
-    tiles: Tiles
-    dtype: torch.dtype
-    grad_enabled: bool
-    sampling: Sampling | None
+    return sequences.spread(sequences.sum(with_grad.float())) > 0
 
 
 class _FusedGRPOLoss(torch.autograd.Function):
-    """Returns the loss; per token, detached, what the metrics are made of; the sampler's metrics.
+    """Returns the loss; per token, detached, log-probs, entropy and the loss's gradient of each.
 
-    Per token that is log-prob, entropy, and the loss's gradients of the two, None where not
-    computed.
+    And the metrics of the sampled backward. The gradients are None where not computed.
     """
 
     @staticmethod
@@ -250,21 +212,48 @@ class _FusedGRPOLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        inner: Tensor | None,
-        outer: Tensor | None,
-        job: _Job,
+        lora_a_out: Tensor | None,
+        lora_b: Tensor | None,
+        config: GRPOLossConfig,
+        inputs: LossInputs,
+        call: HeadCall,
+        plan: RowPlan,
+        wanted: Sequence[bool],
     ) -> tuple[Any, ...]:
-        wants = [g and job.grad_enabled for g in ctx.needs_input_grad[:5]]
-        low_rank = None if inner is None or outer is None else (inner, outer)
+        operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
+        dtype = gemm_dtype(hidden, weight)
+        loss, logps, entropy, d_logps, d_entropy = (
+            torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+            for shape in ((), *4 * [hidden.shape[:1]])
+        )
         with torch.autocast(hidden.device.type, enabled=False):
-            scale = power_of_two_scale(_largest_weight(job.config, job.inputs))
-            loss, per_token, gradients, sampled = _loss_and_gradients(
-                hidden, weight, low_rank, job, scale, wants
-            )
-        ctx.save_for_backward(scale, *gradients)
-        ctx.dtypes = dtypes_of(hidden, weight, bias, inner, outer)
-        ctx.mark_non_differentiable(*(x for x in per_token if x is not None))
-        return loss, *per_token, sampled
+            scale = power_of_two_scale(_largest_weight(config, inputs))
+            head = LMHead(operands, call, dtype, plan.largest_chunk)
+            gradients = _new_gradients(head, plan, wanted)
+            for chunk in plan.chunks():
+                index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
+                rows = head.rows(index)
+                logits = head.logits(rows)  # [C, V], not yet transformed
+                stats = call.backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
+                policy = policy_loss(
+                    config, inputs.at(index), stats.logps, stats.entropy, call.backend,
+                    grad=wants_grad,
+                )  # fmt: skip
+                loss += policy.loss
+                assert stats.entropy is not None
+                logps[index], entropy[index] = stats.logps, stats.entropy
+                if wants_grad:
+                    grads = _row_grads(stats, policy, scale)
+                    gradients.add(rows, logits, grads)
+                    d_logps[index] = grads.d_logps
+                    if grads.d_entropy is not None:
+                        d_entropy[index] = grads.d_entropy
+            ctx.save_for_backward(scale, *gradients.finish())
+            sampled = gradients.metrics()
+        ctx.dtypes = dtypes_of(*operands)
+        ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
+        of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)
+        return loss, logps, entropy, *of_loss, sampled
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -274,61 +263,24 @@ class _FusedGRPOLoss(torch.autograd.Function):
             scaled_gradient(stored, d_loss / scale, dtype)
             for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, None)
+        return (*scaled, None, None, None, None, None)
 
 
-def _largest_weight(config: GRPOLossConfig, inputs: TokenInputs) -> Tensor:
+def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 
-def _loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    low_rank: LowRank | None,
-    job: _Job,
-    scale: Tensor,
-    wants: list[bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...], dict[str, Tensor]]:
-    plan, tiles, config = job.plan, job.tiles, job.config
-    head = HeadChunks(hidden, weight, job.dtype, plan.largest_chunk, low_rank)
-    sampling = job.sampling if any(wants) else None
-    head.want_gradients(
-        wants, partial=plan.num_grad_rows < hidden.shape[0], sampled=sampling is not None
-    )
-    gradients = HeadGradients(
-        head, tiles, row_sums=job.transform.softcap is None,
-        mean_hidden=None if sampling is None else plan.mean_of(hidden),
-    )  # fmt: skip
-    sampler = None if sampling is None else ColumnSampler(sampling, head.V, hidden.device)
-    loss, logps, entropy, d_logps, d_entropy = (
-        torch.zeros(shape, dtype=torch.float32, device=hidden.device)
-        for shape in ((), *4 * [hidden.shape[:1]])
-    )
-    for chunk in plan.chunks():
-        rows = chunk.rows
-        targets = job.targets[rows]
-        transform = job.transform.at(rows)
-        wants_grad = chunk.needs_grad and any(wants)
+def _row_grads(stats: TokenStats, policy: PolicyLoss, scale: Tensor) -> RowGrads:
+    assert policy.d_logps is not None
+    g = scale * policy.d_logps
+    e = None if policy.d_entropy is None else scale * policy.d_entropy
+    return RowGrads(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
 
-        head_rows = head.rows(chunk)
-        logits = head.logits(head_rows)  # [C, V], not yet transformed
-        stats = tiles.token_stats(logits, targets, transform, entropy=True)
-        policy = tiles.policy_loss(
-            config, job.inputs.at(rows), stats.logps, stats.entropy, grad=wants_grad
-        )
-        loss += policy.loss
-        assert stats.entropy is not None
-        logps[rows], entropy[rows] = stats.logps, stats.entropy
-        if wants_grad:
-            assert policy.d_logps is not None
-            g = scale * policy.d_logps
-            e = None if policy.d_entropy is None else scale * policy.d_entropy
-            d_logps[rows] = g
-            if e is not None:
-                d_entropy[rows] = e
-            grads = LogitGradInputs(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
-            gradients.add(chunk, head_rows, logits, targets, transform, grads, sampler)
-    sampled = {} if sampler is None else sampler.metrics(gradients.finish())
-    per_token = (logps, entropy, *((d_logps, d_entropy) if any(wants) else (None, None)))
-    return loss, per_token, head.gradients(), sampled
+
+def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadGradients:
+    call = head.call
+    if call.sampling is not None and any(wanted):
+        return SampledGradients(head, call.backend, wanted, call.sampling, plan)
+    every_row = plan.num_grad_rows == call.layout.num_tokens
+    return HeadGradients(head, call.backend, wanted, every_row=every_row)

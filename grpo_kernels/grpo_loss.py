@@ -1,35 +1,25 @@
 """From log-probs to the GRPO loss: ratio, clip, KL and masked mean, with their gradient.
 
-The formulas are in `grpo_kernels.objective`. One kernel, or torch operations where the objective
-is not token-local, gives value and gradient; the backward multiplies the gradient by the loss's.
+The formulas are in `grpo_kernels.objective`. One kernel, or autograd where the objective is not
+token-local, gives value and gradient; the backward multiplies the gradient by the loss's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd_support import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
+from . import objective
+from .autograd import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
+from .backends import Backend, PolicyLoss, select_backend
 from .config import GRPOLossConfig
-from .inputs import Layout, ValueChecks, check_tensor, flat_tokens, flatten
+from .inputs import check_entropy_given, loss_inputs
+from .layout import HEAD_DTYPES, Layout, ValueChecks, check_tensor, flatten
 from .metrics import loss_metrics
-from .objective import TokenInputs, token_local
-from .tiles import Tiles, select_tiles, torch_tiles
-
-
-class GRPOLossOutput(NamedTuple):
-    """`loss`, a float32 scalar; `metrics`, name to 0-d tensor; `logps` and `entropy`, per token.
-
-    The latter two are detached, float32, and `entropy` None where it was neither made nor given.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    logps: Tensor
-    entropy: Tensor | None
+from .objective import LossInputs, Tokens, surrogate_scale, token_local
+from .outputs import GRPOLossOutput
 
 
 @eager_only
@@ -65,15 +55,15 @@ def grpo_loss(
         sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
             none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
             otherwise by the metrics alone.
-        entropy: of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
+        entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
-        config: what loss to compute. Its temperature has been applied already, to the logits.
-        num_items: the `dapo` average's denominator, as in `fused_grpo_loss`.
-        entropy_threshold: the entropy above which tokens train, as in `fused_grpo_loss`.
+        config: the loss to compute. Its temperature has been applied already, to the logits.
+        num_items: the `dapo` aggregation's denominator, as in `fused_grpo_loss`.
+        entropy_threshold: the entropy from which on tokens train, as in `fused_grpo_loss`.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
-        backend: `"auto"`, `"triton"` or `"torch"`, for the objectives that Triton has, those of
-            which `config.one_pass` is true; the others are torch operations in any case.
+        backend: `"auto"`, `"triton"` or `"torch"`. Triton has the objectives whose
+            `config.one_pass` is true; the others are torch operations in any case.
 
     Returns:
         `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` and
@@ -86,88 +76,63 @@ def grpo_loss(
 
     Reference: `grpo_kernels.reference.grpo_loss`, in any dtype up to float64.
     """
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    check_tensor("logps", logps, dtypes=dtypes)
-    tiles = select_tiles(backend, logps.device)
+    check_tensor("logps", logps, dtypes=HEAD_DTYPES)
+    selected = select_backend(backend, logps.device)
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
-    inputs = flat_tokens(
-        config, layout, checks, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
-        sampling_logps=sampling_logps, num_items=num_items, entropy_threshold=entropy_threshold,
+    inputs = loss_inputs(
+        config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        entropy_threshold=entropy_threshold,
     )  # fmt: skip
     checks.check_without_sync()
     check_entropy_given(config, entropy)
     flat_entropy = None
     if entropy is not None:
-        check_tensor("entropy", entropy, shape=layout.shape, dtypes=dtypes, device=layout.device)
+        check_tensor(
+            "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
+        )
         flat_entropy = flatten(entropy)
-    loss, metrics = loss_of_tokens(config, inputs, flatten(logps), flat_entropy, tiles)
+    loss, metrics = flat_loss(config, inputs, flatten(logps), flat_entropy, selected)
     detached = None if entropy is None else entropy.detach().float()
     return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 
 
-def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
-    if entropy is not None:
-        return
-    for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
-        value = getattr(config, name)
-        if value != unused:
-            raise ValueError(
-                f"entropy: expected the entropy of every token, as config.{name} = {value}; "
-                "got None"
-            )
-
-
-def loss_of_tokens(
+def flat_loss(
     config: GRPOLossConfig,
-    inputs: TokenInputs,
+    inputs: LossInputs,
     logps: Tensor,
     entropy: Tensor | None,
-    tiles: Tiles,
+    backend: Backend,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics."""
-    used = tiles if token_local(config, inputs) else torch_tiles
-    job = _Job(config, inputs, used, torch.is_grad_enabled())
-    loss, d_logps, d_entropy = _PolicyLoss.apply(logps, entropy, job)
-    metrics = loss_metrics(
-        config,
-        inputs,
-        logps.detach().float(),
-        None if entropy is None else entropy.detach().float(),
-        d_logps,
-        d_entropy,
+    loss, d_logps, d_entropy = _PolicyLoss.apply(
+        logps, entropy, config, inputs, backend, torch.is_grad_enabled()
     )
+    detached = None if entropy is None else entropy.detach().float()
+    metrics = loss_metrics(config, inputs, logps.detach().float(), detached, d_logps, d_entropy)
     return loss, metrics
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Everything the Function needs that has no gradient."""
-
-    config: GRPOLossConfig
-    inputs: TokenInputs
-    tiles: Tiles
-    grad_enabled: bool
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logps: Tensor, entropy: Tensor | None, job: _Job
+        ctx: Any,
+        logps: Tensor,
+        entropy: Tensor | None,
+        config: GRPOLossConfig,
+        inputs: LossInputs,
+        backend: Backend,
+        grad_enabled: bool,
     ) -> tuple[Tensor | None, ...]:
-        grad = job.grad_enabled and any(ctx.needs_input_grad)
+        grad = grad_enabled and any(ctx.needs_input_grad)
         with torch.autocast(logps.device.type, enabled=False):
-            policy = job.tiles.policy_loss(
-                job.config,
-                job.inputs,
-                logps.float(),
-                None if entropy is None else entropy.float(),
-                grad=grad,
-            )
-        d_logps, d_entropy = policy.d_logps, policy.d_entropy
-        ctx.save_for_backward(d_logps, d_entropy)
+            entropy_float = None if entropy is None else entropy.float()
+            policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
+        ctx.save_for_backward(policy.d_logps, policy.d_entropy)
         ctx.dtypes = dtypes_of(logps, entropy)
-        shown = [None if x is None else x.clone() for x in (d_logps, d_entropy)]
+        # Copies, as the backward scales the saved ones in place.
+        shown = [None if x is None else x.clone() for x in policy[1:]]
         ctx.mark_non_differentiable(*(x for x in shown if x is not None))
         return policy.loss, *shown
 
@@ -178,4 +143,76 @@ class _PolicyLoss(torch.autograd.Function):
             scaled_gradient(stored, d_loss, dtype)
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None)
+        return (*scaled, None, None, None, None)
+
+
+def policy_loss(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    backend: Backend,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    """The objective over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
+
+    By the backend's kernel, or else by differentiating `objective.policy_loss`.
+    """
+    if backend.policy_loss is None or not token_local(config, inputs):
+        return _differentiated(config, inputs, logps, entropy, grad=grad)
+    scale = None
+    if config.scales_surrogate:
+        scale, _ = surrogate_scale(config, Tokens.of(inputs, logps, entropy))
+    return backend.policy_loss(
+        logps, entropy, advantages=inputs.advantages, weights=inputs.weights, count=inputs.count,
+        mask=inputs.mask, old_logps=inputs.old_logps, ref_logps=inputs.ref_logps, scale=scale,
+        grad=grad, **_kernel_options(config),
+    )  # fmt: skip
+
+
+def _differentiated(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    if not grad:
+        with torch.no_grad():
+            return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
+    with torch.enable_grad():
+        logps = logps.detach().requires_grad_()
+        wanted = [logps]
+        if entropy is not None and (config.entropy_coef or callable(config.loss_type)):
+            entropy = entropy.detach().requires_grad_()
+            wanted.append(entropy)
+        loss = objective.policy_loss(config, inputs, logps, entropy, stable_kl=True)
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    d_logps = torch.zeros_like(logps) if gradients[0] is None else gradients[0]
+    return PolicyLoss(loss.detach(), d_logps, gradients[1] if len(gradients) > 1 else None)
+
+
+def _kernel_options(config: GRPOLossConfig) -> dict[str, Any]:
+    """The formulas and numbers of a token-local objective, as the kernel takes them."""
+    low, high = config.clip_range
+    ratio_max = config.delta
+    if config.surrogate == "cispo":
+        ratio_max = config.epsilon_high
+    elif config.surrogate == "dppo_tv":
+        low, high, ratio_max = -config.epsilon, config.upper_epsilon, config.dppo_ratio_max
+    return {
+        "surrogate": config.surrogate,
+        "low": low,
+        "high": high,
+        "ratio_max": ratio_max,
+        "dual_clip": config.dual_clip,
+        "tau_pos": config.sapo_temperature_pos,
+        "tau_neg": config.sapo_temperature_neg,
+        "beta": config.beta,
+        "kl_estimator": config.kl_estimator if config.beta else None,
+        "kl_clamp": config.kl_clamp,
+        "kl_ratio": config.use_bias_correction_kl,
+        "entropy_coef": config.entropy_coef,
+    }

@@ -1,200 +1,236 @@
-"""What the caller gave, checked and flattened: padded `[B, T]` or packed `[N]` becomes `[N]`.
-
-Shapes, dtypes and devices are checked at once. Values (target ids, masks that are not 0 or 1,
-`cu_seqlens`) live on the device, where looking at them costs a synchronisation; `ValueChecks`
-gathers those questions so that a call that reads its row counts anyway asks them in the same
-transfer, and a call that reads nothing asserts them on the device.
-"""
+"""The arguments of the public calls, checked and flat: a linear head's, and a loss's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .backends import Backend, LogitTransform, select_backend
 from .config import GRPOLossConfig, check_number
-from .objective import Sequences, TokenInputs, aggregation_weights, with_known_correction
+from .layout import (
+    HEAD_DTYPES,
+    Layout,
+    ValueChecks,
+    check_target_ids,
+    check_targets,
+    check_tensor,
+)
+from .objective import LossInputs, aggregation_weights, with_known_weights
 
-HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_tensor(
-    name: str,
-    x: object,
-    *,
-    shape: Sequence[int] | None = None,
-    dtypes: Sequence[torch.dtype] | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """`x`, if it is a tensor of this shape, one of these dtypes, and on this device."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}")
-    if shape is not None and tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
-    if dtypes is not None and x.dtype not in dtypes:
-        expected = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        hint = (
-            "; float64 is for grpo_kernels.reference"
-            if x.dtype == torch.float64 and torch.float64 not in dtypes
-            else ""
-        )
-        raise TypeError(
-            f"{name}: expected dtype {expected}; got {str(x.dtype).removeprefix('torch.')}{hint}"
-        )
-    if device is not None and x.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
-    return x
+# Noise of the sampled backward, relative to the gradient.
+DEFAULT_TOLERANCE = 5e-3
 
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+class HeadOperands(NamedTuple):
+    """The tensors of a linear head that may have gradients.
+
+    Raw logits are `hidden @ weight.T + lora_a_out @ lora_b.T + bias`.
+    """
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    lora_a_out: Tensor | None  # [N, r]
+    lora_b: Tensor | None  # [V, r]
+
+    def wants_grad(self) -> list[bool]:
+        """True for each tensor whose gradient the current call is to prepare."""
+        enabled = torch.is_grad_enabled()
+        return [enabled and x is not None and x.requires_grad for x in self]
 
 
-def flatten(x: Tensor) -> Tensor:
-    """`[N]`, contiguous, as the kernels address it: reshape alone may return a strided view."""
-    return x.reshape(-1).contiguous()
+class ColumnSampling(NamedTuple):
+    """Options of the sampled backward: relative gradient noise, and the source of the draws."""
 
-
-@dataclass
-class ValueChecks:
-    """Questions about values on the device: each a count of offenders and what to say of them."""
-
-    counts: list[Tensor] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-
-    def add(self, offenders: Tensor, message: str) -> None:
-        self.counts.append(offenders.sum())
-        self.messages.append(message)
-
-    def raise_for(self, counts: Sequence[int]) -> None:
-        for count, message in zip(counts, self.messages, strict=True):
-            if count:
-                raise ValueError(f"{message} ({count} of them)")
-
-    def check_without_sync(self) -> None:
-        """On a CPU raises; on a GPU leaves a device-side assertion, as torch's own gather does."""
-        for count, message in zip(self.counts, self.messages, strict=True):
-            if count.device.type != "cpu":
-                torch._assert_async(count == 0, message)
-            elif int(count):
-                raise ValueError(f"{message} ({int(count)} of them)")
+    tolerance: float
+    seed: int | torch.Generator | None
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the tokens lie: padded `[B, T]`, or packed `[N]` with or without known sequences."""
+class HeadCall:
+    """A call over a linear head, checked and flat: all but its operands.
 
-    shape: torch.Size
-    device: torch.device
-    sequences: Sequences | None
+    `checks` are still to be read from the device, with the row counts.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        return self.shape.numel()
+    targets: Tensor  # int64 [N]
+    mask: Tensor | None  # bool [N]; None: every token counts
+    transform: LogitTransform
+    layout: Layout
+    checks: ValueChecks
+    backend: Backend
+    sampling: ColumnSampling | None
+    chunk_bytes: int | None
 
-    @staticmethod
-    def of(name: str, x: Tensor, cu_seqlens: Tensor | None, checks: ValueChecks) -> Layout:
-        """The layout of the token tensor `x`."""
-        if x.ndim not in (1, 2):
-            raise ValueError(
-                f"{name}: expected shape [B, T] (padded) or [N] (packed); got {list(x.shape)}"
-            )
-        if cu_seqlens is None:
-            if x.ndim == 1:
-                return Layout(x.shape, x.device, None)
-            B, T = x.shape
-            ids = torch.arange(B, device=x.device).repeat_interleave(T, output_size=B * T)
-            return Layout(x.shape, x.device, Sequences(ids, B))
-        if x.ndim == 2:
-            raise ValueError(
-                "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
-                f"[N]; got a tensor with {name} of shape {list(x.shape)}"
-            )
-        check_tensor("cu_seqlens", cu_seqlens, dtypes=_INTEGERS[:2], device=x.device)
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-            raise ValueError(f"cu_seqlens: expected shape [B + 1]; got {list(cu_seqlens.shape)}")
-        N = x.shape[0]
-        if N and cu_seqlens.numel() == 1:
-            raise ValueError(f"cu_seqlens: expected to end at N = {N}; got no sequence at all")
-        bounds = torch.stack([cu_seqlens[0], N - cu_seqlens[-1]]) != 0
-        checks.add(
-            torch.cat([bounds, cu_seqlens.diff() < 0]),
-            f"cu_seqlens: expected to start at 0, never to decrease, and to end at N = {N}; "
-            "got offsets that do not",
+
+def head_call(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    *,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    cu_seqlens: Tensor | None,
+    backward: str,
+    tolerance: float | None,
+    seed: int | torch.Generator | None,
+    backend: str,
+    chunk_bytes: int | None,
+) -> tuple[HeadOperands, HeadCall]:
+    """Checks and flattens the arguments that all calls over a linear head share."""
+    _check_head(hidden, weight, bias)
+    lora_a_out, lora_b = _low_rank(low_rank, hidden, weight)
+    _check_logit_scalars(logit_scale, softcap)
+    if chunk_bytes is not None and (
+        isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1
+    ):
+        raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
+    sampling = _column_sampling(backward, tolerance, seed)
+    selected = select_backend(backend, hidden.device)
+    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, cu_seqlens, checks)
+    flat_mask = layout.flat_mask(mask, checks)
+    check_target_ids(flat_targets, flat_mask, weight.shape[0], checks)
+    transform = LogitTransform(
+        bias=None if bias is None else bias.detach().contiguous(),
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        temperature=layout.flat_temperature(temperature, flat_mask, checks),
+    )
+    operands = HeadOperands(hidden.reshape(-1, weight.shape[1]), weight, bias, lora_a_out, lora_b)
+    call = HeadCall(
+        flat_targets, flat_mask, transform, layout, checks, selected, sampling, chunk_bytes
+    )
+    return operands, call
+
+
+def loss_call(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    *,
+    config: GRPOLossConfig,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    sampling_logps: Tensor | None,
+    num_items: float | Tensor | None,
+    entropy_threshold: float | Tensor | None,
+    temperature: float | Tensor | None,
+    **head: Any,
+) -> tuple[HeadOperands, HeadCall, LossInputs]:
+    """Checks and flattens the arguments of a loss over a linear head.
+
+    `head` goes to `head_call`.
+    """
+    check_config(config)
+    if temperature is None:
+        temperature = config.temperature
+    elif config.temperature != 1.0:
+        raise ValueError(
+            "temperature: expected None when config.temperature is set; got both "
+            f"({config.temperature} in the config)"
         )
-        positions = torch.arange(N, device=x.device, dtype=cu_seqlens.dtype)
-        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
-        count = cu_seqlens.numel() - 1
-        return Layout(x.shape, x.device, Sequences(ids.clamp(max=max(count - 1, 0)), count))
+    operands, call = head_call(hidden, weight, targets, mask, temperature=temperature, **head)
+    inputs = loss_inputs(
+        config, call.layout, call.checks, advantages, call.mask, old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        entropy_threshold=entropy_threshold,
+    )  # fmt: skip
+    return operands, call, inputs
 
-    def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A constant of one value a token, `[N]`."""
-        x = check_tensor(name, x, shape=self.shape, dtypes=_FLOATS, device=self.device)
-        return flatten(x.detach()).to(dtype)
 
-    def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
-        """Bool `[N]`, or None when every token counts."""
-        if mask is None:
-            return None
-        dtypes = (torch.bool, *_INTEGERS, *_FLOATS)
-        mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
-        flat = flatten(mask.detach())
-        if flat.dtype == torch.bool:
-            return flat
-        checks.add((flat != 0) & (flat != 1), "mask: expected 0 or 1; got other values")
-        return flat != 0
-
-    def flat_advantages(
-        self, advantages: object, checks: ValueChecks, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """`[N]` from `[B]`, `[B, T]` or `[N]`."""
-        x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
-        x = x.detach().to(dtype)
-        sequences = self.sequences
-        if x.shape == self.shape:
-            if len(self.shape) == 1 and sequences and sequences.count == self.num_tokens:
-                checks.add(
-                    sequences.ids != torch.arange(self.num_tokens, device=self.device),
-                    f"advantages: expected no doubt whether {list(x.shape)} is one a sequence or "
-                    "one a token; got as many sequences as tokens, some of them empty: pass one a "
-                    "token with the empty sequences removed from cu_seqlens",
-                )
-            return flatten(x)
-        if x.ndim == 1 and sequences and x.shape[0] == sequences.count:
-            return sequences.spread(x)
-        if len(self.shape) == 2:
-            expected = f"[{self.shape[0]}] or {list(self.shape)}"
-        elif sequences:
-            expected = f"[{sequences.count}] (one a sequence) or {list(self.shape)}"
-        else:
-            expected = f"{list(self.shape)}, or one a sequence together with cu_seqlens"
-        raise ValueError(f"advantages: expected shape {expected}; got {list(x.shape)}")
-
-    def flat_temperature(
-        self, temperature: float | Tensor, mask: Tensor | None, checks: ValueChecks
-    ) -> float | Tensor:
-        """A number, or float32 `[N]`; `mask` is flat."""
-        if isinstance(temperature, Tensor):
-            if temperature.requires_grad:
-                raise ValueError("temperature: expected a constant; got a tensor requiring grad")
-            if temperature.ndim == 0:
-                temperature = temperature.expand(self.shape)
-            flat = self.flat("temperature", temperature)
-            invalid = ~(flat > 0)
-            checks.add(
-                invalid if mask is None else invalid & mask,
-                "temperature: expected numbers > 0; got others",
+def _check_head(hidden: object, weight: object, bias: object) -> None:
+    hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
+    weight = check_tensor("weight", weight, dtypes=HEAD_DTYPES, device=hidden.device)
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(x, "full_tensor"):
+            raise TypeError(
+                f"{name}: expected a plain tensor, whole; got a DTensor: call this inside the "
+                f"wrapped module's forward, or pass {name}.full_tensor()"
             )
-            return flat
-        check_number("temperature", temperature)
-        if temperature <= 0:
-            raise ValueError(f"temperature: expected a number > 0; got {temperature}")
-        return float(temperature)
+    if hidden.ndim not in (2, 3):
+        raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
+    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:
+        hint = (
+            "; an empty weight is what ZeRO-3 shows outside the wrapped module's forward"
+            if weight.numel() == 0
+            else ""
+        )
+        raise ValueError(
+            f"weight: expected shape [V, {hidden.shape[-1]}]; got {list(weight.shape)}{hint}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, shape=weight.shape[:1], dtypes=HEAD_DTYPES, device=hidden.device)
 
 
-def flat_tokens(
+def _check_logit_scalars(logit_scale: object, softcap: object) -> None:
+    check_number("logit_scale", logit_scale)
+    if softcap is not None:
+        check_number("softcap", softcap)
+        if softcap <= 0:  # type: ignore[operator]
+            raise ValueError(f"softcap: expected a number > 0, or None; got {softcap}")
+
+
+def _low_rank(
+    low_rank: object, hidden: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns `lora_a_out [N, r]` and `lora_b [V, r]`, or None twice."""
+    if low_rank is None:
+        return None, None
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
+        raise TypeError(
+            "low_rank: expected a pair of tensors, lora_a_out and lora_b, or None; got "
+            f"{low_rank!r}"
+        )
+    lora_a_out, lora_b = (
+        check_tensor(f"low_rank[{i}]", x, dtypes=HEAD_DTYPES, device=hidden.device)
+        for i, x in enumerate(low_rank)
+    )
+    if lora_b.ndim != 2 or lora_b.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"low_rank[1]: expected shape [{weight.shape[0]}, r]; got {list(lora_b.shape)}"
+        )
+    expected = [*hidden.shape[:-1], lora_b.shape[1]]
+    if list(lora_a_out.shape) != expected:
+        raise ValueError(f"low_rank[0]: expected shape {expected}; got {list(lora_a_out.shape)}")
+    return lora_a_out.reshape(-1, lora_b.shape[1]), lora_b
+
+
+def _column_sampling(backward: object, tolerance: object, seed: object) -> ColumnSampling | None:
+    """The options of the sampled backward; None for the exact one."""
+    if backward not in ("exact", "sampled"):
+        raise ValueError(f"backward: expected 'exact' or 'sampled'; got {backward!r}")
+    if backward == "exact":
+        for name, value in (("tolerance", tolerance), ("seed", seed)):
+            if value is not None:
+                raise ValueError(f"{name}: expected None unless backward='sampled'; got {value!r}")
+        return None
+    if tolerance is None:
+        tolerance = DEFAULT_TOLERANCE
+    number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
+    if not number or not 0 < float(tolerance) < 1:  # type: ignore[arg-type]
+        raise ValueError(f"tolerance: expected a number between 0 and 1; got {tolerance!r}")
+    if isinstance(seed, Integral) and not isinstance(seed, bool):
+        seed = int(seed)
+    elif not (seed is None or isinstance(seed, torch.Generator)):
+        raise TypeError(
+            f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
+        )
+    return ColumnSampling(float(tolerance), seed)  # type: ignore[arg-type]
+
+
+def loss_inputs(
     config: GRPOLossConfig,
     layout: Layout,
     checks: ValueChecks,
@@ -205,13 +241,13 @@ def flat_tokens(
     entropy_threshold: float | Tensor | None,
     dtype: torch.dtype = torch.float32,
     **constants: object,
-) -> TokenInputs:
+) -> LossInputs:
     """The constants of a policy loss, checked, flat, with the weight of every token.
 
-    `constants`: `old_logps`, `ref_logps` and `sampling_logps`, None where not given.
+    `mask` is flat. `constants` are `old_logps`, `ref_logps` and `sampling_logps`, None where not
+    given.
     """
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
+    check_config(config)
     if config.beta and constants["ref_logps"] is None:
         raise ValueError(
             f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
@@ -228,22 +264,39 @@ def flat_tokens(
             "options tells sequences apart and the input is packed; got None"
         )
     num_items = _num_items(config, num_items, layout.device, checks)
-    flat_mask = layout.flat_mask(mask, checks)
-    if flat_mask is None:
+    if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
-        mask_float = flat_mask.to(dtype)
+        mask_float = mask.to(dtype)
     flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
-    inputs = TokenInputs(
+    inputs = LossInputs(
         advantages=layout.flat_advantages(advantages, checks, dtype),
         weights=aggregation_weights(config, mask_float, layout.sequences, num_items),
         count=mask_float.sum(),
-        mask=flat_mask,
+        mask=mask,
         entropy_threshold=_entropy_threshold(config, entropy_threshold, mask_float, checks),
         sequences=layout.sequences,
         **flat,
     )
-    return with_known_correction(config, inputs)
+    return with_known_weights(config, inputs)
+
+
+def check_config(config: object) -> None:
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
+
+
+def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
+    """Raises where the loss needs an entropy and none was given."""
+    if entropy is not None:
+        return
+    for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
+        value = getattr(config, name)
+        if value != unused:
+            raise ValueError(
+                f"entropy: expected the entropy of every token, as config.{name} = {value}; "
+                "got None"
+            )
 
 
 def _entropy_threshold(
@@ -268,9 +321,9 @@ def _num_items(
 ) -> float | Tensor | None:
     if num_items is None:
         return None
-    if config.average != "dapo":
+    if config.effective_aggregation != "dapo":
         raise ValueError(
-            "num_items: expected None, as only the 'dapo' average divides by it; got "
+            "num_items: expected None, as only the 'dapo' aggregation divides by it; got "
             f"{num_items!r} with loss_type={config.loss_type!r}"
         )
     number = _scalar("num_items", num_items, device)
@@ -282,7 +335,7 @@ def _num_items(
 
 
 def _scalar(name: str, value: object, device: torch.device) -> float | Tensor:
-    """A number, or a 0-d tensor on `device`; one on the CPU can be read without waiting."""
+    """Returns a number, or a 0-d tensor on `device`; one on the CPU is read without waiting."""
     if isinstance(value, Tensor):
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
@@ -294,74 +347,3 @@ def _scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     check_number(name, value)
     assert isinstance(value, (int, float))
     return value
-
-
-def check_head(
-    hidden: object, weight: object, bias: object, softcap: object, logit_scale: object
-) -> None:
-    """A linear head: `hidden [..., H]`, `weight [V, H]`, `bias [V]`, on one device."""
-    hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
-    weight = check_tensor("weight", weight, dtypes=HEAD_DTYPES, device=hidden.device)
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if hasattr(x, "full_tensor"):
-            raise TypeError(
-                f"{name}: expected a plain tensor, whole; got a DTensor: call this inside the "
-                f"wrapped module's forward, or pass {name}.full_tensor()"
-            )
-    if hidden.ndim not in (2, 3):
-        raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
-    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:
-        hint = (
-            "; an empty weight is what ZeRO-3 shows outside the wrapped module's forward"
-            if weight.numel() == 0
-            else ""
-        )
-        raise ValueError(
-            f"weight: expected shape [V, {hidden.shape[-1]}]; got {list(weight.shape)}{hint}"
-        )
-    if bias is not None:
-        check_tensor("bias", bias, shape=weight.shape[:1], dtypes=HEAD_DTYPES, device=hidden.device)
-    check_number("logit_scale", logit_scale)
-    if softcap is not None:
-        check_number("softcap", softcap)
-        if softcap <= 0:  # type: ignore[operator]
-            raise ValueError(f"softcap: expected a number > 0, or None; got {softcap}")
-
-
-def check_low_rank(
-    low_rank: object, hidden: Tensor, weight: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """`inner [N, r]` and `outer [V, r]`, or None twice."""
-    if low_rank is None:
-        return None, None
-    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
-        raise TypeError(
-            f"low_rank: expected a pair of tensors, inner and outer, or None; got {low_rank!r}"
-        )
-    inner, outer = (
-        check_tensor(f"low_rank[{i}]", x, dtypes=HEAD_DTYPES, device=hidden.device)
-        for i, x in enumerate(low_rank)
-    )
-    if outer.ndim != 2 or outer.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"low_rank[1]: expected shape [{weight.shape[0]}, r]; got {list(outer.shape)}"
-        )
-    expected = [*hidden.shape[:-1], outer.shape[1]]
-    if list(inner.shape) != expected:
-        raise ValueError(f"low_rank[0]: expected shape {expected}; got {list(inner.shape)}")
-    return inner.reshape(-1, outer.shape[1]), outer
-
-
-def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
-    """int64 `[N]`."""
-    targets = check_tensor("targets", targets, shape=shape, dtypes=_INTEGERS, device=device)
-    return flatten(targets.detach()).long()
-
-
-def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: ValueChecks) -> None:
-    outside = (targets < 0) | (targets >= V)
-    where = "" if mask is None else " at unmasked positions"
-    checks.add(
-        outside if mask is None else outside & mask,
-        f"targets: expected ids in [0, {V}){where}; got ids outside",
-    )

@@ -1,4 +1,4 @@
-"""What a loss tells about itself: 0-d tensors, none of them read from the device.
+"""The metrics of a loss: 0-d tensors, none of them read from the device.
 
 Names are TRL's where TRL has one. A metric that does not apply is absent rather than 0; the clip
 shares, which every loss has, are 0 where nothing is clipped.
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .config import GRPOLossConfig
 from .objective import (
-    TokenInputs,
+    LossInputs,
     Tokens,
     clipped_tokens,
-    correction,
-    high_entropy,
-    importance_ratio,
+    high_entropy_mask,
+    importance_sampling_weights,
     kl_terms,
-    on_policy,
+    log_importance_ratio,
+    off_policy_mask,
     vespo_weights,
 )
 
@@ -29,7 +29,7 @@ _WEIGHT = "sampling/importance_sampling_ratio"
 @torch.no_grad()
 def loss_metrics(
     config: GRPOLossConfig,
-    inputs: TokenInputs,
+    inputs: LossInputs,
     logps: Tensor,
     entropy: Tensor | None,
     d_logps: Tensor | None,
@@ -41,13 +41,16 @@ def loss_metrics(
     """
     tokens = Tokens.of(inputs, logps, entropy)
     mask = tokens.mask != 0
-    ratio = importance_ratio(config, tokens)
-    # Per token `[N]`, by name: what is averaged over tokens, over sequences, and what is maximised.
+    log_ratio = log_importance_ratio(config, tokens)
+    ratio = log_ratio.exp()
+    # Per token `[N]`, by name: to be averaged over tokens, over sequences, and to be maximized.
     means = {"ratio_mean": ratio}
     by_sequence: dict[str, Tensor] = {}
     maxima = {"ratio_max": ratio}
+    # Likewise averaged over tokens; metrics are made of them.
+    parts: dict[str, Tensor] = {}
     if tokens.ref_logps is not None:
-        means["kl"] = maxima["kl_max"] = kl_terms(config, tokens, ratio)
+        means["kl"] = maxima["kl_max"] = kl_terms(config, tokens, log_ratio)
     if tokens.entropy is not None:
         means["entropy"] = tokens.entropy
     if d_logps is not None:
@@ -57,32 +60,32 @@ def loss_metrics(
     clips = means if config.ratio_level == "token" else by_sequence
     clips |= {"clip_low": low, "clip_high": high}
     if config.surrogate == "vespo":
-        by_sequence["vespo/phi_seq_mean"] = vespo_weights(config, inputs, tokens)
+        by_sequence["vespo/phi_seq_mean"] = vespo_weights(config, tokens)
     if config.off_policy_threshold is not None:
-        means["off_policy_dropped"] = ~on_policy(config, tokens)
+        means["off_policy_dropped"] = ~off_policy_mask(config, tokens)
     if config.top_entropy_quantile < 1:
-        means["entropy_kept"] = high_entropy(config, inputs, tokens)
+        means["entropy_kept"] = high_entropy_mask(config, tokens)
     if tokens.sampling_logps is not None:
         # A token the sampler has no log-prob of (NaN) is no part of the mean.
         gap = (tokens.old_logps - tokens.sampling_logps).abs()
-        means["scored"], gap = ~gap.isnan(), gap.nan_to_num(nan=0.0)
-        means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap
-    rho = correction(config, inputs, tokens)
+        parts["scored"] = ~gap.isnan()
+        means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
+    rho = importance_sampling_weights(config, tokens)
     if rho is not None:
         of = by_sequence if config.is_correction.startswith("sequence") else means
         of[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
         maxima[f"{_WEIGHT}/min"] = -rho
 
+    tiny = torch.finfo(ratio.dtype).tiny
     metrics = {"tokens": inputs.count, **_maxima(maxima, mask)}
     # Relative to the largest, so that no square overflows.
-    scaled = ratio / metrics["ratio_max"].clamp(min=torch.finfo(ratio.dtype).tiny)
-    means |= {"weight": scaled, "squared": scaled.square()}
-    metrics |= _means(means, mask) | _means_of_sequences(by_sequence, tokens)
-    squared = metrics.pop("squared").clamp(min=torch.finfo(ratio.dtype).tiny)
-    metrics["ess"] = metrics.pop("weight").square() / squared
-    if "scored" in metrics:
-        share = metrics.pop("scored").clamp(min=torch.finfo(ratio.dtype).tiny)
-        metrics[f"{_DIFFERENCE}/mean"] = metrics[f"{_DIFFERENCE}/mean"] / share
+    parts["ratio"] = ratio / metrics["ratio_max"].clamp(min=tiny)
+    parts["square"] = parts["ratio"].square()
+    averages = _means(means | parts, mask)
+    metrics |= {name: averages[name] for name in means} | _means_of_sequences(by_sequence, tokens)
+    metrics["ess"] = averages["ratio"].square() / averages["square"].clamp(min=tiny)
+    if "scored" in parts:
+        metrics[f"{_DIFFERENCE}/mean"] /= averages["scored"].clamp(min=tiny)
     if rho is not None:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
     return metrics | _clip_metrics(config, tokens, metrics, low, high)
@@ -91,7 +94,7 @@ def loss_metrics(
 def _clip_metrics(
     config: GRPOLossConfig, tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
 ) -> dict[str, Tensor]:
-    """TRL's names for the clip shares, and the extremes over sequences."""
+    """The clip shares under TRL's names, and their extremes over sequences."""
     clip_low, clip_high = metrics["clip_low"], metrics["clip_high"]
     if config.surrogate == "cispo":
         return {"cispo_clip_ratio": clip_high}
@@ -111,7 +114,7 @@ def _clip_metrics(
 
 
 def _means(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Over the tokens of `mask`, 0 over none: one sum for all of them."""
+    """The mean of each over the tokens of `mask`, 0 over none; all in one sum."""
     sums = torch.where(mask, _stack(named), 0).sum(1)
     return dict(zip(named, (sums / mask.sum().clamp(min=1)).unbind(), strict=True))
 
@@ -129,7 +132,7 @@ def _largest(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _means_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
-    """Over the sequences that have a token, of the means over their tokens."""
+    """The mean, over the sequences that have a token, of each sequence's mean."""
     if not named:
         return {}
     shares, occupied = _shares_of_sequences(named, tokens)
@@ -138,7 +141,7 @@ def _means_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> dict[str, T
 
 
 def _shares_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The means over each sequence `[K, B]`, and which sequences have a token `[B]`."""
+    """The mean of each over each sequence `[K, B]`, and the sequences that have a token `[B]`."""
     sequences = tokens.sequences
     assert sequences is not None
     lengths = sequences.sum(tokens.mask)

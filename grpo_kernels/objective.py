@@ -1,6 +1,6 @@
 """The objective: per-token terms, corrections and averages, defined once.
 
-Every path of the library computes this definition: the reference in float64, the torch tiles by
+Every path of the library computes this definition: the reference in float64, the torch backend by
 differentiating it, the Triton policy-loss kernel by a hand-written copy of its token-local part
 that tests hold to it.
 
@@ -10,11 +10,11 @@ sequence, B sequences, sg = detach:
 
     r    = exp(l - l_old), or of its mean over the sequence
     x    = surrogate(r, A, l)                              below, in `_surrogate`
-    s    = off-policy mask * entropy mask * rho            detached, `surrogate_scale`
+    s    = off-policy mask * high-entropy mask * rho       detached, `surrogate_scale`
     KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction
     loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
 
-The average is all in the weight w of a token:
+The aggregation is all in the weight w of a token:
 
     grpo     m / (B * max(L, 1))                     mean over sequences of the mean over tokens
     bnpo     m / max(sum m, 1)                       mean over the tokens of this batch
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from .config import GRPOLossConfig
 
-# Of a log-ratio: e^80 is far beyond any use, and still no infinity that 0 would turn into NaN.
+# Largest log-ratio: e^80 is far beyond any use, and still no infinity that 0 turns into NaN.
 _MAX_LOG_RATIO = 80.0
 _KL_LOG_RATIO = 20.0
 _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
@@ -67,12 +67,12 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class TokenInputs:
-    """What is known of every token before its log-prob is, flat `[N]`.
+class LossInputs:
+    """The constants of a policy loss, flat `[N]`: all that is known before the log-probs are.
 
-    `count` is 0-d, the number of unmasked tokens. `mask` None means that every token counts;
-    values at masked tokens are never used. `correction` is the sampler's importance weight where
-    it is known beforehand, `entropy_threshold` 0-d.
+    `count`, 0-d, is the number of unmasked tokens. `mask` None means that every token counts;
+    values at masked tokens are never used. `importance_sampling_weights` are those of the sampler,
+    None where they are not known beforehand; `entropy_threshold` is 0-d.
     """
 
     advantages: Tensor
@@ -82,35 +82,36 @@ class TokenInputs:
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
-    correction: Tensor | None = None
+    importance_sampling_weights: Tensor | None = None
     entropy_threshold: Tensor | None = None
     sequences: Sequences | None = None
 
-    def at(self, rows: Tensor | slice) -> TokenInputs:
+    def at(self, rows: Tensor | slice) -> LossInputs:
         """The tokens of `rows`, all of which must be unmasked; sequences are not told apart."""
 
         def pick(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[rows]
 
-        return TokenInputs(
+        return LossInputs(
             advantages=self.advantages[rows],
             weights=self.weights[rows],
             count=self.count,
             old_logps=pick(self.old_logps),
             ref_logps=pick(self.ref_logps),
             sampling_logps=pick(self.sampling_logps),
-            correction=pick(self.correction),
+            importance_sampling_weights=pick(self.importance_sampling_weights),
             entropy_threshold=self.entropy_threshold,
         )
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an objective sees: flat `[N]`, with zeros where the mask is 0.
+    """The tokens as an objective sees them: flat `[N]`, with zeros where the mask is 0.
 
-    `logps` and `entropy` carry gradients, the rest are constants; `old_logps` is `logps`, detached,
+    `logps` and `entropy` carry gradients, the rest are constants. `old_logps` is `logps`, detached,
     where none were given; `mask` is 0 and 1 in the dtype of `logps`; `entropy` is None where
-    `grpo_loss` was given none.
+    `grpo_loss` was given none; `importance_sampling_weights` and `entropy_threshold` (0-d) are None
+    where they are not known beforehand.
     """
 
     logps: Tensor
@@ -120,6 +121,8 @@ class Tokens:
     entropy: Tensor | None = None
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
+    importance_sampling_weights: Tensor | None = None
+    entropy_threshold: Tensor | None = None
     sequences: Sequences | None = None
 
     @property
@@ -155,7 +158,8 @@ class Tokens:
         return self.sequences
 
     @staticmethod
-    def of(inputs: TokenInputs, logps: Tensor, entropy: Tensor | None) -> Tokens:
+    def of(inputs: LossInputs, logps: Tensor, entropy: Tensor | None) -> Tokens:
+        """The tokens of `inputs` with their log-probs and entropy."""
         # Select before any exp: a masked token may hold anything, and inf * 0 is NaN.
         mask = inputs.mask
 
@@ -174,26 +178,35 @@ class Tokens:
             entropy=clean_given(entropy),
             ref_logps=clean_given(inputs.ref_logps),
             sampling_logps=clean_given(inputs.sampling_logps),
+            importance_sampling_weights=inputs.importance_sampling_weights,
+            entropy_threshold=inputs.entropy_threshold,
             sequences=inputs.sequences,
         )
 
 
 def policy_loss(
-    config: GRPOLossConfig, inputs: TokenInputs, logps: Tensor, entropy: Tensor | None
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    stable_kl: bool = False,
 ) -> Tensor:
     """The objective over `logps [N]` and `entropy [N]`, a differentiable scalar.
 
     All tensors share one dtype, float32 or float64. Over chunks of tokens it is additive, if the
-    objective is token-local.
+    objective is token-local. `stable_kl` takes the derivative of the KL times the ratio in closed
+    form: autograd's, in float32, cancels.
     """
     tokens = Tokens.of(inputs, logps, entropy)
-    ratio = importance_ratio(config, tokens)
-    scale, chosen = surrogate_scale(config, inputs, tokens)
-    per_token = _surrogate(config, inputs, tokens, ratio)
+    log_ratio = log_importance_ratio(config, tokens)
+    scale, chosen = surrogate_scale(config, tokens)
+    per_token = _surrogate(config, tokens, log_ratio.exp())
     if scale is not None:
         per_token = per_token * scale
     if config.beta:
-        per_token = per_token + config.beta * kl_terms(config, tokens, ratio)
+        kl = kl_terms_in_closed_form if stable_kl else kl_terms
+        per_token = per_token + config.beta * kl(config, tokens, log_ratio)
     loss = (inputs.weights * per_token).sum()
     if config.entropy_coef and tokens.entropy is not None:
         count = inputs.count
@@ -204,7 +217,7 @@ def policy_loss(
     return loss
 
 
-def token_local(config: GRPOLossConfig, inputs: TokenInputs) -> bool:
+def token_local(config: GRPOLossConfig, inputs: LossInputs) -> bool:
     """Whether a token's gradient follows from that token and these inputs alone."""
     reason = config.two_pass_reason(
         has_old_logps=inputs.old_logps is not None,
@@ -213,20 +226,24 @@ def token_local(config: GRPOLossConfig, inputs: TokenInputs) -> bool:
     return reason is None
 
 
+def log_importance_ratio(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """`log r [N]`, with its gradient; bounded, so that r is finite."""
+    if config.ratio_level == "token":
+        log_ratio = tokens.log_ratio
+    else:
+        log_ratio = tokens.sequence_mean(tokens.log_ratio)
+        if config.loss_type == "gspo_token":
+            # The sequence's ratio, and the gradient of the token's own.
+            log_ratio = tokens.logps - tokens.logps.detach() + log_ratio.detach()
+    return log_ratio.clamp(max=_MAX_LOG_RATIO)
+
+
 def importance_ratio(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """`r [N]`, with its gradient."""
-    if config.ratio_level == "token":
-        return tokens.ratio
-    mean = tokens.sequence_mean(tokens.log_ratio)
-    if config.loss_type == "gspo_token":
-        # The sequence's ratio, and the gradient of the token's own.
-        return _exp(tokens.logps - tokens.logps.detach() + mean.detach())
-    return _exp(mean)
+    return log_importance_ratio(config, tokens).exp()
 
 
-def _surrogate(
-    config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens, ratio: Tensor
-) -> Tensor:
+def _surrogate(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> Tensor:
     """The loss of each token, `[N]`, before corrections."""
     A = tokens.advantages
     low, high = config.clip_range
@@ -244,7 +261,7 @@ def _surrogate(
             tau = _either(A > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, A)
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * A
         case "vespo":  # arXiv:2602.10693
-            return -vespo_weights(config, inputs, tokens) * A * tokens.logps
+            return -vespo_weights(config, tokens) * A * tokens.logps
         case "gmpo":  # arXiv:2507.20673; the product of clipped ratios, its mean in log space
             d, sign = tokens.log_ratio, A.sign()
             clipped = d.clamp(-config.epsilon, config.upper_epsilon)
@@ -269,16 +286,16 @@ def _checked(x: object, tokens: Tokens) -> Tensor:
         raise ValueError(f"{expected}shape {list(shape)}; got {list(x.shape)}")
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
         raise ValueError(f"{expected}with a gradient for tokens.logps or tokens.entropy; got none")
-    # What it made of masked tokens is nobody's business, NaN included.
+    # Masked tokens may come back as anything, NaN included.
     return _select(tokens.mask, x.to(tokens.logps.dtype))
 
 
 @torch.no_grad()
-def vespo_weights(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor:
+def vespo_weights(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """phi(w) = e^lambda * w^k * e^(-lambda * w), w the ratio of the whole sequence; `[N]`."""
     low, high = _VESPO_LOG_RANGE
     log_w = tokens.sequence_sum(tokens.log_ratio.clamp(-high, high))
-    rho = correction(config, inputs, tokens)
+    rho = importance_sampling_weights(config, tokens)
     if rho is not None:
         log_w = log_w + tokens.sequence_sum(rho.log().clamp(low, high))
     log_w = log_w.clamp(low, high)
@@ -290,7 +307,7 @@ def vespo_weights(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -
 
 @torch.no_grad()
 def clipped_tokens(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens the lower and the upper bound cut off from their gradient, bool `[N]`."""
+    """The tokens that the lower and the upper bound cut off from their gradient, bool `[N]`."""
     A = tokens.advantages
     low, high = -config.epsilon, config.upper_epsilon
     match config.surrogate:
@@ -308,46 +325,46 @@ def clipped_tokens(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> tup
 
 
 @torch.no_grad()
-def surrogate_scale(
-    config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens
-) -> tuple[Tensor | None, Tensor | None]:
-    """What multiplies the surrogate, `[N]`, and the tokens that the entropy mask leaves.
+def surrogate_scale(config: GRPOLossConfig, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
+    """The factor of the surrogate, `[N]`, and the high-entropy mask, `[N]`.
 
-    None where it is 1 and all of them. Constants: no gradient flows here.
+    None where the factor is 1, and where there is no such mask. No gradient flows here.
     """
     scale, chosen = None, None
     if config.off_policy_threshold is not None:
-        scale = on_policy(config, tokens).to(tokens.logps.dtype)
+        scale = off_policy_mask(config, tokens).to(tokens.logps.dtype)
     if config.top_entropy_quantile < 1:
-        chosen = high_entropy(config, inputs, tokens)
+        chosen = high_entropy_mask(config, tokens)
         scale = chosen if scale is None else scale * chosen
-    rho = None if config.surrogate == "vespo" else correction(config, inputs, tokens)
+    rho = None
+    if config.surrogate != "vespo":  # which takes them into its own weight
+        rho = importance_sampling_weights(config, tokens)
     if rho is not None:
         scale = rho if scale is None else scale * rho
     return scale, chosen
 
 
 @torch.no_grad()
-def on_policy(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
-    """Bool `[N]`: advantage >= 0, or the sequence's sampler still close to the policy."""
+def off_policy_mask(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The tokens to keep, bool `[N]`: advantage >= 0, or a sampler still close to the policy."""
     assert config.off_policy_threshold is not None
     sampler = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
-    # A token the sampler has no log-prob of is no evidence.
+    # NaN: the sampler has no log-prob of this token.
     drift = (sampler - tokens.logps).nan_to_num(nan=0.0)
     return (tokens.advantages >= 0) | (tokens.sequence_mean(drift) <= config.off_policy_threshold)
 
 
-def high_entropy(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor:
-    """0 or 1, `[N]`: the unmasked tokens of the top quantile of entropy."""
+def high_entropy_mask(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The unmasked tokens in the top quantile of entropy, 0 or 1, `[N]`."""
     assert tokens.entropy is not None
-    entropy, threshold = tokens.entropy.detach(), inputs.entropy_threshold
+    entropy, threshold = tokens.entropy.detach(), tokens.entropy_threshold
     if threshold is None:
         threshold = masked_quantile(entropy, tokens.mask, 1 - config.top_entropy_quantile)
     return (entropy >= threshold).to(entropy.dtype) * tokens.mask
 
 
 def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
-    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading how many there are."""
+    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading the mask's count."""
     if not x.numel():
         return x.new_zeros(())
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
@@ -358,17 +375,13 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     return torch.lerp(ends[0], ends[1], (position - below).to(x.dtype))
 
 
-def correction(config: GRPOLossConfig, inputs: TokenInputs, tokens: Tokens) -> Tensor | None:
-    if config.is_correction == "none":
-        return None
-    return sampler_correction(config, tokens) if inputs.correction is None else inputs.correction
-
-
 @torch.no_grad()
-def sampler_correction(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tensor | None:
     """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence's sum, bounded."""
+    if config.is_correction == "none" or tokens.importance_sampling_weights is not None:
+        return tokens.importance_sampling_weights
     assert tokens.sampling_logps is not None
-    # NaN is a token the sampler has no log-prob of: no correction.
+    # NaN: the sampler has no log-prob of this token, which then keeps weight 1.
     log_w = (tokens.old_logps.detach() - tokens.sampling_logps).nan_to_num(nan=0.0)
     if config.is_correction.startswith("sequence"):
         log_w = tokens.sequence_sum(log_w)
@@ -379,19 +392,44 @@ def sampler_correction(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     return w.masked_fill(outside, 0.0)
 
 
-def with_known_correction(config: GRPOLossConfig, inputs: TokenInputs) -> TokenInputs:
-    """`inputs` with the correction, where old log-probs make it a constant."""
+def with_known_weights(config: GRPOLossConfig, inputs: LossInputs) -> LossInputs:
+    """`inputs` with the importance sampling weights, where old log-probs make them constants."""
     if config.is_correction == "none" or inputs.old_logps is None:
         return inputs
-    tokens = Tokens.of(inputs, inputs.old_logps, None)
-    return replace(inputs, correction=sampler_correction(config, tokens))
+    weights = importance_sampling_weights(config, Tokens.of(inputs, inputs.old_logps, None))
+    return replace(inputs, importance_sampling_weights=weights)
 
 
-def kl_terms(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> Tensor:
+def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
     """The KL of each token to the reference as it enters the loss, `[N]`."""
     assert tokens.ref_logps is not None
     kl = kl_estimate(config.kl_estimator, tokens.ref_logps - tokens.logps, config.kl_clamp)
-    return kl * ratio if config.use_bias_correction_kl else kl
+    return kl * log_ratio.exp() if config.use_bias_correction_kl else kl
+
+
+def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
+    """`kl_terms` with `d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)`, KL + KL' as one.
+
+    In k3's KL + KL' the terms e^d cancel, and what is left is -d: at d = 12 the product rule has
+    lost four digits. The second term is 0 where the ratio is the token's own.
+    """
+    if not config.use_bias_correction_kl:
+        return kl_terms(config, tokens, log_ratio)
+    assert tokens.ref_logps is not None
+    d = (tokens.ref_logps - tokens.logps).detach().requires_grad_()
+    with torch.enable_grad():
+        estimate = kl_estimate(config.kl_estimator, d, config.kl_clamp)
+        slope = -torch.autograd.grad(estimate.sum(), d)[0]
+    kl, d, ratio = estimate.detach(), d.detach(), log_ratio.detach().exp()
+    total = kl + slope
+    if config.kl_estimator == "k3":
+        total = torch.where(slope == 0, kl, -d)  # without a slope: clamped
+    own = tokens.logps - tokens.logps.detach()
+    if config.ratio_level == "token" or config.loss_type == "gspo_token":
+        # Beyond its bound a ratio is a constant.
+        return ratio * (kl + torch.where(log_ratio < _MAX_LOG_RATIO, total, slope) * own)
+    moved = log_ratio - log_ratio.detach()
+    return ratio * (kl + total * moved + slope * (own - tokens.sequence_mean(own)))
 
 
 def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
@@ -440,18 +478,18 @@ def aggregation_weights(
     num_items: float | Tensor | None,
 ) -> Tensor:
     """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype."""
-    if config.average == "dapo":
+    if config.effective_aggregation == "dapo":
         if isinstance(num_items, (int, float)):
             return mask / max(num_items, 1)
         total = mask.sum() if num_items is None else num_items.to(mask)
         return mask / total.clamp(min=1)
-    if config.average == "bnpo":
+    if config.effective_aggregation == "bnpo":
         return mask / mask.sum().clamp(min=1)
     assert sequences is not None
-    if config.average == "dr_grpo":
+    if config.effective_aggregation == "dr_grpo":
         assert config.max_completion_length is not None
         return mask / max(sequences.count * config.max_completion_length, 1)
-    if config.average == "luspo":
+    if config.effective_aggregation == "luspo":
         return mask / max(sequences.count, 1)
     lengths = sequences.sum(mask).clamp(min=1)
     return mask / (sequences.count * sequences.spread(lengths))

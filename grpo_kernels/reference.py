@@ -2,7 +2,7 @@
 
 Logits are materialised, gradients are autograd's, nothing is skipped. The dtype of the first
 argument decides that of all arithmetic and of every result. Arguments mean what they mean in the
-fast calls and are not validated again, but for shapes that do not fit together.
+fast calls; of them, only shapes are checked.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig
-from .grpo_loss import GRPOLossOutput, check_entropy_given
-from .inputs import Layout, ValueChecks, flat_tokens
-from .linear_logprobs import LogprobOutput
+from .inputs import check_entropy_given, loss_inputs
+from .layout import Layout, ValueChecks
 from .metrics import loss_metrics
 from .objective import policy_loss
+from .outputs import GRPOLossOutput, LogprobOutput
 
 
 def linear_logits(
@@ -31,8 +31,8 @@ def linear_logits(
     """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`."""
     logits = hidden @ weight.to(hidden.dtype).T
     if low_rank is not None:
-        inner, outer = (x.to(hidden.dtype) for x in low_rank)
-        logits = logits + inner @ outer.T
+        lora_a_out, lora_b = (x.to(hidden.dtype) for x in low_rank)
+        logits = logits + lora_a_out @ lora_b.T
     if bias is not None:
         logits = logits + bias.to(hidden.dtype)
     logits = logits * logit_scale
@@ -65,7 +65,7 @@ def linear_logprobs(
     if mask is None:
         mask = torch.ones_like(targets)
     active = mask.bool()
-    # What a masked position holds must not reach a sum, even as NaN times 0.
+    # Masked positions must not reach a sum, even as NaN times 0.
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
     if low_rank is not None:
         low_rank = (low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0), low_rank[1])
@@ -82,7 +82,7 @@ def linear_logprobs(
     )
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, targets.long().masked_fill(~active, 0).unsqueeze(-1)).squeeze(-1)
-    # p log p is 0 where p is: a word of logit -inf counts for nothing.
+    # p log p is 0 where p is: a word of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     logsumexp = logits.logsumexp(-1)
@@ -104,9 +104,10 @@ def grpo_loss(
     cu_seqlens: Tensor | None = None,
 ) -> GRPOLossOutput:
     """`grpo_kernels.objective` over all tokens at once, differentiated by autograd."""
-    layout = Layout.of("logps", logps, cu_seqlens, ValueChecks())
-    inputs = flat_tokens(
-        config, layout, ValueChecks(), advantages, mask, old_logps=old_logps,
+    checks = ValueChecks()
+    layout = Layout.of("logps", logps, cu_seqlens, checks)
+    inputs = loss_inputs(
+        config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
         ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
         entropy_threshold=entropy_threshold, dtype=logps.dtype,
     )  # fmt: skip
@@ -123,7 +124,7 @@ def grpo_loss(
 def _gradients(
     loss: Tensor, logps: Tensor, entropy: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The loss's own, for the metric that counts tokens without any."""
+    """The loss's gradients per token, for the metric that counts tokens without any."""
     if not loss.requires_grad:
         return None, None
     wanted = [x for x in (logps, entropy) if x is not None and x.requires_grad]

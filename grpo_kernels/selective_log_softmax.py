@@ -3,7 +3,7 @@
     forward    l = z_y - logsumexp(z),  z = logits / T
     backward   dlogits_j = dl * (1[j = y] - p_j) / T
 
-The same tile functions as in the fused calls, on the caller's logits as one tile: log_softmax
+The same backend functions as in the fused calls, on the caller's logits as one chunk: log_softmax
 itself, a second tensor of the size of the logits, is never made. All arithmetic is float32.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd_support import eager_only, refuse_double_backward
-from .inputs import (
+from .autograd import eager_only, refuse_double_backward
+from .backends import Backend, LogitTransform, RowGrads, select_backend
+from .layout import (
     HEAD_DTYPES,
     Layout,
     ValueChecks,
@@ -23,7 +24,6 @@ from .inputs import (
     check_targets,
     check_tensor,
 )
-from .tiles import LogitGradInputs, LogitTransform, Tiles, select_tiles
 
 
 @eager_only
@@ -34,7 +34,7 @@ def selective_log_softmax(
     temperature: float | Tensor = 1.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Log-probs of the targets, float32, with a gradient for the logits.
+    """Computes log-probs of the targets from logits, float32, with a gradient for the logits.
 
     Equivalent PyTorch:
 
@@ -43,7 +43,7 @@ def selective_log_softmax(
     Args:
         logits: `[B, T, V]` or `[N, V]`, float32, bfloat16 or float16. May hold -inf.
         targets: `[B, T]` or `[N]`, integer ids in [0, V).
-        temperature: a number, or one value a token in the shape of `targets`; a constant.
+        temperature: a number, or one value per token in the shape of `targets`; a constant.
         backend: `"auto"`, `"triton"` or `"torch"`.
 
     Returns:
@@ -59,7 +59,7 @@ def selective_log_softmax(
     check_tensor("logits", logits, dtypes=HEAD_DTYPES)
     if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
-    tiles = select_tiles(backend, logits.device)
+    selected = select_backend(backend, logits.device)
     V = logits.shape[-1]
     flat_targets = check_targets(targets, logits.shape[:-1], logits.device)
     checks = ValueChecks()
@@ -67,36 +67,36 @@ def selective_log_softmax(
     check_target_ids(flat_targets, None, V, checks)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
-    logps = _SelectiveLogSoftmax.apply(logits, flat_targets, transform, tiles)
+    logps = _SelectiveLogSoftmax.apply(logits, flat_targets, transform, selected)
     return logps.reshape(layout.shape)
 
 
-def _tiles_of(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """`[B, T, V]` as one tile of rows or, where a slice such as `[:, :-1]` allows none, as B."""
+def _chunks_of(logits: Tensor) -> list[tuple[slice, Tensor]]:
+    """`[B, T, V]` as one chunk of rows or, where a slice such as `[:, :-1]` allows none, as B."""
     V = logits.shape[-1]
     rows = logits.numel() // V
     try:
         return [(slice(0, rows), logits.view(-1, V))]
     except RuntimeError:
         T = logits.shape[1]
-        return [(slice(b * T, (b + 1) * T), tile) for b, tile in enumerate(logits)]
+        return [(slice(b * T, (b + 1) * T), chunk) for b, chunk in enumerate(logits)]
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, transform: LogitTransform, tiles: Tiles
+        ctx: Any, logits: Tensor, targets: Tensor, transform: LogitTransform, backend: Backend
     ) -> Tensor:
         if logits.stride(-1) != 1:
             logits = logits.contiguous()
         logps, logsumexp = torch.empty((2, targets.shape[0]), device=logits.device).unbind()
         with torch.autocast(logits.device.type, enabled=False):
-            for rows, tile in _tiles_of(logits):
-                stats = tiles.token_stats(tile, targets[rows], transform.at(rows), entropy=False)
+            for rows, chunk in _chunks_of(logits):
+                stats = backend.token_stats(chunk, targets[rows], transform.at(rows), entropy=False)
                 logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
-        # Kept apart from the output, which the caller may change in place.
+        # A copy, as the caller may change the output in place.
         ctx.save_for_backward(logits, targets, logps, logsumexp)
-        ctx.transform, ctx.tiles = transform, tiles
+        ctx.transform, ctx.backend = transform, backend
         return logps.clone()
 
     @staticmethod
@@ -107,9 +107,9 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat_out = out.view(-1, out.shape[-1])
         with torch.autocast(logits.device.type, enabled=False):
-            for rows, tile in _tiles_of(logits):
-                grads = LogitGradInputs(logps[rows], logsumexp[rows], d_logps[rows], d_logps[rows])
-                ctx.tiles.logit_grads_(
-                    tile, targets[rows], ctx.transform.at(rows), grads, flat_out[rows]
+            for rows, chunk in _chunks_of(logits):
+                grads = RowGrads(logps[rows], logsumexp[rows], d_logps[rows], d_logps[rows])
+                ctx.backend.logit_grads_(
+                    chunk, targets[rows], ctx.transform.at(rows), grads, flat_out[rows]
                 )
         return out, None, None, None

@@ -2,18 +2,31 @@
 
 How to see the tests fail: `tests/test_tests_can_fail.py` zeroes a gradient, flips its sign, lets
 the vocabulary's tail into the log-sum-exp, and so on, and expects the checks used here to object.
-To see it by hand, put `out.zero_()` or `out.neg_()` at the end of `torch_tiles.logit_grads_`, or
-replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_tiles.token_stats_kernel`: the tests
+To see it by hand, put `out.zero_()` or `out.neg_()` at the end of `torch_backend.logit_grads_`, or
+replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_logits.token_stats_kernel`: the tests
 with a softcap fail, and all do once `_load_logits` reads the columns past V as 0, too.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.register_assert_rewrite("batches")
+pytest.register_assert_rewrite("tests.support")
+HERE = Path(__file__).parent
+
+# A machine with a GPU may have no hypothesis; `-m gpu` does not need it.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    # The poisoned-memory fixture is the same for every example.
+    shared = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+    settings.register_profile("fast", derandomize=True, max_examples=40, **shared)
+    settings.register_profile("full", derandomize=True, max_examples=300, **shared)
+    settings.register_profile("fuzz", max_examples=2000, print_blob=True, **shared)
+    settings.load_profile("fast")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,14 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What lies in a folder is slow; with many examples, what hypothesis draws is, too."""
     reason = None
     if not torch.cuda.is_available():
         reason = "no CUDA device"
     elif config.option.markexpr != "gpu":
         reason = "run them with -m gpu"
+    many = config.getoption("--hypothesis-profile", None) in ("full", "fuzz")
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+        drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if item.path.parent != HERE or (many and drawn):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +79,7 @@ def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model of a few thousand parameters, and its tokenizer."""
-    from tiny_models import make_model, make_tokenizer
+    from tests.support.tiny_models import make_model, make_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     make_model("llama").save_pretrained(folder)

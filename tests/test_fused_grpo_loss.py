@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from batches import (
+
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels.head_gradients import HeadGradients
+from grpo_kernels.lm_head import LMHead
+from tests.support.batches import (
     HEAD,
     OBJECTIVES,
     Result,
@@ -15,50 +19,16 @@ from batches import (
     relative_error,
     run_fused,
 )
+from tests.support.head_options import (
+    BACKENDS,
+    CHUNK,
+    OPTIONS,
+    TOLERANCE,
+    expect_equal,
+    objective_options,
+)
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
-from grpo_kernels.row_chunks import HeadChunks
-
-BACKENDS = ("torch", "triton")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
-CHUNK = 4 * 1003 * 5  # five rows at a time: several chunks, the last one short
-
-# id: (config, call options); what belongs to the head. The objective's own are in OBJECTIVES.
-OPTIONS = {
-    "on_policy": ({}, {}),
-    "old_logps": ({}, {"old_logps": True}),
-    "kl_old_delta": ({"beta": 0.04, "delta": 1.4}, {"old_logps": True, "ref_logps": True}),
-    "entropy": ({"entropy_coef": 0.05}, {"old_logps": True}),
-    "temperature": ({"temperature": 0.7}, {"old_logps": True}),
-    "temperature_per_token": ({}, {"old_logps": True, "temperature": True}),
-    "bias": ({}, {"old_logps": True, "bias": True}),
-    "logit_scale": ({}, {"logit_scale": 0.37}),
-    "softcap": ({}, {"softcap": 5.0}),
-    "everything": (
-        {"beta": 0.04, "delta": 1.6, "epsilon_high": 0.3, "entropy_coef": 0.02},
-        {
-            "old_logps": True,
-            "ref_logps": True,
-            "bias": True,
-            "softcap": 6.0,
-            "logit_scale": 1.3,
-            "temperature": True,
-        },
-    ),
-}
-
-
-def objective_options(name):
-    config_options, tensors = OBJECTIVES[name]
-    return {"config": config(**config_options), "bias": True, **dict.fromkeys(tensors, True)}
-
-
-def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
-    expected = run_fused(batch, exact=True, **options, **kwargs)
-    actual = run_fused(batch, exact=False, **options, **kwargs)
-    assert_matches(actual, expected, tolerance, logps=1e-4, rounded_to=batch.hidden.dtype)
-    return actual
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -296,9 +266,9 @@ def test_skip_untrained_where_sequences_matter(objective, per_token):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     made = []
-    original = HeadChunks.logits
+    original = LMHead.logits
     monkeypatch.setattr(
-        HeadChunks,
+        LMHead,
         "logits",
         lambda self, rows: made.append(len(rows.hidden)) or original(self, rows),
     )
@@ -334,16 +304,31 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
     sizes = []
-    original = HeadChunks.add_gradients
+    original = HeadGradients.add
     monkeypatch.setattr(
-        HeadChunks,
-        "add_gradients",
-        lambda self, chunk, *args: sizes.append(chunk.size) or original(self, chunk, *args),
+        HeadGradients,
+        "add",
+        lambda self, rows, *args: sizes.append(len(rows.hidden)) or original(self, rows, *args),
     )
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
     expect_equal(batch, {**options, "old_logps": True})
     trained = batch.mask & (batch.advantages != 0)[:, None]
     assert trained[0].any() and sum(sizes) <= int(trained[1:].sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_far_from_the_reference_policy(loss_type, backend):
+    """The KL's gradient at ref - logp from -20 to 20, where it is a difference of terms e^20."""
+    batch = make_batch(B=6, T=11)
+    distance = torch.linspace(-20, 20, batch.mask.numel()).reshape(batch.mask.shape)
+    batch.ref_logps = batch.old_logps + (distance if loss_type == "dapo" else distance[:, :1])
+    cfg = config(loss_type=loss_type, beta=0.1, use_bias_correction_kl=True)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, backend=backend, **options)
+    for name in ("hidden", "weight"):
+        assert relative_error(actual.gradients[name], expected.gradients[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from batches import config, make_batch, packed, relative_error, run_fused
 
 from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from tests.support.batches import config, make_batch, packed, relative_error, run_fused
 
 BACKENDS = ("torch", "triton")
 

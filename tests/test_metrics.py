@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from batches import OBJECTIVES, config, make_batch, run_fused
 
 from grpo_kernels import grpo_loss
+from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
 
 
 def metrics_of(logps, advantages, mask=None, **kwargs):

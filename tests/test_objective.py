@@ -5,12 +5,12 @@ from statistics import fmean
 
 import pytest
 import torch
-from batches import config, make_batch, packed, relative_error
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
 from grpo_kernels.config import KL_ESTIMATORS
 from grpo_kernels.config import LOSS_TYPES as ALL_LOSS_TYPES
 from grpo_kernels.objective import masked_quantile
+from tests.support.batches import config, make_batch, packed, relative_error
 
 
 def clamp(x, low, high):
@@ -233,7 +233,7 @@ def test_by_hand(options, on_policy, per_token):
     noise = 0.2 * torch.randn(5, 7, generator=g)
     logps = (batch.old_logps + noise).double()
     entropy = torch.rand(5, 7, generator=g).double()
-    num_items = 31 if cfg.average == "dapo" else None
+    num_items = 31 if cfg.effective_aggregation == "dapo" else None
     old, ref, roll, lists, entropies = lists_of(
         batch, batch.old_logps, batch.ref_logps, batch.sampling_logps, logps, entropy
     )

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from batches import config, make_batch, packed, relative_error, run_fused
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
+from tests.support.batches import config, make_batch, packed, relative_error, run_fused
 
 
 def clipped(tokens):

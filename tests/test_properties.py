@@ -1,23 +1,15 @@
 """Shapes, masks and options drawn at random: fused against reference, value and gradients."""
 
-import os
-
+import pytest
 import torch
-from batches import Batch, assert_matches, config, make_batch, packed, run_fused
-from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("hypothesis")
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_kernels import selective_log_softmax
 from grpo_kernels.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
-
-# New examples at every run but in CI, which judges a change and not its luck. The poisoned-memory
-# fixture is the same for every example.
-SETTINGS = settings(
-    deadline=None,
-    derandomize=bool(os.environ.get("CI")),
-    max_examples=300,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+from tests.support.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
 
 @st.composite
@@ -78,7 +70,7 @@ def problems(draw) -> tuple[Batch, dict]:
     # Well above the logits: where tanh saturates, 1 - tanh^2 has lost its digits, as in eager.
     options["softcap"] = draw(st.sampled_from((None, 45.0)))
     options["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
-    if options["config"].average == "dapo":
+    if options["config"].effective_aggregation == "dapo":
         options["num_items"] = draw(st.sampled_from((None, 13)))
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:
@@ -89,7 +81,6 @@ def problems(draw) -> tuple[Batch, dict]:
     return batch, options
 
 
-@SETTINGS
 @given(
     problem=problems(),
     backend=st.sampled_from(("torch", "triton")),
@@ -115,7 +106,6 @@ def test_fused_equals_reference(problem, backend, rows, skip_untrained):
     assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
 
 
-@SETTINGS
 @given(
     rows=st.integers(0, 9),
     V=st.integers(1, 600),

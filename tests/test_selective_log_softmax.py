@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from batches import relative_error
 
 from grpo_kernels import reference, selective_log_softmax
+from tests.support.batches import relative_error
 
 
 def logits_like_a_model(shape, V, offset=0.0, seed=0):

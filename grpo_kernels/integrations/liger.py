@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
 from ..hf_head import apply_is_weights, check_head_options
-from ..inputs import Layout, ValueChecks, flat_tokens
+from ..inputs import loss_inputs
+from ..layout import Layout, ValueChecks
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
 
@@ -283,12 +284,12 @@ def _clipped_share(
     config = replace(config, beta=0.0, delta=None)
     checks = ValueChecks()
     layout = Layout.of("attention_mask", mask, None, checks)
-    inputs = flat_tokens(
+    inputs = loss_inputs(
         config,
         layout,
         checks,
         advantages,
-        mask,
+        layout.flat_mask(mask, checks),
         num_items=None,
         entropy_threshold=None,
         old_logps=old_logps,

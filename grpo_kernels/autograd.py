@@ -1,0 +1,77 @@
+"""Helpers that the library's autograd Functions share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_ROWS_AT_A_TIME = 4096
+
+
+def refuse_double_backward(call: str) -> None:
+    """Raises in a backward under create_graph=True, where alone grad mode is on; call it first."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{call}: double backward is not supported (create_graph=True reached its backward); "
+            "grpo_kernels.reference offers the same values, differentiable any number of times"
+        )
+
+
+def power_of_two_scale(largest: Tensor) -> Tensor:
+    """The power of two, 0-d, that brings `largest` to between 1 and 2.
+
+    A token's share of a mean is about 1 / N, soon too small for float16; times this it fits, and
+    a power of two is taken out again without losing digits.
+    """
+    return torch.exp2(-largest.float().clamp(min=1e-30).log2().floor())
+
+
+def scaled_gradient(
+    stored: Tensor | None, scale: Tensor, dtype: torch.dtype, *, fresh: bool = False
+) -> Tensor | None:
+    """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
+
+    Scales `stored` in place, unless the caller retains the graph: a full card has no room for a
+    second tensor of the head's size. `fresh`: `stored` was computed in this backward, and no other
+    will ask for it.
+    """
+    if stored is None:
+        return None
+    kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()
+    if stored.dtype == torch.float32:
+        if kept or dtype != torch.float32:
+            return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))
+        return stored.mul_(scale)
+    if kept:
+        return (stored.float() * scale).to(dtype)
+    # In half precision mul_ would round the factor first, an AMP scale of 65,536 to infinity.
+    for part in stored.split(_ROWS_AT_A_TIME):
+        part.copy_(part.float() * scale)
+    return stored.to(dtype)
+
+
+def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
+    """The dtype of each tensor; float32 stands in for None, which gets no gradient."""
+    return tuple(torch.float32 if x is None else x.dtype for x in tensors)
+
+
+def eager_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, which would import the compiler just to be applied.
+
+    Under torch.compile the call is a graph break: chunk sizes follow from the data, and the work
+    is kernels and GEMMs that a compiler has nothing to add to.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

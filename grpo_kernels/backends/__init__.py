@@ -1,0 +1,150 @@
+"""The operations on a chunk of logits, once as Triton kernels and once as torch ops.
+
+This is the only seam between devices. A backend is a module with the functions of `Backend`; all
+have the same signatures and the same results up to rounding. Nothing here knows about the loss:
+what a kernel needs of it comes in as plain tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """Maps `raw = hidden @ weight.T` to logits: `softcap(logit_scale * (raw + bias)) / T`.
+
+    `softcap(x)` is `softcap * tanh(x / softcap)`; `bias` is `[V]`; `temperature` is a number, or
+    float32 `[C]` with one value per row.
+    """
+
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+
+    def at(self, rows: Tensor | slice) -> LogitTransform:
+        """The transform of some rows."""
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[rows]
+        return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
+
+    def of_columns(self, ids: Tensor) -> LogitTransform:
+        """The transform of some columns."""
+        bias = None if self.bias is None else self.bias[ids]
+        return LogitTransform(bias, self.logit_scale, self.softcap, self.temperature)
+
+
+class TokenStats(NamedTuple):
+    """Statistics of each row of logits, float32 `[C]`."""
+
+    logps: Tensor
+    logsumexp: Tensor
+    entropy: Tensor | None
+
+
+class RowGrads(NamedTuple):
+    """What the gradient of each row of logits is made of, float32 `[C]`.
+
+        dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
+
+    `d_softmax` is `d_logps`, less the gradient of the row's logsumexp where that has one. At the
+    target 1 - p cancels for a token that is all but certain, and -expm1(logps) does not.
+    """
+
+    logps: Tensor
+    logsumexp: Tensor
+    d_logps: Tensor
+    d_softmax: Tensor
+    entropy: Tensor | None = None
+    d_entropy: Tensor | None = None
+
+    def at(self, rows: Tensor | slice) -> RowGrads:
+        """The values of some rows."""
+        return RowGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+class PolicyLoss(NamedTuple):
+    """The loss over some tokens, float32 0-d, and its gradients, float32 `[C]`."""
+
+    loss: Tensor
+    d_logps: Tensor | None
+    d_entropy: Tensor | None
+
+
+class Backend(Protocol):
+    """The functions that every backend has."""
+
+    @property
+    def policy_loss(self) -> Callable[..., PolicyLoss] | None:
+        """Loss and gradient of token-local objectives, as `triton_policy_loss.policy_loss`.
+
+        None where autograd differentiates the objective instead.
+        """
+        ...
+
+    def token_stats(
+        self, logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+    ) -> TokenStats:
+        """Reduces raw logits `[C, V]` to statistics per row; leaves them as they are."""
+        ...
+
+    def logit_grads_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        grads: RowGrads,
+        out: Tensor,
+        *,
+        column_weights: Tensor | None = None,
+    ) -> None:
+        """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
+
+        `out` may lie on the memory of `logits`, row on row, in a dtype as wide or narrower.
+        `column_weights`, float32 `[V]`, multiplies the columns of the result.
+        """
+        ...
+
+    def column_scores(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        grads: RowGrads,
+        blocks: list[slice],
+    ) -> tuple[Tensor, Tensor]:
+        """Sums the gradient of the raw logits per block and column: squares and values, `[B, V]`.
+
+        `blocks` cut the rows into pieces of equal size but for the last. Float32.
+        """
+        ...
+
+
+def select_backend(name: str, device: torch.device) -> Backend:
+    """The backend `name` for tensors on `device`; `"auto"` is Triton on a GPU, torch on a CPU."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {name!r}")
+    on_gpu = device.type in ("cuda", "xpu")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if name == "torch" or (name == "auto" and not (on_gpu and has_triton)):
+        return cast(Backend, import_module(".torch_backend", __package__))
+    if not has_triton:
+        raise ValueError("backend: 'triton' needs the triton package, which is not installed")
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 to run on a CPU; got tensors "
+            f"on {device}"
+        )
+    return cast(Backend, import_module(".triton_backend", __package__))

@@ -1,0 +1,167 @@
+"""The LM head, read-only: logits of rows and of columns, and GEMMs that accumulate in float32.
+
+The operands of every GEMM share one dtype, `gemm_dtype`; results are float32 in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends import LogitTransform
+from .inputs import HeadCall, HeadOperands
+from .row_plan import ROW_MULTIPLE
+
+# Columns of logits per thread in one GEMM on a CPU: over the whole vocabulary it takes up to a
+# fifth longer.
+_CPU_COLUMNS_PER_THREAD = 768
+# Bytes of W upcast at a time where the GEMM cannot take W's own dtype.
+_CPU_UPCAST_BYTES = 16 << 20
+_GPU_UPCAST_BYTES = 256 << 20
+# Bytes of W gathered at a time, row by row.
+_CPU_GATHER_BYTES = 2 << 20
+_GPU_GATHER_BYTES = 128 << 20
+
+
+def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the GEMMs' operands.
+
+    CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
+    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
+    """
+    if hidden.device.type != "cuda" or torch.version.hip is not None:
+        return torch.float32
+    if torch.is_autocast_enabled("cuda"):
+        autocast = torch.get_autocast_dtype("cuda")
+        if autocast in (torch.bfloat16, torch.float16):
+            return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a head call."""
+
+    index: slice | Tensor  # where they lie in the call's tensors
+    hidden: Tensor  # [C, H], in the GEMMs' dtype
+    lora_a_out: Tensor | None  # [C, r], float32
+    targets: Tensor  # int64 [C]
+    transform: LogitTransform
+
+    def at(self, part: slice) -> Rows:
+        """Some of them, counted from the first."""
+        index = self.index
+        if isinstance(index, slice):
+            index = slice(index.start + part.start, index.start + part.stop)
+        else:
+            index = index[part]
+        a_out = None if self.lora_a_out is None else self.lora_a_out[part]
+        return Rows(index, self.hidden[part], a_out, self.targets[part], self.transform.at(part))
+
+
+class LMHead:
+    """A linear head and the rows that enter it.
+
+    Args:
+        operands: of any head dtype.
+        call: the rows' targets and the logits' transform.
+        dtype: the GEMMs' operands', from `gemm_dtype`.
+        max_rows: most rows whose logits are asked for at a time; sizes the one buffer of logits.
+    """
+
+    def __init__(
+        self, operands: HeadOperands, call: HeadCall, dtype: torch.dtype, max_rows: int
+    ) -> None:
+        weight = operands.weight
+        self.V, self.H = weight.shape
+        self.dtype = dtype
+        # Autocast narrows the weight once; the other way, float32 from bf16, goes by slices.
+        if dtype.itemsize < weight.dtype.itemsize:
+            weight = weight.to(dtype)
+        if 1 not in weight.stride():
+            # No BLAS takes it: copied once here instead of in every GEMM.
+            weight = weight.contiguous()
+        self.weight, self.operands, self.call = weight, operands, call
+        # Rows begin where vectors do, whatever V is.
+        row_length = -(-self.V // 64) * 64
+        self._logits = weight.new_empty((max_rows, row_length), dtype=torch.float32)
+
+    def rows(self, index: slice | Tensor) -> Rows:
+        """The rows `index` of the call, ready for the GEMMs."""
+        a_out = self.operands.lora_a_out
+        return Rows(
+            index,
+            self.operands.hidden[index].to(self.dtype),
+            None if a_out is None else a_out[index].float(),
+            self.call.targets[index],
+            self.call.transform.at(index),
+        )
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Raw logits, float32 `[C, V]`, in the buffer: valid until the next call."""
+        out = self._logits[: len(rows.hidden), : self.V]
+        at_once = self.V
+        if out.device.type == "cpu":
+            at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
+        for columns, weight in self.weight_slices(at_once):
+            mm(rows.hidden, weight.t(), out=out[:, columns])
+        lora_b = self.operands.lora_b
+        if rows.lora_a_out is not None and lora_b is not None:
+            # In float32: it costs little, and an adapter's steps are smaller than bf16's.
+            addmm(out, rows.lora_a_out, lora_b.float().t())
+        return out
+
+    def columns(self, rows: Rows, ids: Tensor) -> Tensor:
+        """Raw logits of the columns `ids`, float32 `[C, K]`, in memory of their own."""
+        out = rows.hidden.new_empty((len(rows.hidden), len(ids)), dtype=torch.float32)
+        for part in self.gathers(len(ids)):
+            mm(rows.hidden, self.weight[ids[part]].to(self.dtype).t(), out=out[:, part])
+        lora_b = self.operands.lora_b
+        if rows.lora_a_out is not None and lora_b is not None:
+            addmm(out, rows.lora_a_out, lora_b[ids].float().t())
+        return out
+
+    def times_weight(self, d_logits: Tensor) -> Tensor:
+        """`d_logits @ weight`, float32 `[C, H]`, from `[C, V]`."""
+        out = d_logits.new_empty((len(d_logits), self.H), dtype=torch.float32)
+        for index, (columns, weight) in enumerate(self.weight_slices(self.V)):
+            addmm(out, d_logits[:, columns], weight, beta=float(index > 0))
+        return out
+
+    def weight_slices(self, at_once: int) -> Iterator[tuple[slice, Tensor]]:
+        """W in the GEMMs' dtype, at most so many rows at a time."""
+        if self.weight.dtype != self.dtype:
+            on_cpu = self.weight.device.type == "cpu"
+            upcast_bytes = _CPU_UPCAST_BYTES if on_cpu else _GPU_UPCAST_BYTES
+            at_once = min(at_once, max(1, upcast_bytes // (self.dtype.itemsize * self.H)))
+        for start in range(0, self.V, at_once):
+            columns = slice(start, min(start + at_once, self.V))
+            yield columns, self.weight[columns].to(self.dtype)
+
+    def gathers(self, count: int) -> Iterator[slice]:
+        """Cuts `count` rows of W into as many as are gathered at a time."""
+        on_cpu = self.weight.device.type == "cpu"
+        gather_bytes = _CPU_GATHER_BYTES if on_cpu else _GPU_GATHER_BYTES
+        step = max(ROW_MULTIPLE, gather_bytes // (4 * self.H) // ROW_MULTIPLE * ROW_MULTIPLE)
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+
+def mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    """`out <- a @ b`, accumulated and stored in the dtype of `out`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def addmm(acc: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> None:
+    """`acc <- beta * acc + a @ b`, in the dtype of `acc`, which beta = 0 does not read."""
+    if a.dtype == acc.dtype:
+        torch.addmm(acc, a, b, beta=beta, out=acc)
+    else:
+        torch.addmm(acc, a, b, out_dtype=acc.dtype, beta=beta, out=acc)

@@ -1,0 +1,37 @@
+"""What the public calls return."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LogprobOutput(NamedTuple):
+    """Per-token results in the shape of the targets: float32, differentiable, 0 where masked.
+
+    Attributes:
+        logps: log-probs of the targets.
+        entropy: in nats; None unless it was asked for.
+        logsumexp: of the logits after temperature.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor
+
+
+class GRPOLossOutput(NamedTuple):
+    """A loss, its metrics, and the per-token values it was computed from.
+
+    Attributes:
+        loss: differentiable scalar, float32.
+        metrics: name to 0-d tensor, on the device; reading one synchronizes.
+        logps: float32 in the shape of the targets, detached.
+        entropy: likewise, in nats; None where it was neither computed nor given.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logps: Tensor
+    entropy: Tensor | None

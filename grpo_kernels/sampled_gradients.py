@@ -1,0 +1,323 @@
+"""The gradients of a linear head from a sample of its vocabulary columns.
+
+D, the gradient of a block's logits `[R, V]`, is reduced to K columns, divided by their
+probabilities: D~ `[R, K]`. With W~ the rows of W that belong to them,
+
+    dH  = D~ W~ + (rowsum D - rowsum D~) (x) mean row of W
+    dW~ += D~^T h - colsum D~ (x) mean h        and at the end dW += colsum D (x) mean h
+
+`column_sampling.py` says which columns, and why this is unbiased. Blocks that would keep too many
+columns take the exact way, `HeadGradients.add`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .backends import Backend, RowGrads, TokenStats
+from .column_sampling import (
+    BLIND_VARIANCE_GROWTH,
+    TYPICAL_VARIANCE_GROWTH,
+    ColumnSampler,
+    KeptColumns,
+    dense_rows,
+    relative_noise,
+    row_blocks,
+)
+from .head_gradients import HeadGradients
+from .inputs import ColumnSampling, HeadCall, HeadOperands
+from .layout import to_device
+from .lm_head import LMHead, Rows, addmm, mm
+from .row_plan import RowPlan
+
+# Bounds of the estimated growth of the variance, and of 1 over it.
+_MOST_GROWTH = 16.0
+# Rows that the mean row of W, and the mean hidden state, are taken from.
+_ROWS_OF_MEAN = 4096
+_CPU_SQUARES_BYTES = 2 << 20
+
+
+class KeptColumnGradients(HeadGradients):
+    """Gradients to which blocks of rows can be added by the columns they keep.
+
+    The row sums of D are known, and used, unless there is a softcap, whose slope differs from
+    column to column.
+    """
+
+    def __init__(self, head: LMHead, backend: Backend, wanted: Sequence[bool]) -> None:
+        super().__init__(head, backend, wanted, every_row=False)
+        if self.d_weight is not None:
+            self.d_weight.zero_()
+            self._weight_written = True
+        has_row_sums = head.call.transform.softcap is None
+        self.mean_row = _mean_row(head.weight) if has_row_sums else None
+        # Variance of the gradient that kept columns added, and its square: of hidden, and of
+        # weight (next to a frozen one, of lora_b).
+        self.variances, self.squares = head.weight.new_zeros((2, 2), dtype=torch.float64)
+
+    def add_kept(
+        self,
+        rows: Rows,
+        logits: Tensor,
+        grads: RowGrads,
+        kept: KeptColumns,
+        *,
+        mean_hidden: Tensor | None = None,
+    ) -> None:
+        """Adds the columns that one block keeps, from their raw logits `[R, K]`, overwritten.
+
+        `mean_hidden`, `[H]`: the column sums of D are known, to be added along it (and to the
+        bias) by the caller; None where they are not.
+        """
+        head, ids = self.head, kept.ids.long()
+        d_logits = logits.view(head.dtype)[:, : len(ids)]
+        self.backend.logit_grads_(
+            logits, torch.searchsorted(ids, rows.targets), rows.transform.of_columns(ids), grads,
+            out=d_logits, column_weights=kept.weights,
+        )  # fmt: skip
+        kept_sums = d_logits.sum(0, dtype=torch.float32)
+        if self.d_bias is not None and mean_hidden is None:
+            self.d_bias.index_add_(0, ids, kept_sums)
+        d_rows = self._along_mean_row(rows, d_logits, grads)
+        for part in head.gathers(len(ids)):
+            if self.d_hidden is not None:
+                addmm(d_rows, d_logits[:, part], head.weight[ids[part]].to(head.dtype))
+            if self.d_weight is not None:
+                share = d_rows.new_empty((part.stop - part.start, head.H))
+                mm(d_logits[:, part].t(), rows.hidden, out=share)
+                if mean_hidden is not None:
+                    share.addr_(kept_sums[part], mean_hidden, alpha=-1)
+                self.d_weight.index_add_(0, ids[part], share)
+                self._count(share, kept.weights[part])
+        if self.d_hidden is not None:
+            self.squares[0] += torch.linalg.vector_norm(d_rows).square()
+            self.d_hidden[rows.index] = d_rows.to(self.d_hidden.dtype)
+        if head.operands.lora_b is not None:
+            self._add_kept_low_rank(rows, d_logits, kept, head.operands.lora_b)
+
+    def _add_kept_low_rank(
+        self, rows: Rows, d_logits: Tensor, kept: KeptColumns, lora_b: Tensor
+    ) -> None:
+        ids = kept.ids.long()
+        self._add_lora_a_out(rows, d_logits, lora_b[ids])
+        if self.d_lora_b is not None and rows.lora_a_out is not None:
+            share = self.d_lora_b.new_empty((len(ids), lora_b.shape[1]))
+            mm(d_logits.t(), rows.lora_a_out.to(d_logits.dtype), out=share)
+            self.d_lora_b.index_add_(0, ids, share)
+            if self.d_weight is None:
+                self._count(share, kept.weights)
+
+    def _count(self, share: Tensor, weights: Tensor) -> None:
+        """Adds the variance and the square of what kept columns gave weight (or lora_b)."""
+        squares = torch.linalg.vector_norm(share, dim=1).square_()
+        self.variances[1] += (1 - 1 / weights.clamp(min=1)) @ squares
+        self.squares[1] += squares.sum()
+
+    def _along_mean_row(self, rows: Rows, d_logits: Tensor, grads: RowGrads) -> Tensor:
+        """The row sums that the kept columns miss, times W's mean row, float32 `[R, H]`."""
+        if self.mean_row is None:
+            return d_logits.new_zeros((len(d_logits), self.head.H), dtype=torch.float32)
+        slope = rows.transform.logit_scale / rows.transform.temperature
+        sums = (grads.d_logps - grads.d_softmax) * slope
+        return torch.outer(sums - d_logits.sum(1, dtype=torch.float32), self.mean_row)
+
+
+class SampledGradients(KeptColumnGradients):
+    """Gradients of chunks whose columns are scored, drawn and added while their logits are there.
+
+    As the whole of D is at hand, its column sums are known, too.
+
+    Args:
+        plan: of the rows that will be added.
+    """
+
+    def __init__(
+        self,
+        head: LMHead,
+        backend: Backend,
+        wanted: Sequence[bool],
+        sampling: ColumnSampling,
+        plan: RowPlan,
+    ) -> None:
+        super().__init__(head, backend, wanted)
+        self.sampler = ColumnSampler(sampling, head.V, head.weight.device)
+        # Any constant near the hidden states does.
+        self.mean_hidden = _mean_hidden(head.operands.hidden, plan)
+        self.row_squares = None
+        if self.d_hidden is not None:
+            self.row_squares = _row_squares(head, self.mean_row)
+        self.column_sums = head.weight.new_zeros(head.V, dtype=torch.float32)
+
+    def add(self, rows: Rows, logits: Tensor, grads: RowGrads) -> None:
+        """Adds the share of a chunk, from its raw logits `[C, V]`, which are overwritten."""
+        blocks = row_blocks(len(logits), logits.device)
+        if self.sampler.should_skip_scoring(blocks):
+            super().add(rows, logits, grads)
+            return
+        squares, sums = self.backend.column_scores(
+            logits, rows.targets, rows.transform, grads, blocks
+        )
+        samples, variance = self.sampler.sample(
+            squares, rows.targets, blocks, self.variance_growth()
+        )
+        if self.row_squares is not None:
+            self.variances[0] += variance.sum(0) @ self.row_squares
+        for block, kept, block_sums in zip(blocks, samples, sums, strict=True):
+            if kept is not None:
+                self.column_sums += block_sums
+                kept_logits = logits[block].index_select(1, kept.ids)
+                self.add_kept(
+                    rows.at(block), kept_logits, grads.at(block), kept,
+                    mean_hidden=self.mean_hidden,
+                )  # fmt: skip
+        for block in dense_rows(blocks, samples):
+            super().add(rows.at(block), logits[block], grads.at(block))
+
+    def variance_growth(self) -> Tensor:
+        """The relative variance of the head's gradients over that of the logits'; the larger one.
+
+        Measured over the blocks so far, which leaves later draws unbiased.
+        """
+        exact = (self.squares - self.variances).clamp(min=1e-30)
+        planned = self.sampler.planned
+        growth = (self.variances / exact).amax() / (planned[0] / planned[1])
+        growth = growth.clamp(1 / _MOST_GROWTH, _MOST_GROWTH)
+        return torch.where(planned[0] > 0, growth, TYPICAL_VARIANCE_GROWTH).float()
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """The gradients, with the column sums in them."""
+        if self.d_bias is not None:
+            self.d_bias += self.column_sums
+        if self.d_weight is not None:
+            self.d_weight.addr_(self.column_sums, self.mean_hidden)
+        return super().finish()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """The sampler's metrics, with the larger relative noise of the finished gradients."""
+        noise = [self.variances.new_zeros(())]
+        second = self.d_lora_b if self.d_weight is None else self.d_weight
+        for gradient, variance in zip((self.d_hidden, second), self.variances, strict=True):
+            if gradient is not None:
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+                # A noisy gradient is longer than the exact one, by the variance.
+                noise.append(relative_noise(variance, square - variance))
+        return self.sampler.metrics(torch.stack(noise).amax())
+
+
+class DrawnBlocks:
+    """Columns drawn in a forward, block by block, for a backward that comes later.
+
+    The gradients of the log-probs are not known yet: every one counts as 1.
+    """
+
+    def __init__(self, sampling: ColumnSampling, plan: RowPlan, head: LMHead) -> None:
+        self.sampler = ColumnSampler(sampling, head.V, head.weight.device)
+        self.plan = plan
+        self.samples: list[list[KeptColumns | None]] = []
+
+    def draw(self, rows: Rows, logits: Tensor, stats: TokenStats, backend: Backend) -> None:
+        """Draws for the plan's next chunk that has gradients, from its raw logits `[C, V]`."""
+        blocks = row_blocks(len(logits), logits.device)
+        if self.sampler.should_skip_scoring(blocks):
+            self.samples.append([None] * len(blocks))
+            return
+        ones = torch.ones_like(stats.logps)
+        grads = RowGrads(stats.logps, stats.logsumexp, ones, ones)
+        squares, _ = backend.column_scores(logits, rows.targets, rows.transform, grads, blocks)
+        drawn, _ = self.sampler.sample(squares, rows.targets, blocks, BLIND_VARIANCE_GROWTH)
+        self.samples.append([None if kept is None else kept.narrowed() for kept in drawn])
+
+    def metrics(self) -> dict[str, Tensor]:
+        """The sampler's metrics."""
+        return self.sampler.metrics()
+
+    def gradients(
+        self,
+        operands: HeadOperands,
+        call: HeadCall,
+        dtype: torch.dtype,
+        grads: RowGrads,
+        needed: Tensor,
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """The head's gradients; the logits of the drawn columns alone are computed again.
+
+        `grads` are of all rows `[N]`; those not `needed`, bool `[N]`, are left out.
+        """
+        blocks = self._with_gradient(needed)
+        largest = max((len(index) for index, kept in blocks if kept is None), default=0)
+        head = LMHead(operands, call, dtype, largest)
+        gradients = KeptColumnGradients(head, call.backend, wanted)
+        for index, kept in blocks:
+            rows = head.rows(index)
+            if kept is None:
+                gradients.add(rows, head.logits(rows), grads.at(index))
+            else:
+                logits = head.columns(rows, kept.ids.long())
+                gradients.add_kept(rows, logits, grads.at(index), kept)
+        return gradients.finish()
+
+    def _with_gradient(self, needed: Tensor) -> list[tuple[Tensor, KeptColumns | None]]:
+        """The needed rows of each block, by their ids, and the columns they keep."""
+        blocks = list(self._blocks())
+        count = self.plan.num_grad_rows
+        order = self.plan.order
+        order = torch.arange(count, device=needed.device) if order is None else order[:count]
+        # The one wait for the device.
+        places = needed[order].cpu().nonzero().squeeze(1)
+        bounds = torch.tensor([(b.start, b.stop) for b, _ in blocks], dtype=torch.int64)
+        found = torch.searchsorted(places, bounds).tolist()
+        places = to_device(places, needed.device)
+        return [
+            (order[places[begin:end]], kept)
+            for (begin, end), (_, kept) in zip(found, blocks, strict=True)
+            if end > begin
+        ]
+
+    def _blocks(self) -> Iterator[tuple[slice, KeptColumns | None]]:
+        """The blocks by their places in the plan's order; neighbouring dense ones joined."""
+        first = 0
+        chunks = (chunk for chunk in self.plan.chunks() if chunk.needs_grad)
+        for chunk, samples in zip(chunks, self.samples, strict=True):
+            blocks = row_blocks(chunk.size, self.sampler.generator.device)
+            kept = zip(blocks, samples, strict=True)
+            parts: list[tuple[slice, KeptColumns | None]]
+            parts = [(block, None) for block in dense_rows(blocks, samples)]
+            parts += [(block, columns) for block, columns in kept if columns is not None]
+            for block, columns in parts:
+                yield slice(first + block.start, first + block.stop), columns
+            first += chunk.size
+
+
+def _mean_row(weight: Tensor) -> Tensor:
+    """The mean row of W, float32 `[H]`, from enough of them, evenly spread."""
+    rows = weight[:: max(1, len(weight) // _ROWS_OF_MEAN)]
+    return rows.to(torch.float32).mean(0)
+
+
+def _mean_hidden(hidden: Tensor, plan: RowPlan) -> Tensor:
+    """The mean of some rows that have a gradient, float32 `[H]`."""
+    some = slice(0, min(plan.num_grad_rows, _ROWS_OF_MEAN))
+    rows = hidden[some if plan.order is None else plan.order[some]]
+    return rows.sum(0, dtype=torch.float32) / max(1, len(rows))
+
+
+def _row_squares(head: LMHead, centre: Tensor | None) -> Tensor:
+    """The squared distance of each row of W from `centre [H]`, or from 0, float32 `[V]`."""
+    squares = head.weight.new_empty((head.V, 1), dtype=torch.float32)
+    at_once = head.V
+    if head.weight.device.type == "cpu":
+        at_once = max(1, _CPU_SQUARES_BYTES // (4 * head.H))
+    for rows, weight in head.weight_slices(at_once):
+        part = squares[rows]
+        part[:, 0] = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
+        if centre is not None:
+            # |w - c|^2 = |w|^2 - 2 w.c + |c|^2, without a copy.
+            rounded = centre.to(head.dtype)
+            dots = torch.empty_like(part)
+            mm(weight, rounded[:, None], out=dots)
+            part += rounded.float().square().sum() - 2 * dots
+    return squares.clamp_(min=0.0).squeeze(1)

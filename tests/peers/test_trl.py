@@ -1,0 +1,363 @@
+"""TRL's trainer and the drop-in from the same seed: the same losses, norms, metrics, weights."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from tests.support.model_families import LORAS
+from tests.support.tiny_models import make_tokenizer
+
+pytest.importorskip("trl", reason="needs the extra 'test'")
+from peft import LoraConfig, PromptTuningConfig
+from trl import GRPOTrainer
+
+from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+from tests.support.trl_runs import STEPS, arguments_of, folder_of, noise, prompts
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+TOLERANCE = 1e-5
+CLOCK = ("runtime", "per_second", "time", "flos")
+
+# Two updates of each batch, so that ratios are clipped; two micro-batches an update.
+TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
+# id: (options of GRPOConfig, whether the gradient is made in one pass)
+CASES = {
+    **{
+        name: ({"loss_type": name, **TWICE}, name != "vespo")
+        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")
+    },
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5, **TWICE}, True),
+    "on_policy": ({}, True),
+    "kl": ({"beta": 0.1, **TWICE}, True),
+    "kl_uncorrected": ({"beta": 0.1, "use_bias_correction_kl": False, **TWICE}, True),
+    "delta": ({"delta": 1.1, "epsilon": 0.3, "epsilon_high": 0.4, **TWICE}, True),
+    "sequence": ({"importance_sampling_level": "sequence", "loss_type": "grpo", **TWICE}, False),
+    "temperature": ({"temperature": 0.7, **TWICE}, True),
+    "top_entropy": ({"top_entropy_quantile": 0.4, **TWICE}, False),
+    "entropy_bonus": ({"entropy_coef": 0.1, **TWICE}, True),
+    "entropy_bonus_grpo": ({"entropy_coef": 0.1, "loss_type": "grpo", **TWICE}, True),
+    "adaptive_entropy": (
+        {"use_adaptive_entropy": True, "entropy_target": 3.0, "entropy_coef": 0.02, **TWICE},
+        True,
+    ),
+    "off_policy": ({"off_policy_mask_threshold": 1e-3, **TWICE}, False),
+    "truncated": ({"mask_truncated_completions": True, **TWICE}, True),
+    "accumulation": ({"gradient_accumulation_steps": 4, "loss_type": "bnpo"}, True),
+    "several_steps_a_generation": ({"steps_per_generation": 4, **TWICE}, True),
+    "float32_head": ({"cast_lm_head_to_fp32": True, **TWICE}, True),
+    "checkpointed": ({"gradient_checkpointing": True}, True),
+}
+
+
+def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=False, **options):
+    """What a run logged, the losses unrounded, and the weights it ends with."""
+    given = {k: options.pop(k) for k in ("peft_config", "head_options") if k in options}
+    losses = []
+
+    class Watched(trainer_class):
+        def _compute_loss(self, model, inputs):
+            if injected is not None:
+                inputs = inputs | injected(self, inputs)
+            try:
+                loss = super()._compute_loss(model, inputs)
+            finally:
+                self.use_vllm = False
+            losses.append(loss.item())
+            return loss
+
+    kind = transformers.AutoModelForCausalLM
+    if family == "llava":
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(folder_of(family), dtype=torch.float32)
+    arguments = arguments_of(folder, **options)
+    if evaluate:
+        arguments.eval_strategy, arguments.eval_steps = "steps", 1
+        given["eval_dataset"] = prompts(4)
+    torch.manual_seed(0)
+    trainer = Watched(
+        model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
+        processing_class=make_tokenizer(), **given,
+    )  # fmt: skip
+    trainer.train()
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return losses, trainer.state.log_history, weights
+
+
+def assert_same_run(mine, theirs):
+    (losses, log, weights), (wanted_losses, wanted_log, wanted_weights) = mine, theirs
+    assert len(losses) == len(wanted_losses) >= STEPS
+    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(log) == len(wanted_log)
+    compared = 0
+    for row, wanted in zip(log, wanted_log, strict=True):
+        assert row.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if any(word in name for word in CLOCK):
+                continue
+            if value is None or value != value:
+                assert str(row[name]) == str(value), name
+                continue
+            error = abs(row[name] - value) / max(1.0, abs(value))
+            assert error <= TOLERANCE, (name, row[name], value)
+            compared += 1
+    assert compared > 10 * STEPS
+    assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
+    for name, weight in wanted_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """The calls whose gradient was made in one pass."""
+    made = []
+    original = integration._OnePass.__init__
+
+    def counted(self, *args):
+        made.append(args)
+        original(self, *args)
+
+    monkeypatch.setattr(integration._OnePass, "__init__", counted)
+    return made
+
+
+def compare(tmp_path, **options):
+    theirs = trained(GRPOTrainer, tmp_path / "theirs", **options)
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
+    assert_same_run(mine, theirs)
+    if "family" not in options:
+        lengths = (row.get("completions/min_length", 6) for row in mine[1])
+        assert min(lengths) < 6, "nothing was padded"
+    return mine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, tmp_path, one_pass):
+    options, expected = CASES[case]
+    if options.get("cast_lm_head_to_fp32"):
+        options = {**options, "family": "llama"}  # tied
+    losses, log, _ = compare(tmp_path, **options)
+    assert len(one_pass) == (len(losses) if expected else 0)
+    if case in ("grpo", "delta"):  # else clipping was not looked at
+        assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)
+
+
+@pytest.mark.parametrize("family", ("gemma2", "cohere", "granite", "gpt2"))
+def test_models_that_scale_or_cap(family, tmp_path):
+    compare(tmp_path, family=family)
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_experts(loss_type, tmp_path):
+    """Their load-balancing loss and its gradient are TRL's."""
+    _, log, _ = compare(
+        tmp_path, family="qwen3_moe", loss_type=loss_type, gradient_accumulation_steps=2
+    )
+    assert log[0]["aux_loss"] > 0
+
+
+def test_evaluation(tmp_path):
+    _, log, _ = compare(tmp_path, evaluate=True)
+    assert any("eval_loss" in row for row in log)
+
+
+def test_lora(tmp_path):
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
+    compare(tmp_path, peft_config=lora, beta=0.1, **TWICE)
+
+
+def sampler_s_mismatch(level):
+    def inject(trainer, inputs):
+        trainer.use_vllm = True
+        g = torch.Generator().manual_seed(1)
+        ratio = torch.rand(inputs["completion_mask"].shape, generator=g) * 2
+        ratio = ratio[:, :1] if level == "sequence" else ratio
+        ratio[:1] = 0.0
+        return {"importance_sampling_ratio": ratio}
+
+    return inject
+
+
+@pytest.mark.parametrize("level", ("token", "sequence"))
+@pytest.mark.parametrize("loss_type", ("dapo", "cispo", "sapo", "vespo"))
+def test_the_sampler_s_correction(loss_type, level, tmp_path):
+    compare(tmp_path, loss_type=loss_type, injected=sampler_s_mismatch(level), beta=0.1, **TWICE)
+
+
+def a_tool_s_words(trainer, inputs):
+    spoken = torch.ones_like(inputs["completion_mask"])
+    spoken[:, 2:4] = 0
+    return {"tool_mask": spoken}
+
+
+def advantages_of_tokens(trainer, inputs):
+    g = torch.Generator().manual_seed(1)
+    return {"advantages": torch.randn(inputs["completion_mask"].shape, generator=g)}
+
+
+def pixels(trainer, inputs):
+    """Of one image a prompt, in four patches."""
+    g = torch.Generator().manual_seed(1)
+    prompts = inputs["prompt_ids"].clone()
+    prompts[:, -4:] = 3
+    count = len(prompts)
+    return {
+        "prompt_ids": prompts, "num_images": [1] * count,
+        "pixel_values": torch.randn(count, 3, 8, 8, generator=g),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_pixels(loss_type, tmp_path):
+    compare(tmp_path, family="llava", injected=pixels, loss_type=loss_type)
+
+
+@pytest.mark.parametrize("injected", (a_tool_s_words, advantages_of_tokens))
+@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
+def test_what_else_is_passed_on(loss_type, injected, tmp_path):
+    compare(tmp_path, loss_type=loss_type, injected=injected, **TWICE)
+
+
+def test_patched(tmp_path):
+    theirs = trained(GRPOTrainer, tmp_path / "a")
+    own = GRPOTrainer._compute_loss
+    with patch_trl():
+        assert GRPOTrainer._compute_loss is not own
+        assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
+    assert GRPOTrainer._compute_loss is own
+    patched = patch_trl(backward="sampled", tolerance=0.5)
+    losses, log, _ = trained(GRPOTrainer, tmp_path / "c")
+    assert losses[0] == pytest.approx(theirs[0][0], abs=1e-5)
+    assert log[0]["grad_norm"] != pytest.approx(theirs[1][0]["grad_norm"], rel=1e-4)
+    patched.undo()
+    patched.undo()
+    assert GRPOTrainer._compute_loss is own
+    assert_same_run(trained(GRPOTrainer, tmp_path / "d"), theirs)
+
+
+def test_lora_on_the_head_is_trained(tmp_path):
+    """Which TRL's own head, reading the layer's weight alone, leaves out."""
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
+    *_, weights = trained(FusedGRPOTrainer, tmp_path, peft_config=lora)
+    outer = [w for name, w in weights.items() if "lm_head.lora_B" in name]
+    assert len(outer) == 1 and outer[0].abs().max() > 0
+
+
+def test_a_trainer_made_before_the_patch_is_not_touched(tmp_path):
+    theirs = trained(GRPOTrainer, tmp_path / "a")
+
+    class Patched(GRPOTrainer):
+        def train(self):
+            with patch_trl():
+                super().train()
+
+    assert_same_run(trained(Patched, tmp_path / "b"), theirs)
+
+
+def test_patched_twice():
+    with patch_trl(), pytest.raises(RuntimeError, match="it is patched: undo"):
+        patch_trl()
+    with pytest.raises(TypeError, match="backwards: expected one of"):
+        patch_trl(backwards="sampled")
+    assert "_patched_by_grpo_kernels" not in vars(GRPOTrainer)
+
+
+def few_tokens(trainer, inputs):
+    """As where all completions but one have been cut and are masked."""
+    return {"num_items_in_batch": torch.tensor(1.0)}
+
+
+@pytest.mark.parametrize("options", ({}, {"entropy_coef": 0.1}))
+def test_fewer_tokens_than_steps(options, tmp_path):
+    compare(tmp_path, injected=few_tokens, steps_per_generation=4, **options, **TWICE)
+
+
+def test_rewards_that_are_not_scaled(tmp_path):
+    """Advantages are large then, and so may be what rounding leaves of a loss."""
+    compare(tmp_path, scale_rewards="none", loss_type="luspo")
+
+
+def test_a_loss_that_is_not_known_is_refused(tmp_path):
+    class Other(FusedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    own = GRPOTrainer._compute_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * own(*args) + 0.1)
+        with pytest.raises(RuntimeError, match="loss: expected TRL's"):
+            trained(Other, tmp_path)
+
+
+def test_virtual_tokens_are_refused(tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="peft_config: expected adapters inside the layers"):
+        trained(FusedGRPOTrainer, tmp_path, peft_config=config)
+
+
+def test_a_cast_of_an_adapted_head_is_refused(tmp_path):
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32: expected False"):
+        trained(FusedGRPOTrainer, tmp_path, peft_config=lora, cast_lm_head_to_fp32=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        ({"backwards": "sampled"}, TypeError, "backwards: expected one of"),
+        ({"temperature": 0.7}, TypeError, "temperature: expected it in GRPOConfig"),
+        ({"seed": 3}, ValueError, r"seed: expected a torch\.Generator"),
+    ),
+)
+def test_options_of_the_head(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        trained(FusedGRPOTrainer, tmp_path, head_options=options)
+
+
+def test_options_of_the_loss_are_looked_at_first(tmp_path):
+    with pytest.raises(ValueError, match="delta: expected a number > 1"):
+        trained(FusedGRPOTrainer, tmp_path, delta=0.9)
+
+
+@pytest.mark.parametrize("version", ("1.15.2", "1.17.0", "2.0.0", "0.16.0"))
+def test_other_versions(version, monkeypatch):
+    monkeypatch.delenv("GRPO_KERNELS_ANY_TRL", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'trl==1\.16\.\*'"):
+        integration.check_version(version)
+    monkeypatch.setenv("GRPO_KERNELS_ANY_TRL", "1")
+    with pytest.warns(UserWarning, match="expected TRL 1.16"):
+        integration.check_version(version)
+    integration.check_version("1.16.3")
+
+
+@pytest.mark.parametrize("absent", ("trl", "peft"))
+def test_without(absent, tmp_path):
+    code = """
+import sys
+from importlib import metadata
+absent, version = sys.argv[1], metadata.version
+def told(name):
+    if name == absent:
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = told
+sys.modules[absent] = None
+if absent == "trl":
+    try:
+        import grpo_kernels.integrations.trl
+    except ImportError as error:
+        assert "pip install 'trl==1.16.*'" in str(error), error
+        print("refused")
+else:
+    import grpo_kernels.integrations.trl as integration
+    from trl.trainer import grpo_trainer
+    assert not hasattr(grpo_trainer, "BaseTunerLayer")
+    with integration._replace_lm_head({}):
+        assert not hasattr(grpo_trainer, "BaseTunerLayer")
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code, absent], capture_output=True, text=True)
+    assert done.stdout.strip() == "refused", done.stderr

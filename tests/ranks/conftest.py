@@ -1,0 +1,13 @@
+"""The two ranks that all tests of this folder share."""
+
+import pytest
+
+from tests.support.ranks import WORLD, Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Runs a job on two ranks; see `tests/support/ranks.py`."""
+    session = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield session
+    assert session.close() in ([], [0] * WORLD), session.printed()

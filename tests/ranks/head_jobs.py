@@ -1,0 +1,102 @@
+"""Jobs of the ranks: gradients of a fused head, and TRL's trainer with one."""
+
+import random
+
+import torch
+
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from tests.support.model_families import LORAS, family_model, with_lora
+from tests.support.ranks import WORLD
+
+
+def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
+    """Of a loss of this rank's half of a batch, by what wraps the model."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    model, inputs, labels, given = case(kind)
+    half = slice(2 * rank, 2 * rank + 2)
+    if kind.startswith("ddp"):
+        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        inner = model.get_base_model() if "lora" in kind else model
+        options = {"mesh": dist.init_device_mesh("cpu", (WORLD,))}
+        if "mixed" in kind:  # as accelerate makes it
+            options["mp_policy"] = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, output_dtype=torch.bfloat16
+            )
+        for part in [*inner.model.layers, *([inner.lm_head] if "apart" in kind else [])]:
+            fully_shard(part, **options)
+        wrapper = fully_shard(model, **options)
+    inputs, given = ({k: x[half] for k, x in some.items()} for some in (inputs, given))
+    inputs["labels"] = labels[half]
+    if "mixed" in kind:
+        before = Objective()
+        rounded = wrapper(**inputs, fused_head=before).logps
+        given["old_logps"] = before.output.logps.detach()
+        assert rounded.dtype == torch.bfloat16 and given["old_logps"].dtype == torch.float32
+    # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
+    objective = Objective(**given, num_items=scored(labels) / WORLD)
+    wrapper(**inputs, fused_head=objective)
+    objective.output.loss.backward()
+    if "mixed" in kind:
+        assert abs(objective.output.metrics["ratio_max"] - 1) < 1e-5
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return gradients
+
+
+def case(kind: str):
+    """A model with a fused head, and four sequences of unequal lengths."""
+    model = family_model("qwen2")
+    if "lora" in kind:
+        model = with_lora(model, **LORAS["head"])
+    if "checkpointed" in kind:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    attach_fused_head(model)
+    g = torch.Generator().manual_seed(4)
+    ids = torch.randint(5, 257, (4, 10), generator=g)
+    attention = (torch.arange(10) < torch.tensor([[10], [9], [5], [7]])).long()
+    labels = ids.masked_fill(attention == 0, -100)
+    labels[:, :4] = -100
+    given = {"advantages": torch.tensor([1.0, -0.5, 0.8, -1.2])}
+    if "mixed" not in kind:
+        given["old_logps"] = torch.full((4, 9), -5.0)
+    return model, {"input_ids": ids, "attention_mask": attention}, labels, given
+
+
+def scored(labels: torch.Tensor) -> torch.Tensor:
+    return (labels[:, 1:] != -100).sum()
+
+
+def train(model: str, output: str, options: dict) -> tuple[list, dict[str, torch.Tensor]]:
+    """What TRL's trainer logs, and its weights, by any number of ranks.
+
+    Completions depend on their prompt alone, so that any number sees the same.
+    """
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests.support.tiny_models import make_tokenizer
+    from tests.support.trl_runs import arguments_of, noise, prompts
+
+    class SameForAnyRanks(FusedGRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *_):
+            seen: dict[str, int] = {}
+            completions = []
+            for ids in prompt_ids:
+                seen[str(ids)] = seen.get(str(ids), 0) + 1
+                draw = random.Random(f"{ids} {seen[str(ids)]}")
+                completions.append([draw.randrange(33, 90) for _ in range(draw.randrange(1, 7))])
+            return completions, None
+
+    trainer = SameForAnyRanks(
+        model, reward_funcs=noise, args=arguments_of(output, **options), train_dataset=prompts(),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    return trainer.state.log_history, weights

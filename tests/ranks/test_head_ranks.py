@@ -1,0 +1,55 @@
+"""Two processes around a fused head against one: DDP, FSDP2, and TRL's trainer."""
+
+import pytest
+import torch
+
+from grpo_kernels.integrations.transformers import Objective
+from tests.ranks.head_jobs import case, scored, train
+from tests.support.batches import relative_error
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+KINDS = (
+    "ddp", "ddp, lora, checkpointed", "fsdp2", "fsdp2, checkpointed", "fsdp2, head apart",
+    "fsdp2, lora", "fsdp2, lora, head apart", "fsdp2, mixed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind, ranks):
+    both = ranks("tests.ranks.head_jobs:gradients_of_half", kind)
+    model, inputs, labels, given = case(kind)
+    objective = Objective(**given, num_items=scored(labels))
+    model(**inputs, labels=labels, fused_head=objective).loss.backward()
+    assert scored(labels[:2]) != scored(labels[2:])
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert any("lm_head" in name for name in expected)
+    for grads in both:
+        assert grads.keys() == expected.keys()
+        for name, gradient in expected.items():
+            if gradient.norm() > 1e-6:
+                tolerance = 0.2 if "mixed" in kind else 2e-5
+                assert relative_error(grads[name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize(
+    "options", ({"loss_type": "dapo", "num_iterations": 2}, {"loss_type": "grpo", "beta": 0.1})
+)
+def test_trl(options, ranks, tmp_path):
+    from tests.support.trl_runs import folder_of
+
+    model, one, two = folder_of("qwen2"), tmp_path / "one", tmp_path / "two"
+    log, weights = train(model, str(one), options | {"per_device_train_batch_size": 8})
+    both = ranks(
+        "tests.ranks.head_jobs:train", model, str(two),
+        options | {"per_device_train_batch_size": 4}, environment={"ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    names = ("loss", "grad_norm", "entropy", "reward", *(["kl"] if "beta" in options else []))
+    for row, wanted in zip(both[0][0][:-1], log[:-1], strict=True):
+        for name in names:
+            if name in wanted:
+                assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+    for _, of_both in both:
+        for name, weight in weights.items():
+            torch.testing.assert_close(of_both[name], weight, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,61 @@
+"""A run that is killed goes on as if it had not been."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.trainer_runs import config_of, rows_of, trainer_of
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import sys
+from tests.support.trainer_runs import config_of, trainer_of
+trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
+"""
+
+
+def launch(tiny_model, output, **options):
+    code = RUN.format(model=str(tiny_model), output=str(output), options=options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
+    options = {
+        "steps": 14, "save_every": 1, "beta": 0.05, "num_iterations": 2, "eval_size": 3,
+        "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
+    }  # fmt: skip
+    config = config_of(tiny_model, tmp_path / "whole", **options)
+    expected = trainer_of(config).train()
+    draw, kills = random.Random(0), 0
+    folder = tmp_path / "killed" / "t"
+    while True:
+        process = launch(tiny_model, tmp_path / "killed", resume=True, **options)
+        goal = count(folder) + draw.randrange(2, 5) if kills < 3 else 10**9
+        while process.poll() is None and count(folder) < goal:
+            time.sleep(0.005)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read().decode()
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills == 3
+    assert rows_of(folder) == rows_of(expected)
+    for log in ("evaluations.jsonl", "answers.jsonl"):
+        assert (folder / log).read_text() == (expected / log).read_text()
+
+
+def count(folder):
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0

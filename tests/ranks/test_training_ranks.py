@@ -1,0 +1,75 @@
+"""Two processes against one: the same losses, the same weights, by DDP, FSDP2 and ZeRO-3."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.training_jobs import train
+from tests.support.trainer_runs import rows_of
+
+ROOT = Path(__file__).parents[2]
+
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+def environment_of(config):
+    """What `accelerate launch` would set for this config file."""
+    from accelerate.commands.launch import (
+        _validate_launch_command,
+        launch_command_parser,
+        prepare_multi_gpu_env,
+    )
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    arguments = ["--config_file", str(config), "--mixed_precision", "no", "script"]
+    before = dict(os.environ)
+    try:
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        if args.use_deepspeed:
+            args.deepspeed_fields_from_accelerate_config, args.nproc_per_node = "", 2
+            _, set_here = prepare_deepspeed_cmd_env(args)
+        else:
+            set_here = prepare_multi_gpu_env(args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return {name: value for name, value in set_here.items() if before.get(name) != value}
+
+
+# DeepSpeed is no dependency, not even of the tests: it is built from source.
+KINDS = ["ddp", "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") else [])]
+OPTIONS = {
+    "bnpo": {"loss_type": "bnpo"},
+    "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "num_iterations": 2},
+    "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_processes_are_as_one(name, ranks, tiny_model, tmp_path):
+    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
+    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
+    for kind in KINDS:
+        if kind == "zero3" and "num_iterations" in options:
+            continue
+        environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
+        environment["ACCELERATE_USE_CPU"] = str(kind != "zero3").lower()
+        output = tmp_path / kind
+        weights, _ = ranks(
+            "tests.ranks.training_jobs:train", kind, str(tiny_model), str(output), options,
+            environment=environment,
+        )  # fmt: skip
+        assert_same_rows(rows_of(output / "t"), rows_of(tmp_path / "one" / "t"))
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+
+
+def assert_same_rows(both, alone):
+    for mine, theirs in zip(both, alone, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key

@@ -1,0 +1,63 @@
+"""A job of the ranks: one run of the trainer, and its weights."""
+
+from pathlib import Path
+
+import torch
+
+from grpo_kernels.training import Trainer, load_model, load_problems
+from tests.support.trainer_runs import config_of, noise
+
+
+def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
+    if kind in ("fsdp2", "zero3"):
+        # accelerate has these for GPUs alone, though they work with gloo as well.
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState(cpu=True)
+    if kind == "fsdp2":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    config = config_of(model, Path(output), **options)
+    train, held_out = load_problems(config)
+    trainer = Trainer(
+        config, *load_model(config), train, held_out, rewards={"noise": noise},
+        rollout=lambda _: SameForAnyRanks(),
+    )  # fmt: skip
+    told = (trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes)
+    assert (
+        told
+        == {
+            "": ("NO", 1),
+            "ddp": ("MULTI_CPU", 2),
+            "fsdp2": ("FSDP", 2),
+            "zero3": ("DEEPSPEED", 2),
+        }[kind]
+    ), told
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
+            # The whole, and each of the two layers.
+            assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
+        assert trainer.accelerator.is_fsdp2
+        assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
+    trainer.train()
+    return trainer.accelerator.get_state_dict(trainer.policy)
+
+
+class SameForAnyRanks:
+    """Completions that depend on their prompt alone, so that any number of ranks sees the same."""
+
+    def __call__(self, prompts, count, sampling):
+        import random
+
+        from grpo_kernels.training import Completion
+
+        done = []
+        for prompt in prompts:
+            draw = random.Random(str(prompt))
+            for _ in range(count):
+                length = draw.randrange(1, sampling.max_new_tokens + 1)
+                done.append(Completion([draw.randrange(33, 90) for _ in range(length)], True))
+        return done

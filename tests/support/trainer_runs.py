@@ -1,0 +1,31 @@
+"""Runs of the trainer on the tiny model."""
+
+import json
+
+from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems
+
+
+def noise(prompts, completions, **_):
+    """A reward that any change of a token changes."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+def config_of(model, tmp_path, **options):
+    defaults = dict(
+        model=str(model), output=str(tmp_path), name="t", dataset="additions", steps=2,
+        prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
+        eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
+    )  # fmt: skip
+    return TrainingConfig(**{**defaults, **options})
+
+
+def trainer_of(config, **options):
+    train, held_out = load_problems(config)
+    options = {"rewards": {"noise": noise}, **options}
+    return Trainer(config, *load_model(config), train, held_out, **options)
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "peak_memory")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]

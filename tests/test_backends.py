@@ -1,0 +1,179 @@
+"""The Triton kernels against the torch backend, at the sizes that bite."""
+
+import pytest
+import torch
+
+from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.objective import LossInputs, Sequences, with_known_weights
+from tests.support.batches import OBJECTIVES, config, relative_error
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+TRANSFORMS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 8.0},
+    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
+    "everything": {"bias": True, "softcap": 8.0, "logit_scale": 1.2, "temperature": True},
+}
+
+
+def tile(C, V, device, *, offset=0.0, pad=0, options=()):
+    g = torch.Generator().manual_seed(V)
+    buffer = torch.full((C, V + pad), float("nan"))
+    buffer[:, :V] = 2 * torch.randn(C, V, generator=g) + offset
+    targets = torch.randint(0, V, (C,), generator=g)
+    targets[0] = V - 1
+    buffer.scatter_add_(1, targets[:, None], torch.full((C, 1), 10.0))
+    options = dict(options)
+    if options.pop("bias", False):
+        options["bias"] = torch.randn(V, generator=g).to(device)
+    if options.get("temperature") is True:
+        options["temperature"] = (0.5 + torch.rand(C, generator=g)).to(device)
+    return buffer.to(device)[:, :V], targets.to(device), LogitTransform(**options)
+
+
+def assert_backends_agree(logits, targets, transform, *, entropy):
+    stats = [
+        backend.token_stats(logits, targets, transform, entropy=True)
+        for backend in (torch_backend, triton_backend)
+    ]
+    truth = torch_backend.token_stats(logits.clone(), targets, transform, entropy=True)
+    for a, b in zip(*stats, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * max(1.0, float(a.abs().max()))
+    g = torch.Generator().manual_seed(0)
+    d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
+    d_logps[::3] = 0.0
+    grads = RowGrads(
+        truth.logps,
+        truth.logsumexp,
+        d_logps,
+        d_logps - 0.1,
+        truth.entropy if entropy else None,
+        d_entropy if entropy else None,
+    )
+    outs = []
+    for backend in (torch_backend, triton_backend):
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        backend.logit_grads_(logits, targets, transform, grads, out)
+        outs.append(out)
+    assert outs[0].norm() > 0 and relative_error(outs[1], outs[0]) <= 2e-5
+    assert_sampling_agrees(logits, targets, transform, grads, outs[0])
+    return grads, outs[0]
+
+
+def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
+    """What the sampled backward asks for, from the whole gradient."""
+    count, V = logits.shape
+    blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
+    expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
+    weights = 0.5 + torch.rand(V, generator=torch.Generator().manual_seed(1)).to(logits.device)
+    for backend in (torch_backend, triton_backend):
+        scores = backend.column_scores(logits, targets, transform, grads, blocks)
+        for actual, wanted in zip(scores, expected, strict=True):
+            assert actual.shape == (len(blocks), V) and relative_error(actual, wanted) <= 2e-5
+        out = torch.empty_like(d_logits)
+        backend.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
+        assert relative_error(out, d_logits * weights) <= 2e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entropy", (False, True), ids=("plain", "entropy"))
+@pytest.mark.parametrize("option", TRANSFORMS)
+@pytest.mark.parametrize("V", (5, 128, 1003, 4096, 8193))
+def test_transforms(V, option, entropy, device):
+    assert_backends_agree(*tile(6, V, device, options=TRANSFORMS[option]), entropy=entropy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", ("plain", "everything"))
+def test_full_vocabulary(option, device):
+    """V = 151,936 is no multiple of the block: 3,712 columns past its end must not count."""
+    logits, targets, transform = tile(5, 151_936, device, options=TRANSFORMS[option])
+    assert_backends_agree(logits, targets, transform, entropy=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", (-80.0, -1000.0, 80.0))
+def test_no_logit_near_zero(offset, device):
+    """A maximum started at 0, or a column past V read as 0, shows where all logits are negative."""
+    logits, targets, transform = tile(4, 5003, device, offset=offset)
+    expected = logits.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    for backend in (torch_backend, triton_backend):
+        stats = backend.token_stats(logits, targets, transform, entropy=True)
+        assert (stats.logps - expected).abs().max() <= 1e-4
+        assert (stats.entropy > 0).all() and stats.entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+def test_in_place(backend, dtype, device):
+    """On the memory of the logits, also in a narrower dtype, with NaN in the rows' padding."""
+    V, pad = 9001, 7
+    logits, targets, transform = tile(5, V, device, pad=pad + V % 2)
+    grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)
+    padded = torch.as_strided(logits, (5, logits.stride(0)), (logits.stride(0), 1))
+    out = padded.view(dtype)[:, :V]
+    assert out.data_ptr() == logits.data_ptr()
+    backend.logit_grads_(logits, targets, transform, grads, out)
+    assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
+
+
+def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(7, tokens, generator=g).to(device)
+    constants = {"old_logps": 0.3 * x[3], "ref_logps": x[4], "sampling_logps": 0.3 * x[6]}
+    inputs = LossInputs(
+        advantages=x[0].masked_fill(x[0].abs() < 0.1, 0.0), weights=x[1].abs(),
+        count=torch.tensor(float(tokens), device=device), mask=x[2] > -1,
+        sequences=Sequences(torch.arange(tokens, device=device) // 50, tokens // 50 + 1),
+        **{name: constants[name] for name in names},
+    )  # fmt: skip
+    # Log-probs are negative; a few tokens have moved so far that their ratio overflows.
+    logps = (0.2 * x[5] - 0.5).index_fill(0, torch.arange(0, tokens, 97, device=device), 150.0)
+    return inputs, logps, x[5].abs()
+
+
+def assert_policies_agree(cfg, inputs, logps, entropy):
+    inputs = with_known_weights(cfg, inputs)
+    results = [
+        policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
+        for backend in (torch_backend, triton_backend)
+    ]
+    for a, b in zip(*results, strict=True):
+        if a is None:
+            assert b is None
+        else:
+            torch.testing.assert_close(b, a, rtol=2e-5, atol=1e-6 * float(a.abs().amax()))
+    return results[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", (0, 1, 255, 256, 257, 1000))
+def test_policy_loss(tokens, device):
+    cfg = config(beta=0.1, delta=1.7, entropy_coef=0.3, epsilon_high=0.4)
+    inputs, logps, entropy = policy_inputs(tokens, device)
+    if not tokens:
+        for backend in (torch_backend, triton_backend):
+            result = policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
+            assert result.loss == 0 and result.d_logps.shape == result.d_entropy.shape == (0,)
+        return
+    assert_policies_agree(cfg, inputs, logps.clamp(max=3.0), entropy)
+
+
+TOKEN_LOCAL = [name for name, (options, _) in OBJECTIVES.items() if config(**options).one_pass]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("objective", TOKEN_LOCAL)
+def test_token_local_objectives(objective, device):
+    options, names = OBJECTIVES[objective]
+    if objective == "is_sequence_on_policy":
+        pytest.skip("takes old_logps to be token-local")
+    inputs, logps, entropy = policy_inputs(1000, device, names)
+    cfg = config(**options)
+    if cfg.beta and cfg.kl_clamp is None:
+        logps = logps.clamp(max=3.0)  # beyond, KL and ratio overflow, here as there
+    result = assert_policies_agree(cfg, inputs, logps, entropy)
+    assert result.loss.isfinite() and result.d_logps.isfinite().all() and result.d_logps.any()

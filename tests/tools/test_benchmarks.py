@@ -1,0 +1,306 @@
+"""The benchmark measures what it says, on a workload small enough for a test."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+
+import pytest
+import torch
+
+from benchmarks import head, measure, on_gpu, scaling, tune
+from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
+from benchmarks.measure import FLOOR, PeakMemory
+from benchmarks.workloads import make, profile
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(head, "extra_memory", lambda *_, **__: 1000)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """What is not about the processes of their own does not wait for them to start."""
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(measure, "keep_memory", lambda: None)  # here it would last
+
+
+def args(*more):
+    return head.parse_args(
+        ["--device", "cpu", "--workload", "rollout", "--shapes", "512,500,16", *more]
+    )
+
+
+def test_every_contender_has_a_row(tiny, capsys):
+    rows = head.run_workload("rollout", args("--rounds", "2"))
+    printed = capsys.readouterr().out
+    assert [row["name"] for row in rows] == [*CONTENDERS, "bare GEMMs"]
+    for row in rows:
+        assert row["name"] in printed
+        if row["status"] == "ok":
+            assert len(row["seconds"]) == 2 and row["tflops"] > 0
+        else:  # what needs a GPU, a compiler or another package
+            assert "seconds" not in row and row["status"] in printed
+    ok = {row["name"] for row in rows if row["status"] == "ok"}
+    assert {"eager, log_softmax", "ours, one pass", "TRL chunked head", "Liger fused linear"} <= ok
+    json.dumps(rows)
+
+
+def with_a_nan_in_a_gradient(w):
+    x = w.weight[0, 0]
+    return one_pass(w) + 0 * (x - x.detach()).sqrt()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1, with_a_nan_in_a_gradient),
+)
+def test_a_wrong_contender_gets_no_time(wrong, tiny, one_process, monkeypatch, capsys):
+    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
+    row = next(row for row in rows if row["name"] == "wrong")
+    assert row["status"] == "wrong" and "seconds" not in row
+    assert "wrong: off by loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factor", (1.01, -1.0, float("nan")))
+def test_what_goes_wrong_at_full_size_only_gets_no_time(factor, tiny, one_process, monkeypatch):
+    def wrong_if_long(w):
+        return one_pass(w) * (1 if len(w.advantages) == head.CHECKED_SEQUENCES else factor)
+
+    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong_if_long))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
+    row = next(row for row in rows if row["name"] == "wrong")
+    assert row["status"] == "wrong in full" and "seconds" not in row
+    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    ((torch.OutOfMemoryError("of 1 TiB"), "out of memory"), (OSError("x\ny"), "OSError: x")),
+)
+def test_what_fails_at_full_size_only_is_a_row(error, status, tiny, one_process, monkeypatch):
+    def large(w):
+        if len(w.advantages) == head.CHECKED_SEQUENCES:
+            return one_pass(w)
+        raise error
+
+    monkeypatch.setitem(CONTENDERS, "large", Contender(large))
+    rows = head.run_workload("rollout", args("--rounds", "2", "--peers", "large"))
+    row = next(row for row in rows if row["name"] == "large")
+    assert row["status"] == status and "seconds" not in row
+    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+
+
+def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
+    from grpo_kernels.backends import triton_backend
+
+    widths = []
+
+    def counted(logits, *args, right=triton_backend.token_stats, **options):
+        widths.append(logits.shape[1])
+        return right(logits, *args, **options)
+
+    monkeypatch.setattr(triton_backend, "token_stats", counted)
+    few = ["--device", "cpu", "--shapes", "64,101,16", "--rounds", "1", "--peers"]
+    for backend in ("torch", "triton"):
+        args = head.parse_args(["--workload", "dense", "--backend", backend, *few])
+        rows = head.run_workload("dense", args)
+        assert [r["name"] for r in rows if "seconds" in r] == ["eager, log_softmax", *OURS, FLOOR]
+        scaling_args.backend = backend
+        axis = scaling.axes(cuda=False, tiny=True)["vocabulary"]
+        next(scaling.run_axis("vocabulary", axis, scaling_args))
+        assert set(widths) == (set() if backend == "torch" else {101, axis.values[0]})
+
+
+def test_no_round_begins_after_the_limit(tiny, one_process):
+    rows = head.run_workload("rollout", args("--rounds", "3", "--limit-s", "0", "--peers"))
+    assert {len(row["seconds"]) for row in rows} == {1}
+
+
+def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
+    """At most four times, and not where fresh memory is what is measured."""
+    w, steps = make("dense", (64, 101, 16)), []
+
+    def counted(w):
+        steps.append(w)
+        return one_pass(w)
+
+    for found, kept, expected in (
+        ([0, 9999, 9999, 9999], True, 3),
+        ([*range(0, 80_000, 10_000)], True, 5),
+        ([0, 9999], False, 2),
+    ):
+        told = iter(found)
+        monkeypatch.setattr(measure, "_page_faults", lambda told=told: next(told))
+        steps.clear()
+        measured = measure._turn(counted, measure.with_grad(w), forward=False, kept=kept)
+        assert len(steps) == expected and measured["seconds"] > 0
+        once = one_pass(measure.with_grad(w))
+        once.backward()
+        assert measured["results"][2] == pytest.approx(float(w.weight.grad.norm()), rel=1e-5)
+
+
+def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
+    def broken(w):
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setitem(CONTENDERS, "broken", Contender(broken))
+    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "broken"))
+    assert rows[-2]["status"] == "RuntimeError: no such kernel"
+    assert [row["name"] for row in rows][:-2] == ["eager, log_softmax", *OURS]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (("--peers", "nobody"), "--peers: expected the beginning of eager, log_softmax"),
+        (("--workload", "smollm"), "--shapes: expected synthetic workloads only; got smollm"),
+        (("--shapes", "1,2"), "--shapes: invalid"),
+        (("--rounds", "0"), "--rounds: expected at least 1; got 0"),
+    ),
+)
+def test_arguments_are_checked(options, message, capsys):
+    with pytest.raises(SystemExit):
+        args(*options)
+    assert message in capsys.readouterr().err
+
+
+def test_synthetic_logits_have_the_profile_of_a_language_model():
+    """Entropy, tail and peak of the demo model's own samples, at another vocabulary."""
+    told = profile(make("dense", (512, 20_011, 192)))
+    entropy, words, below = (float(re.search(p, told)[1]) for p in (
+        r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
+    ))  # fmt: skip
+    assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
+    assert float(re.search(r"entropy ([\d.]+)", profile(make("flat", (256, 5003, 64))))[1]) > 7
+
+
+@pytest.mark.parametrize("tokens", (512, 8192))
+def test_rollout_has_padding_tools_and_equal_rewards(tokens):
+    w = make("rollout", (tokens, 500, 16))
+    assert 0.3 < 1 - w.tokens / w.targets.numel() < 0.5
+    assert 0.3 < (w.advantages == 0).float().mean() < 0.7
+    holes = (w.mask.int().diff(dim=1) == 1).any(1)
+    assert 0 < holes.sum() < len(holes) / 2
+
+
+def test_peak_memory_sees_what_comes_and_goes():
+    with PeakMemory(torch.device("cpu")) as memory:
+        torch.ones(200 << 18).sum()
+    if memory.extra_bytes is None:
+        pytest.skip("this system does not tell")
+    assert 195 << 20 < memory.extra_bytes < 210 << 20
+
+
+@pytest.fixture
+def scaling_args(one_process, monkeypatch):
+    monkeypatch.setattr(scaling, "extra_memory", lambda name, path, *_, **__: path.stat().st_size)
+    return argparse.Namespace(
+        device="cpu",
+        dtype="float32",
+        backend="torch",
+        everyone=False,
+        rounds=1,
+        limit_s=60.0,
+        memory_bytes=1 << 30,
+    )
+
+
+def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
+    for name, axis in scaling.axes(cuda=False, tiny=True).items():
+        rows = list(chain(*scaling.run_axis(name, axis, scaling_args)))
+        expected = [n for n in axis.contenders if n not in scaling.PEERS] + ["bare GEMMs"]
+        assert [r["name"] for r in rows] == expected * len(axis.values)
+        assert all(r["status"] == "ok" and len(r["seconds"]) == 1 for r in rows)
+        scaling.plot(rows, {"device": "here"}, tmp_path / f"{name}.png")
+    assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "left", "told"),
+    (
+        ({"limit_s": 0.0}, {*OURS, "eager, log_softmax"}, "would take 0 s"),
+        # What grows with the tokens and would not fit; ours does not grow so.
+        ({"memory_bytes": 1}, {"eager, log_softmax"}, "would take 0 GiB"),
+    ),
+)
+def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling_args):
+    vars(scaling_args).update(limits)
+    axis = scaling.axes(cuda=False, tiny=True)["tokens"]
+    rows = list(chain(*scaling.run_axis("tokens", axis, scaling_args)))
+    first, second = ([r for r in rows if r["value"] == n] for n in axis.values[:2])
+    assert all(r["status"] == "ok" for r in first)
+    gone = {r["name"]: r for r in second if r["status"] != "ok"}
+    assert set(gone) == left and all(r["status"] == told for r in gone.values())
+    assert not any("seconds" in r for r in gone.values())
+
+
+def test_tune_times_only_what_is_right(monkeypatch):
+    """In the interpreter, as it is set for the tests."""
+    good = list(tune.rows(4, 300, torch.device("cpu"), 1))
+    assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
+    moved = {row["kernel"]: row["bytes"] for row in good}
+    assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
+    from grpo_kernels.backends import triton_backend, triton_logits
+
+    right = triton_backend.token_stats
+
+    def wrong_at_other_settings(*args, launch=triton_logits.ROW_LAUNCH, **options):
+        stats = right(*args, **options)
+        return stats._replace(logps=stats.logps + (launch.block == 64))
+
+    monkeypatch.setattr(triton_backend, "token_stats", wrong_at_other_settings)
+    monkeypatch.setattr(
+        tune, "row_settings", lambda cuda: [{}, {"launch": triton_logits.Launch(64, 1)}]
+    )
+    rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
+    assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
+
+
+def test_a_lora_on_the_head_is_measured_both_ways():
+    command = [sys.executable, "-m", "benchmarks.lora_head", "--shapes", "128,101,32"]
+    run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
+    told = re.findall(r"^(.+?) +[\d.]+ s .* MiB$", run.stdout.decode(), re.M)
+    assert told == ["no adapter", "added to the logits", "merged into W"], run.stderr.decode()
+
+
+def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
+    told, late = tmp_path / "told.json", tmp_path / "late"
+    # Of what a step starts, too, nothing goes on.
+    lasts = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
+    write = f"import pathlib; pathlib.Path({str(told)!r}).write_text('[1]'); print('table')"
+    for code, limit_s, left, status in (
+        (write, 60, 60, "ok"),
+        ("raise SystemExit(3)", 60, 60, "failed, exit status 3"),
+        (
+            f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {lasts!r}])",
+            2,
+            60,
+            "out of time",
+        ),
+        ("", 60, 0, "not run: no time left"),
+    ):
+        step = on_gpu.Step("step", limit_s, [sys.executable, "-c", code], told)
+        result = on_gpu.run(step, tmp_path, left, {})
+        assert result["status"] == status, step
+        assert ("result" in result) == (status == "ok")
+    absent = on_gpu.Step("absent", 60, ["no-such-tool"])
+    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not installed"
+    needy = on_gpu.Step("needy", 60, [sys.executable], packages=("torch", "no-such-package"))
+    assert on_gpu.run(needy, tmp_path, 60, {})["status"] == "no-such-package is not installed"
+    time.sleep(3)
+    assert not late.exists()
+    names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
+    assert names[:2] == ["tests", "head-4096"]
+    assert {"training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
+    (tmp_path / "head.log").write_text("a | table\n")
+    steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
+    about = {"device": "some GPU", "date": "today", "torch": "2"}
+    page = on_gpu.markdown({**about, "steps": steps}, tmp_path)
+    assert "# some GPU, today" in page and "| head | ok | 1 |" in page and "a | table" in page
