@@ -64,9 +64,12 @@ ARCHITECTURES = {
     "gfx942": (("hip", "gfx942", 64), 64),
 }
 DTYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
     torch.bool: "i1",
-}  # fmt: skip
+}
 HALVES = (torch.bfloat16, torch.float16)
 # Qwen's, GPT-2's, and less than a block.
 VOCABULARIES = (151_936, 50_257, 1003)
@@ -167,8 +170,12 @@ def policy_launches() -> None:
     """Launches the policy loss: every surrogate with every KL, and all pairs of other options."""
     draw = random.Random(0)
     surrogates: dict[str, dict[str, Any]] = {
-        "dapo": {}, "cispo": {"epsilon_high": 5.0}, "sapo": {}, "reinforce": {}, "dppo_tv": {},
-    }  # fmt: skip
+        "dapo": {},
+        "cispo": {"epsilon_high": 5.0},
+        "sapo": {},
+        "reinforce": {},
+        "dppo_tv": {},
+    }
     kls: list[dict[str, Any]] = [{}]
     for name, clamp, ratio in itertools.product(KL_ESTIMATORS, (None, 10.0), (False, True)):
         kl = {"kl_estimator": name, "kl_clamp": clamp, "use_bias_correction_kl": ratio}
@@ -180,14 +187,21 @@ def policy_launches() -> None:
         for flags in (drawn, [not flag for flag in drawn], *everything):
             masked, old, scaled, bonus, grad = flags
             config = GRPOLossConfig(
-                loss_type=loss_type, entropy_coef=0.1 * bonus, **surrogates[loss_type], **kl,
+                loss_type=loss_type,
+                entropy_coef=0.1 * bonus,
+                **surrogates[loss_type],
+                **kl,
                 is_correction="token_mask" if scaled else "none",
-            )  # fmt: skip
+            )
             inputs = LossInputs(
-                advantages=tokens, weights=tokens, count=torch.tensor(4.0),
-                mask=tokens > 0 if masked else None, old_logps=tokens if old else None,
-                ref_logps=tokens if kl else None, sampling_logps=tokens,
-            )  # fmt: skip
+                advantages=tokens,
+                weights=tokens,
+                count=torch.tensor(4.0),
+                mask=tokens > 0 if masked else None,
+                old_logps=tokens if old else None,
+                ref_logps=tokens if kl else None,
+                sampling_logps=tokens,
+            )
             policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
@@ -207,6 +221,7 @@ def kernels() -> dict[str, Any]:
 
 
 def compiled(job: tuple[Launch, str, bool]) -> Usage:
+    """Compiles a launch for an architecture, aligned or not, and judges the result."""
     launch, arch, aligned = job
     kernel = kernels()[launch.kernel]
     (backend, chip, warp_size), _ = ARCHITECTURES[arch]
@@ -230,6 +245,7 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
 
 
 def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | None = None) -> Usage:
+    """Fills in `problem`. Without PTX (on AMD) loads and minima are not looked at."""
     limit = ARCHITECTURES[arch][1] * 1024
     problem = ""
     if usage.spills or usage.stack:

@@ -117,13 +117,20 @@ def liger_fused_linear(w: Workload) -> Tensor:
     # By default a chunk is one sequence; those of the workloads are too short to be fast.
     chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
+        beta=0.0,
+        use_ref_model=False,
+        loss_type="dapo",
+        chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
-    )  # fmt: skip
+    )
     return loss(
-        w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages,
+        w.hidden,
+        w.weight,
+        w.targets,
+        _liger_mask(w),
+        w.advantages,
         old_per_token_logps=w.old_logps,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def liger_triton(w: Workload) -> Tensor:
@@ -132,9 +139,19 @@ def liger_triton(w: Workload) -> Tensor:
 
     logits = F.pad(w.hidden, (0, 0, 0, 1)) @ w.weight.T
     loss, _ = triton_grpo_loss(
-        logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
-        beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
-    )  # fmt: skip
+        logits,
+        w.old_logps,
+        None,
+        w.targets,
+        w.advantages,
+        _liger_mask(w),
+        temperature=1.0,
+        beta=0.0,
+        eps_low=0.2,
+        eps_high=0.2,
+        loss_type="dapo",
+        reduce=True,
+    )
     return loss
 
 

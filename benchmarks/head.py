@@ -35,7 +35,7 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS, UNPADDED
 from benchmarks.measure import (
     FLOOR,
     Loss,
-    add_device_options,
+    add_head_options,
     default_dtype,
     extra_memory,
     header,
@@ -78,9 +78,13 @@ def truth_of(w: Workload) -> Truth:
     w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
     exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
     loss = reference.fused_grpo_loss(
-        exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask,
+        exact.hidden,
+        exact.weight,
+        exact.targets,
+        exact.advantages,
+        exact.mask,
         old_logps=exact.old_logps,
-    ).loss  # fmt: skip
+    ).loss
     loss.backward()
     assert exact.hidden.grad is not None and exact.weight.grad is not None
     return Truth(w, loss.item(), exact.hidden.grad, exact.weight.grad)
@@ -128,9 +132,14 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
         del w
         names = [row["name"] for row in correct]
         taken = times(
-            names, path, device, args.rounds, fresh_memory=args.fresh_memory, deadline=deadline,
+            names,
+            path,
+            device,
+            args.rounds,
+            fresh_memory=args.fresh_memory,
+            deadline=deadline,
             backend=args.backend,
-        )  # fmt: skip
+        )
         wrong = wrong_in_full(taken, getattr(torch, args.dtype))
         for row in correct:
             name, timing = row["name"], taken[row["name"]]
@@ -238,7 +247,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="measure only peers whose name begins with NAME, beside eager and this library "
         "(default: all; without NAME: none)",
     )
-    add_device_options(parser)
+    add_head_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument(
         "--limit-s",

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from benchmarks import contenders
 from benchmarks.head import shape
-from benchmarks.measure import extra_memory, header, print_header, spread, stored, times
+from benchmarks.measure import (
+    add_device_option,
+    extra_memory,
+    header,
+    print_header,
+    spread,
+    stored,
+    times,
+)
 from benchmarks.workloads import Workload, make
 from grpo_kernels import fused_grpo_loss
 
@@ -75,11 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N,V,H",
         help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
     )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
+    add_device_option(parser)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     args = parser.parse_args(argv)
     print_header(header(args.device))

@@ -400,13 +400,18 @@ def _output_of(*command: str) -> str:
     return run.stdout.strip()
 
 
-def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype (its default is `default_dtype`) and --backend."""
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --device."""
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu or cuda (default: cuda if there is one)",
     )
+
+
+def add_head_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, --dtype (its default is `default_dtype`) and --backend."""
+    add_device_option(parser)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -22,7 +22,7 @@ import torch
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.measure import (
     FLOOR,
-    add_device_options,
+    add_head_options,
     default_dtype,
     extra_memory,
     header,
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--axes", nargs="+", choices=LABELS, default=list(LABELS), help="what grows (default: all)"
     )
-    add_device_options(parser)
+    add_head_options(parser)
     parser.add_argument(
         "--ours-only", dest="everyone", action="store_false", help="leave out the peers"
     )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.measure import header, print_header, time_once, write_json
+from benchmarks.measure import add_device_option, header, print_header, time_once, write_json
 from grpo_kernels import column_sampling
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
 
@@ -158,11 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
+    add_device_option(parser)
     parser.add_argument(
         "--tokens", type=int, help="rows of logits (default: 2560 on cuda, 144 on cpu)"
     )

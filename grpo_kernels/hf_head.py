@@ -20,22 +20,22 @@ from torch import Tensor, nn
 
 from .reference import linear_logits
 
-# Config fields, and the model types that have them (as of transformers 5.23).
+# Config fields with a softcap, and the model types that have them (as of transformers 5.23).
 SOFTCAP_FIELDS = (
     "final_logit_softcapping",  # gemma2, gemma3, gemma3n, gemma4, nanochat, ...
     "logits_soft_cap",  # recurrent_gemma
 )
-# Logits are multiplied by these ...
+# Config fields that logits are multiplied by.
 SCALE_FIELDS = (
     "logit_scale",  # cohere, cohere2
     "output_multiplier",  # muse_glimmer, muse_spark
     "lm_head_multiplier",  # falcon_h1
 )
-# ... and divided by this one (granite, granitemoe, granitemoehybrid, ...),
+# The config field that logits are divided by: granite, granitemoe, granitemoehybrid, ...
 SCALING_FIELD = "logits_scaling"
-# except in these model types, which multiply by it.
+# Model types that multiply logits by SCALING_FIELD.
 SCALING_IS_A_FACTOR = ("hyperclovax",)
-# Fields that a model type has but does not use.
+# Config fields that a model type has but does not use.
 UNUSED_FIELDS = {"mpt": "logit_scale"}
 # The options of `linear_logprobs` that an integration passes on for its caller.
 HEAD_OPTIONS = ("temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes")
@@ -56,7 +56,7 @@ class Head(NamedTuple):
         """Returns the head's arguments of `fused_grpo_loss` and `linear_logprobs` but the weight.
 
         Args:
-            hidden: `[..., H]`, the input of the head, to which LoRA's first matrix is applied.
+            hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
         """
         low_rank = None
         if self.adapters:

@@ -48,6 +48,8 @@ _STEP_WIDE = ("dapo", "cispo", "vespo")
 class FusedLinearGRPOLoss(nn.Module):
     """The GRPO loss of a linear head over hidden states, under Liger's names.
 
+    Options that the loss type does not use are ignored, as in Liger.
+
     Equivalent PyTorch, for `loss_type="dapo"` without a reference:
 
         logits = (hidden @ weight.T).float() / temperature
@@ -66,10 +68,10 @@ class FusedLinearGRPOLoss(nn.Module):
             `"vespo"`.
         max_completion_length: the denominator per sequence of `dr_grpo`, which needs it.
         importance_sampling_level: `"token"` or `"sequence"`.
-        sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`. Options that
-            the loss type does not use are ignored, as in Liger.
+        sapo_temperature_pos, sapo_temperature_neg: as in `GRPOLossConfig`.
         temperature: divides the logits.
+        delta, use_bias_correction_kl: as in `GRPOLossConfig`.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
         head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
             `chunk_bytes` of `fused_grpo_loss`.
 

@@ -94,8 +94,9 @@ class Objective:
         advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None
             asks for log-probs alone.
         mask: bool or 0/1, the tokens that count among the labels other than -100.
-        old_logps, ref_logps, sampling_logps, config, num_items, entropy_threshold, skip_untrained:
-            as in `fused_grpo_loss`. The temperature belongs to the head, not to the config.
+        old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
+        config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
+        num_items, entropy_threshold, skip_untrained: as in `fused_grpo_loss`.
         head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
             this call; they take precedence over those of `attach_fused_head`.
 
@@ -220,6 +221,7 @@ def attach_fused_head(
 
 
 def _replace_forward(model: Any, keyword: str, float32: bool, options: dict[str, Any]) -> None:
+    """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
     signature = inspect.signature(type(model).forward)
     names = [*signature.parameters][1:]
     attached = _Attached(model.forward, "forward" in vars(model), float32, options, names)
