@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test test-all test-rest fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
-	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
 # of their own, so they run without workers beside them.

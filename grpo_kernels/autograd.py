@@ -15,7 +15,7 @@ _ROWS_AT_A_TIME = 4096
 
 
 def refuse_double_backward(call: str) -> None:
-    """Raises in a backward under create_graph=True, exactly where grad mode is on; call it first."""
+    """Raises in a backward under create_graph=True, where alone grad mode is on; call it first."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{call}: double backward is not supported (create_graph=True reached its backward); "

@@ -298,8 +298,8 @@ class GRPOLossConfig:
                 )
         if self.effective_aggregation == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
-                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation divides "
-                "by it; got None"
+                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
+                "divides by it; got None"
             )
         if self.effective_aggregation != "dr_grpo" and self.max_completion_length is not None:
             raise ValueError(

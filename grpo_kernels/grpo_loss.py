@@ -128,9 +128,7 @@ class _PolicyLoss(torch.autograd.Function):
         grad = grad_enabled and any(ctx.needs_input_grad)
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
-            policy = policy_loss(
-                config, inputs, logps.float(), entropy_float, backend, grad=grad
-            )
+            policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
         ctx.save_for_backward(policy.d_logps, policy.d_entropy)
         ctx.dtypes = dtypes_of(logps, entropy)
         # Copies, as the backward scales the saved ones in place.

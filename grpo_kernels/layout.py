@@ -155,9 +155,9 @@ class Layout:
             if len(self.shape) == 1 and sequences and sequences.count == self.num_tokens:
                 checks.add(
                     sequences.ids != torch.arange(self.num_tokens, device=self.device),
-                    f"advantages: expected {list(x.shape)} to be one per sequence or one per token; "
-                    "got as many sequences as tokens, some of them empty, so it may be either: "
-                    "remove the empty sequences from cu_seqlens and pass one per token",
+                    f"advantages: expected {list(x.shape)} to be one per sequence or one per "
+                    "token; got as many sequences as tokens, some of them empty, so that it may be "
+                    "either: pass one per token with the empty sequences removed from cu_seqlens",
                 )
             return flatten(x)
         if x.ndim == 1 and sequences and x.shape[0] == sequences.count:

@@ -144,7 +144,8 @@ class _LinearLogprobs(torch.autograd.Function):
         if call.sampling is not None and any(wanted):
             drawn = DrawnBlocks(call.sampling, plan, head)
         with torch.autocast(hidden.device.type, enabled=False):
-            for index, _, needs_grad in plan.chunks():
+            for chunk in plan.chunks():
+                index = chunk.index
                 rows = head.rows(index)
                 logits = head.logits(rows)  # [C, V], not yet transformed
                 stats = call.backend.token_stats(
@@ -153,7 +154,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 logps[index], logsumexp[index] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[index] = stats.entropy
-                if drawn is not None and needs_grad:
+                if drawn is not None and chunk.needs_grad:
                     drawn.draw(rows, logits, stats, call.backend)
         # Copies, as the caller may change the outputs in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
@@ -189,9 +190,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grads = RowGrads(logps, logsumexp, scale * d_logps, scale * d_softmax, *entropies)
         compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
         with torch.autocast(logps.device.type, enabled=False):
-            gradients = compute(
-                operands, call, ctx.dtype, grads, needed, ctx.needs_input_grad[:5]
-            )
+            gradients = compute(operands, call, ctx.dtype, grads, needed, ctx.needs_input_grad[:5])
         unscaled = (
             scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
             for gradient, dtype in zip(gradients, dtypes_of(*operands), strict=True)
@@ -215,9 +214,9 @@ def _exact_gradients(
     head = LMHead(operands, call, dtype, plan.largest_chunk)
     every_row = plan.num_rows == len(needed)
     gradients = HeadGradients(head, call.backend, wanted, every_row=every_row)
-    for index, _, _ in plan.chunks():
-        rows = head.rows(index)
-        gradients.add(rows, head.logits(rows), grads.at(index))
+    for chunk in plan.chunks():
+        rows = head.rows(chunk.index)
+        gradients.add(rows, head.logits(rows), grads.at(chunk.index))
     return gradients.finish()
 
 

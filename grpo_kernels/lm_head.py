@@ -6,7 +6,7 @@ The operands of every GEMM share one dtype, `gemm_dtype`; results are float32 in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """Some rows of a head call."""
 
     index: slice | Tensor  # where they lie in the call's tensors
@@ -59,9 +60,7 @@ class Rows(NamedTuple):
         else:
             index = index[part]
         a_out = None if self.lora_a_out is None else self.lora_a_out[part]
-        return Rows(
-            index, self.hidden[part], a_out, self.targets[part], self.transform.at(part)
-        )
+        return Rows(index, self.hidden[part], a_out, self.targets[part], self.transform.at(part))
 
 
 class LMHead:

@@ -325,9 +325,7 @@ def clipped_tokens(config: GRPOLossConfig, tokens: Tokens, ratio: Tensor) -> tup
 
 
 @torch.no_grad()
-def surrogate_scale(
-    config: GRPOLossConfig, tokens: Tokens
-) -> tuple[Tensor | None, Tensor | None]:
+def surrogate_scale(config: GRPOLossConfig, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
     """The factor of the surrogate, `[N]`, and the high-entropy mask, `[N]`.
 
     None where the factor is 1, and where there is no such mask. No gradient flows here.

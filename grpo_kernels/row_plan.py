@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ _GPU_CHUNK_BYTES = 1536 << 20
 ROW_MULTIPLE = 128
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
 
     index: slice | Tensor

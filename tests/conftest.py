@@ -2,8 +2,8 @@
 
 How to see the tests fail: `tests/test_tests_can_fail.py` zeroes a gradient, flips its sign, lets
 the vocabulary's tail into the log-sum-exp, and so on, and expects the checks used here to object.
-To see it by hand, put `out.zero_()` or `out.neg_()` at the end of `torch_tiles.logit_grads_`, or
-replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_tiles.token_stats_kernel`: the tests
+To see it by hand, put `out.zero_()` or `out.neg_()` at the end of `torch_backend.logit_grads_`, or
+replace `tl.where(mask_v, z, float("-inf"))` by `z` in `triton_logits.token_stats_kernel`: the tests
 with a softcap fail, and all do once `_load_logits` reads the columns past V as 0, too.
 """
 

@@ -114,12 +114,12 @@ def test_gradient_checkpointing(call, use_reentrant, batch, expected):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
-    from grpo_kernels.row_chunks import HeadChunks
+    from grpo_kernels.head_gradients import HeadGradients
 
     def refuse(*_):
         raise AssertionError("gradient work without a gradient")
 
-    monkeypatch.setattr(HeadChunks, "add_gradients", refuse)
+    monkeypatch.setattr(HeadGradients, "add", refuse)
     sizes = []
     original = torch.Tensor.new_empty
     monkeypatch.setattr(
@@ -133,16 +133,17 @@ def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
 
 
 def test_frozen_parts_cost_no_work(batch, monkeypatch):
-    from grpo_kernels import row_chunks
+    from grpo_kernels import head_gradients, lm_head
 
     products = []
-    addmm = row_chunks.addmm
+    addmm = lm_head.addmm
 
     def counted(acc, *args, **kwargs):
         products.append(tuple(acc.shape))
         addmm(acc, *args, **kwargs)
 
-    monkeypatch.setattr(row_chunks, "addmm", counted)
+    for module in (head_gradients, lm_head):
+        monkeypatch.setattr(module, "addmm", counted)
     for frozen in ("weight", "hidden"):
         hidden, weight = head(batch)
         {"weight": weight, "hidden": hidden}[frozen].requires_grad_(False)
@@ -180,12 +181,12 @@ def test_retained_graph_gives_the_same_twice(call, batch, expected):
 
 def test_the_stored_gradient_becomes_the_gradient(batch, monkeypatch):
     """Scaled in place and handed over: no second tensor of the head's size."""
-    from grpo_kernels.row_chunks import HeadChunks
+    from grpo_kernels.head_gradients import HeadGradients
 
     stored = []
-    original = HeadChunks.gradients
+    original = HeadGradients.finish
     monkeypatch.setattr(
-        HeadChunks, "gradients", lambda self: stored.extend(original(self)) or original(self)
+        HeadGradients, "finish", lambda self: stored.extend(original(self)) or original(self)
     )
     hidden, weight = head(batch)
     loss = call_fused(batch, hidden, weight)

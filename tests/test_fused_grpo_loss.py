@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
-from grpo_kernels.row_chunks import HeadChunks
+from grpo_kernels.head_gradients import HeadGradients
+from grpo_kernels.lm_head import LMHead
 from tests.support.batches import (
     HEAD,
     OBJECTIVES,
@@ -265,9 +266,9 @@ def test_skip_untrained_where_sequences_matter(objective, per_token):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     made = []
-    original = HeadChunks.logits
+    original = LMHead.logits
     monkeypatch.setattr(
-        HeadChunks,
+        LMHead,
         "logits",
         lambda self, rows: made.append(len(rows.hidden)) or original(self, rows),
     )
@@ -303,16 +304,31 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
     sizes = []
-    original = HeadChunks.add_gradients
+    original = HeadGradients.add
     monkeypatch.setattr(
-        HeadChunks,
-        "add_gradients",
-        lambda self, chunk, *args: sizes.append(chunk.size) or original(self, chunk, *args),
+        HeadGradients,
+        "add",
+        lambda self, rows, *args: sizes.append(len(rows.hidden)) or original(self, rows, *args),
     )
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
     expect_equal(batch, {**options, "old_logps": True})
     trained = batch.mask & (batch.advantages != 0)[:, None]
     assert trained[0].any() and sum(sizes) <= int(trained[1:].sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_far_from_the_reference_policy(loss_type, backend):
+    """The KL's gradient at ref - logp from -20 to 20, where it is a difference of terms e^20."""
+    batch = make_batch(B=6, T=11)
+    distance = torch.linspace(-20, 20, batch.mask.numel()).reshape(batch.mask.shape)
+    batch.ref_logps = batch.old_logps + (distance if loss_type == "dapo" else distance[:, :1])
+    cfg = config(loss_type=loss_type, beta=0.1, use_bias_correction_kl=True)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, backend=backend, **options)
+    for name in ("hidden", "weight"):
+        assert relative_error(actual.gradients[name], expected.gradients[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))

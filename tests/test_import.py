@@ -44,6 +44,20 @@ print(w.grad.norm() > 0)
     assert python(code).strip() == "tensor(True)"
 
 
+def test_without_the_peers_integrations_say_what_to_install():
+    code = """
+import sys
+for name in ("transformers", "accelerate", "datasets", "peft", "trl", "liger_kernel"):
+    sys.modules[name] = None
+import grpo_kernels.integrations.liger, grpo_kernels.integrations.verl, grpo_kernels.doctor
+try:
+    import grpo_kernels.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'grpo_kernels[train]'" in python(code)
+
+
 def test_every_public_name_has_a_docstring():
     import grpo_kernels
 

@@ -90,7 +90,8 @@ FUSED = {
     "advantages_packed": (
         {"packed": True, "advantages": torch.ones(B)},
         ValueError,
-        r"advantages: expected shape \[6\], or one a sequence together with cu_seqlens; got \[2\]",
+        r"advantages: expected shape \[6\], or one per sequence together with cu_seqlens; "
+        r"got \[2\]",
     ),
     "advantages_packed_sequences": (
         {
@@ -99,7 +100,7 @@ FUSED = {
             "cu_seqlens": torch.tensor([0, 3, 6]),
         },
         ValueError,
-        r"advantages: expected shape \[2\] \(one a sequence\) or \[6\]; got \[3\]",
+        r"advantages: expected shape \[2\] \(one per sequence\) or \[6\]; got \[3\]",
     ),
     "advantages_in_doubt": (
         {
@@ -107,7 +108,7 @@ FUSED = {
             "cu_seqlens": torch.tensor([0, 2, 2, 3, 4, 5, 6]),
         },
         ValueError,
-        r"advantages: expected no doubt whether \[6\] is one a sequence or one a token",
+        r"advantages: expected \[6\] to be one per sequence or one per token",
     ),
     "mask_shape": (
         {"mask": torch.ones(B)},
@@ -148,7 +149,7 @@ FUSED = {
     "num_items_for_grpo": (
         {"config": GRPOLossConfig(loss_type="grpo"), "num_items": 5},
         ValueError,
-        "num_items: expected None, as only the 'dapo' average divides by it; got 5 with",
+        "num_items: expected None, as only the 'dapo' aggregation divides by it; got 5 with",
     ),
     "num_items_negative": (
         {"num_items": -1},

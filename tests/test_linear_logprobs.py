@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference, row_chunks
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, lm_head, reference
 from tests.support.batches import make_batch, packed, relative_error
 
 CHUNK = 4 * 1003 * 5
@@ -170,8 +170,8 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
         product = a.float() @ b.float()
         acc.copy_(product if beta == 0 else acc * beta + product)
 
-    monkeypatch.setattr(row_chunks, "mm", mm)
-    monkeypatch.setattr(row_chunks, "addmm", addmm)
+    monkeypatch.setattr(lm_head, "mm", mm)
+    monkeypatch.setattr(lm_head, "addmm", addmm)
     module = sys.modules["grpo_kernels.linear_logprobs"]
     monkeypatch.setattr(module, "gemm_dtype", lambda *_: torch.float16)
     batch = make_batch(B=6, T=11)

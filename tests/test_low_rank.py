@@ -87,18 +87,18 @@ def test_equals_the_weight_it_stands_for():
 
 @pytest.mark.parametrize("call", ("loss", "logps"))
 def test_next_to_a_frozen_weight(call, monkeypatch):
-    from grpo_kernels import row_chunks
+    from grpo_kernels.head_gradients import HeadGradients
 
     batch = make_batch()
     leaves = operands(batch, frozen=("weight", "bias"))
     made: list[Tensor] = []
-    original = row_chunks.HeadChunks.gradients
+    original = HeadGradients.finish
 
     def watched(head):
         made.append(head.d_weight)
         return original(head)
 
-    monkeypatch.setattr(row_chunks.HeadChunks, "gradients", watched)
+    monkeypatch.setattr(HeadGradients, "finish", watched)
     _, wanted = run(batch, exactly(leaves), reference, call, config=config())
     _, gradients = run(batch, leaves, call=call, config=config())
     assert made == [None] and gradients["weight"] is None

@@ -11,13 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs
-from grpo_kernels.inputs import ValueChecks
-from grpo_kernels.row_chunks import RowPlan
-from grpo_kernels.tiles import torch_tiles
+from grpo_kernels.backends import torch_backend
+from grpo_kernels.layout import ValueChecks
+from grpo_kernels.row_plan import RowPlan
 from tests.support.batches import OBJECTIVES, config
 
 B, T, H, V = 3, 5, 8, 11
-# The torch tiles compare addresses to see whether they work in place.
+# The torch backend compares addresses to see whether it works in place.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 
 
@@ -31,7 +31,7 @@ def without_the_one_transfer(monkeypatch):
     for name in ("fused_grpo_loss", "linear_logprobs"):  # the module, not its function
         monkeypatch.setattr(sys.modules[f"grpo_kernels.{name}"], "plan_rows", plan_rows)
     monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
-    monkeypatch.setattr(torch_tiles, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
+    monkeypatch.setattr(torch_backend, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
 
 
 @pytest.mark.parametrize("call", (grpo_loss, fused_grpo_loss))
@@ -42,7 +42,7 @@ def test_reads_nothing(objective, call):
     with FakeTensorMode():
         kwargs = {name: torch.ones(B, T) for name in names}
         mask = torch.ones(B, T, dtype=torch.bool)
-        if cfg.average == "dapo":
+        if cfg.effective_aggregation == "dapo":
             kwargs["num_items"] = torch.ones(())
         if call is grpo_loss:
             head = (torch.ones(B, T, requires_grad=True),)

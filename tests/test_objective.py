@@ -233,7 +233,7 @@ def test_by_hand(options, on_policy, per_token):
     noise = 0.2 * torch.randn(5, 7, generator=g)
     logps = (batch.old_logps + noise).double()
     entropy = torch.rand(5, 7, generator=g).double()
-    num_items = 31 if cfg.average == "dapo" else None
+    num_items = 31 if cfg.effective_aggregation == "dapo" else None
     old, ref, roll, lists, entropies = lists_of(
         batch, batch.old_logps, batch.ref_logps, batch.sampling_logps, logps, entropy
     )

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import make
 from grpo_kernels import column_sampling, fused_grpo_loss, linear_logprobs, reference
-from grpo_kernels.tiles import torch_tiles
+from grpo_kernels.backends import torch_backend
+from grpo_kernels.inputs import ColumnSampling
 from tests.support.batches import (
     HEAD,
     OBJECTIVES,
@@ -110,7 +111,7 @@ def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, monke
 @pytest.mark.parametrize("damage", ("unweighted", "half_weighted", "small_ones_dropped"))
 @pytest.mark.parametrize("option", ("plain", "sequence_level"))
 def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
-    logit_grads, probabilities = torch_tiles.logit_grads_, column_sampling.keep_probabilities
+    logit_grads, probabilities = torch_backend.logit_grads_, column_sampling.keep_probabilities
     power = {"unweighted": 0.0, "half_weighted": 0.5}.get(damage)
 
     def misweighted(*args, out, column_weights=None):
@@ -122,7 +123,7 @@ def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
         return kept.masked_fill(kept < 0.1, 0.0), dense
 
     if power is not None:
-        monkeypatch.setattr(torch_tiles, "logit_grads_", misweighted)
+        monkeypatch.setattr(torch_backend, "logit_grads_", misweighted)
     else:
         monkeypatch.setattr(column_sampling, "keep_probabilities", dropping)
     objective, options = UNBIASED[option]
@@ -248,13 +249,13 @@ def test_a_flat_softmax_goes_dense():
 def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
     """Of 12 flat chunks four are scored: after the first one is not, then two, then four."""
     scored = []
-    real = torch_tiles.column_scores
+    real = torch_backend.column_scores
 
     def counted(logits, *args):
         scored.append(len(logits))
         return real(logits, *args)
 
-    monkeypatch.setattr(torch_tiles, "column_scores", counted)
+    monkeypatch.setattr(torch_backend, "column_scores", counted)
     w = make("flat", (12 * 16, 5003, 64))
     options = {"config": config(loss_type=loss_type), "chunk_bytes": 16 * 5003 * 4}
     drawn, metrics = head_gradients(w, backward="sampled", **options)
@@ -265,14 +266,14 @@ def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
 
 
 def test_chunks_are_sampled_again_after_dense_ones():
-    asked = column_sampling.Sampling(0.5, 0)
+    asked = ColumnSampling(0.5, 0)
     sampler = column_sampling.ColumnSampler(asked, 100, torch.device("cpu"))
     blocks, targets = [slice(0, 4)], torch.zeros(4, dtype=torch.int64)
     flat, peaked = torch.ones(1, 100), torch.full((1, 100), 1e-9)
     peaked[0, :3] = 1.0
     seen = []
     for squares in (flat, flat, flat, flat, flat, peaked, peaked, flat, peaked, peaked):
-        if sampler.skips(blocks):
+        if sampler.should_skip_scoring(blocks):
             seen.append("skipped")
         else:
             samples, _ = sampler.sample(squares, targets, blocks, 1e4)
@@ -355,9 +356,11 @@ def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
     targets = batch.targets.clamp(min=0)
     logps = linear_logprobs(hidden, weight, targets, seed=0, **SAMPLED).logps
     made = []
-    original = torch_tiles.logit_grads_
+    original = torch_backend.logit_grads_
     monkeypatch.setattr(
-        torch_tiles, "logit_grads_", lambda x, *a, **k: (made.append(len(x)), original(x, *a, **k))
+        torch_backend,
+        "logit_grads_",
+        lambda x, *a, **k: (made.append(len(x)), original(x, *a, **k)),
     )
     logps[0].sum().backward()
     assert sum(made) == 16 and hidden.grad[1:].abs().max() == 0 and hidden.grad[0].norm() > 0
@@ -494,9 +497,9 @@ def test_waits_for_a_gpu(backward, waits):
 
 def test_two_passes_draw_for_trained_sequences_alone(batch, monkeypatch):
     seen = []
-    original = torch_tiles.column_scores
+    original = torch_backend.column_scores
     monkeypatch.setattr(
-        torch_tiles, "column_scores", lambda x, *a: (seen.append(len(x)), original(x, *a))[1]
+        torch_backend, "column_scores", lambda x, *a: (seen.append(len(x)), original(x, *a))[1]
     )
     idle = batch.advantages.clone()
     idle[[0, 4]] = 0.0

@@ -1,10 +1,13 @@
 """The checks used throughout must object to code that is wrong; here it is made wrong."""
 
+import sys
+
 import pytest
 import torch
 
-from grpo_kernels import row_chunks
-from grpo_kernels.tiles import torch_tiles, triton_tiles
+from grpo_kernels import lm_head, objective
+from grpo_kernels.backends import torch_backend, triton_backend
+from grpo_kernels.head_gradients import HeadGradients
 from tests.support.batches import config, make_batch, relative_error, run_fused
 from tests.support.head_options import CHUNK, expect_equal, objective_options
 
@@ -20,36 +23,36 @@ def test_the_check_passes_on_the_code_as_it_is():
     check("triton")
 
 
-@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
 @pytest.mark.parametrize("damage", ("zero", "flip", "two_percent_less"))
-def test_damaged_logit_gradient(tiles, damage, monkeypatch):
-    original = tiles.logit_grads_
+def test_damaged_logit_gradient(backend, damage, monkeypatch):
+    original = backend.logit_grads_
 
     def damaged(*args, out):
         original(*args, out)
         out.mul_({"zero": 0.0, "flip": -1.0, "two_percent_less": 0.98}[damage])
 
-    monkeypatch.setattr(tiles, "logit_grads_", damaged)
+    monkeypatch.setattr(backend, "logit_grads_", damaged)
     with pytest.raises(AssertionError, match="relative error"):
-        check(tiles.__name__.rsplit(".", 1)[1].split("_")[0])
+        check(backend.__name__.rsplit(".", 1)[1].split("_")[0])
 
 
 @pytest.mark.parametrize("name", ("hidden", "weight", "bias"))
 def test_each_gradient_is_looked_at(name, monkeypatch):
-    original = row_chunks.HeadChunks.gradients
+    original = HeadGradients.finish
 
     def damaged(self):
         getattr(self, f"d_{name}").zero_()
         return original(self)
 
-    monkeypatch.setattr(row_chunks.HeadChunks, "gradients", damaged)
+    monkeypatch.setattr(HeadGradients, "finish", damaged)
     with pytest.raises(AssertionError, match=f"d_{name}: relative error 1.0"):
         check()
 
 
-@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
-def test_vocabulary_tail_as_zero_logits(tiles, monkeypatch):
-    original = tiles.token_stats
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+def test_vocabulary_tail_as_zero_logits(backend, monkeypatch):
+    original = backend.token_stats
 
     def with_tail(logits, targets, transform, *, entropy):
         padded = torch.nn.functional.pad(logits, (0, 640))
@@ -57,47 +60,50 @@ def test_vocabulary_tail_as_zero_logits(tiles, monkeypatch):
         wider = type(transform)(bias, transform.logit_scale, transform.softcap)
         return original(padded, targets, wider, entropy=entropy)
 
-    monkeypatch.setattr(tiles, "token_stats", with_tail)
+    monkeypatch.setattr(backend, "token_stats", with_tail)
     with pytest.raises(AssertionError, match="log-probs off"):
-        check(tiles.__name__.rsplit(".", 1)[1].split("_")[0])
+        check(backend.__name__.rsplit(".", 1)[1].split("_")[0])
 
 
 @pytest.mark.parametrize("field", ("weights", "advantages", "old_logps", "ref_logps"))
 def test_ignored_constants(field, monkeypatch):
-    original = torch_tiles.policy_loss
+    original = objective.policy_loss
 
-    def damaged(config, tokens, logps, entropy, *, grad):
-        changed = type(tokens)(**{**vars(tokens), field: getattr(tokens, field) * 0.9})
-        return original(config, changed, logps, entropy, grad=grad)
+    def damaged(config, inputs, logps, entropy, **options):
+        changed = type(inputs)(**{**vars(inputs), field: getattr(inputs, field) * 0.9})
+        return original(config, changed, logps, entropy, **options)
 
-    monkeypatch.setattr(torch_tiles, "policy_loss", damaged)
+    monkeypatch.setattr(objective, "policy_loss", damaged)
     with pytest.raises(AssertionError):
         check()
 
 
-@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
 @pytest.mark.parametrize("damage", (0.0, -1.0, 0.98), ids=("zero", "flip", "two_percent_less"))
 @pytest.mark.parametrize("objective", ("gspo", "vespo", "cispo", "is_sequence_mask", "top_entropy"))
-def test_damaged_objective(objective, damage, tiles, monkeypatch):
+def test_damaged_objective(objective, damage, backend, monkeypatch):
     """In one pass and in two."""
     options = objective_options(objective)
-    used = tiles if options["config"].one_pass else torch_tiles  # where the others are computed
-    original = used.policy_loss
+    if backend is triton_backend and options["config"].one_pass:
+        used, name = backend, "policy_loss"
+    else:
+        used, name = sys.modules["grpo_kernels.grpo_loss"], "_differentiated"
+    original = getattr(used, name)
 
     def damaged(*args, **kwargs):
         policy = original(*args, **kwargs)
         d_logps = policy.d_logps
         return policy._replace(d_logps=None if d_logps is None else damage * d_logps)
 
-    monkeypatch.setattr(used, "policy_loss", damaged)
-    backend = tiles.__name__.rsplit(".", 1)[1].split("_")[0]
+    monkeypatch.setattr(used, name, damaged)
+    backend = backend.__name__.rsplit(".", 1)[1].split("_")[0]
     with pytest.raises(AssertionError):
         expect_equal(make_batch(B=6, T=11), options, backend=backend)
 
 
 def test_unwritten_memory(monkeypatch):
     """Logits that nobody writes are NaN here, not the zeros they often happen to be."""
-    monkeypatch.setattr(row_chunks, "mm", lambda a, b, *, out: None)
+    monkeypatch.setattr(lm_head, "mm", lambda a, b, *, out: None)
     result = run_fused(make_batch(), exact=False)
     assert not result.logps.isfinite().all()
 

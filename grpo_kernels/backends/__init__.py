@@ -86,9 +86,13 @@ class PolicyLoss(NamedTuple):
 class Backend(Protocol):
     """The functions that every backend has."""
 
-    #: Loss and gradient of token-local objectives in one kernel, with the signature of
-    #: `triton_policy_loss.policy_loss`; None where autograd differentiates the objective instead.
-    policy_loss: Callable[..., PolicyLoss] | None
+    @property
+    def policy_loss(self) -> Callable[..., PolicyLoss] | None:
+        """Loss and gradient of token-local objectives, as `triton_policy_loss.policy_loss`.
+
+        None where autograd differentiates the objective instead.
+        """
+        ...
 
     def token_stats(
         self, logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool

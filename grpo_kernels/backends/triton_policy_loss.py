@@ -195,16 +195,11 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss over `logps [C]` and `entropy [C]`, with its gradients if `grad`.
 
-    Args:
-        logps, entropy, advantages, weights, old_logps, ref_logps: float32 `[C]`.
-        count: 0-d, divides the entropy bonus.
-        mask: bool `[C]`; masked tokens are not read.
-        scale: float32 `[C]`, multiplies the surrogate.
-        surrogate: `"clip"`, `"cispo"`, `"sapo"`, `"reinforce"` or `"dppo_tv"`.
-        low, high: the interval a ratio (`dppo_tv`: a probability's change) is clipped to.
-        ratio_max, dual_clip, kl_clamp: bounds; None does not bound.
-        kl_estimator: None leaves the KL out.
-        kl_ratio: multiplies the KL by the ratio.
+    Tensors are float32 `[C]`, but for `mask`, bool `[C]`, and `count`, 0-d, which divides the
+    entropy bonus. Masked tokens are not read. `scale` multiplies the surrogate, `kl_ratio` the KL
+    by the ratio. `surrogate` is `"clip"`, `"cispo"`, `"sapo"`, `"reinforce"` or `"dppo_tv"`, `low`
+    and `high` the interval that a ratio (`dppo_tv`: a probability's change) is clipped to. Bounds
+    of None do not bound; a `kl_estimator` of None leaves the KL out.
     """
     N = logps.shape[0]
     has_entropy = entropy is not None and entropy_coef != 0.0

@@ -250,7 +250,7 @@ CASES = [
 def test_trl(loss_type, level, delta, beta, correction):
     cfg = config(**options_of(loss_type, level, delta, beta, CORRECTIONS[correction]))
     batch = batch_of()
-    num_items = 37 if cfg.average == "dapo" else None
+    num_items = 37 if cfg.effective_aggregation == "dapo" else None
     theirs = by_trl(cfg, batch, num_items)
     assert theirs.gradients["l"].norm() > 0
     assert_same(by_us(cfg, batch, grpo_loss, num_items), theirs, 1e-5)
@@ -274,7 +274,7 @@ HEAD_CASES = [
 def test_trl_from_hidden_states(loss_type, level, correction):
     cfg = config(**options_of(loss_type, level, None, 0.1, CORRECTIONS[correction]))
     batch = batch_of()
-    num_items = 37 if cfg.average == "dapo" else None
+    num_items = 37 if cfg.effective_aggregation == "dapo" else None
     theirs = by_trl(cfg, batch, num_items, head=True)
     assert_same(by_us(cfg, batch, fused_grpo_loss, num_items), theirs, 1e-5)
 
@@ -355,7 +355,7 @@ def test_liger(loss_type, level, delta, beta, correction):
     # Its own default, and TRL's.
     for bias_correction in (False, True)[: 2 if beta else 1]:
         cfg = config(**options, use_bias_correction_kl=bias_correction)
-        num_items = 37 if cfg.average == "dapo" else None
+        num_items = 37 if cfg.effective_aggregation == "dapo" else None
         theirs, ours = (
             by_liger(cfg, batch, num_items),
             by_us(cfg, batch, fused_grpo_loss, num_items),

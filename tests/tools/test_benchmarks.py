@@ -98,15 +98,15 @@ def test_what_fails_at_full_size_only_is_a_row(error, status, tiny, one_process,
 
 
 def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
-    from grpo_kernels.tiles import triton_tiles
+    from grpo_kernels.backends import triton_backend
 
     widths = []
 
-    def counted(logits, *args, right=triton_tiles.token_stats, **options):
+    def counted(logits, *args, right=triton_backend.token_stats, **options):
         widths.append(logits.shape[1])
         return right(logits, *args, **options)
 
-    monkeypatch.setattr(triton_tiles, "token_stats", counted)
+    monkeypatch.setattr(triton_backend, "token_stats", counted)
     few = ["--device", "cpu", "--shapes", "64,101,16", "--rounds", "1", "--peers"]
     for backend in ("torch", "triton"):
         args = head.parse_args(["--workload", "dense", "--backend", backend, *few])
@@ -175,7 +175,7 @@ def test_synthetic_logits_have_the_profile_of_a_language_model():
     """Entropy, tail and peak of the demo model's own samples, at another vocabulary."""
     told = profile(make("dense", (512, 20_011, 192)))
     entropy, words, below = (float(re.search(p, told)[1]) for p in (
-        r"entropy ([\d.]+)", r"; (\d+) words", r"2\^-12, ([\d.]+) of",
+        r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
     ))  # fmt: skip
     assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
     assert float(re.search(r"entropy ([\d.]+)", profile(make("flat", (256, 5003, 64))))[1]) > 7
@@ -247,17 +247,17 @@ def test_tune_times_only_what_is_right(monkeypatch):
     assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
     moved = {row["kernel"]: row["bytes"] for row in good}
     assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
-    from grpo_kernels.tiles import triton_tiles
+    from grpo_kernels.backends import triton_backend, triton_logits
 
-    right = triton_tiles.token_stats
+    right = triton_backend.token_stats
 
-    def wrong_at_other_settings(*args, launch=triton_tiles.ROW_LAUNCH, **options):
+    def wrong_at_other_settings(*args, launch=triton_logits.ROW_LAUNCH, **options):
         stats = right(*args, **options)
         return stats._replace(logps=stats.logps + (launch.block == 64))
 
-    monkeypatch.setattr(triton_tiles, "token_stats", wrong_at_other_settings)
+    monkeypatch.setattr(triton_backend, "token_stats", wrong_at_other_settings)
     monkeypatch.setattr(
-        tune, "row_settings", lambda cuda: [{}, {"launch": triton_tiles.Launch(64, 1)}]
+        tune, "row_settings", lambda cuda: [{}, {"launch": triton_logits.Launch(64, 1)}]
     )
     rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
     assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
@@ -267,7 +267,7 @@ def test_a_lora_on_the_head_is_measured_both_ways():
     command = [sys.executable, "-m", "benchmarks.lora_head", "--shapes", "128,101,32"]
     run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
     told = re.findall(r"^(.+?) +[\d.]+ s .* MiB$", run.stdout.decode(), re.M)
-    assert told == ["no adapter", "product added", "weight made"], run.stderr.decode()
+    assert told == ["no adapter", "added to the logits", "merged into W"], run.stderr.decode()
 
 
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
@@ -291,7 +291,7 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
         assert result["status"] == status, step
         assert ("result" in result) == (status == "ok")
     absent = on_gpu.Step("absent", 60, ["no-such-tool"])
-    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not there"
+    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not installed"
     needy = on_gpu.Step("needy", 60, [sys.executable], packages=("torch", "no-such-package"))
     assert on_gpu.run(needy, tmp_path, 60, {})["status"] == "no-such-package is not installed"
     time.sleep(3)

@@ -136,7 +136,7 @@ def test_table(row):
     needed = {"cispo": {"epsilon_high": 5.0}, "dr_grpo": {"max_completion_length": 8}}
     cfg = GRPOLossConfig(loss_type=name, **needed.get(name, {}))
     assert cfg.one_pass == (passes == "one")
-    assert aggregation.strip("`¹") == cfg.average
+    assert aggregation.strip("`¹") == cfg.effective_aggregation
     accepted = set(re.findall(r"`(\w+)`", options)) - {"max_completion_length"}
     if options.startswith("the same"):
         accepted |= _LOSSES["grpo"].options

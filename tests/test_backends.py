@@ -1,10 +1,11 @@
-"""The Triton kernels against the torch tiles, at the sizes that bite."""
+"""The Triton kernels against the torch backend, at the sizes that bite."""
 
 import pytest
 import torch
 
-from grpo_kernels.objective import Sequences, TokenInputs, with_known_correction
-from grpo_kernels.tiles import LogitGradInputs, LogitTransform, torch_tiles, triton_tiles
+from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.objective import LossInputs, Sequences, with_known_weights
 from tests.support.batches import OBJECTIVES, config, relative_error
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -32,18 +33,18 @@ def tile(C, V, device, *, offset=0.0, pad=0, options=()):
     return buffer.to(device)[:, :V], targets.to(device), LogitTransform(**options)
 
 
-def assert_tiles_agree(logits, targets, transform, *, entropy):
+def assert_backends_agree(logits, targets, transform, *, entropy):
     stats = [
-        tiles.token_stats(logits, targets, transform, entropy=True)
-        for tiles in (torch_tiles, triton_tiles)
+        backend.token_stats(logits, targets, transform, entropy=True)
+        for backend in (torch_backend, triton_backend)
     ]
-    truth = torch_tiles.token_stats(logits.clone(), targets, transform, entropy=True)
+    truth = torch_backend.token_stats(logits.clone(), targets, transform, entropy=True)
     for a, b in zip(*stats, strict=True):
         assert (a - b).abs().max() <= 2e-5 * max(1.0, float(a.abs().max()))
     g = torch.Generator().manual_seed(0)
     d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
     d_logps[::3] = 0.0
-    grads = LogitGradInputs(
+    grads = RowGrads(
         truth.logps,
         truth.logsumexp,
         d_logps,
@@ -52,9 +53,9 @@ def assert_tiles_agree(logits, targets, transform, *, entropy):
         d_entropy if entropy else None,
     )
     outs = []
-    for tiles in (torch_tiles, triton_tiles):
+    for backend in (torch_backend, triton_backend):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        tiles.logit_grads_(logits, targets, transform, grads, out)
+        backend.logit_grads_(logits, targets, transform, grads, out)
         outs.append(out)
     assert outs[0].norm() > 0 and relative_error(outs[1], outs[0]) <= 2e-5
     assert_sampling_agrees(logits, targets, transform, grads, outs[0])
@@ -67,12 +68,12 @@ def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
     blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
     expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
     weights = 0.5 + torch.rand(V, generator=torch.Generator().manual_seed(1)).to(logits.device)
-    for tiles in (torch_tiles, triton_tiles):
-        scores = tiles.column_scores(logits, targets, transform, grads, blocks)
+    for backend in (torch_backend, triton_backend):
+        scores = backend.column_scores(logits, targets, transform, grads, blocks)
         for actual, wanted in zip(scores, expected, strict=True):
             assert actual.shape == (len(blocks), V) and relative_error(actual, wanted) <= 2e-5
         out = torch.empty_like(d_logits)
-        tiles.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
+        backend.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
         assert relative_error(out, d_logits * weights) <= 2e-5
 
 
@@ -81,7 +82,7 @@ def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
 @pytest.mark.parametrize("option", TRANSFORMS)
 @pytest.mark.parametrize("V", (5, 128, 1003, 4096, 8193))
 def test_transforms(V, option, entropy, device):
-    assert_tiles_agree(*tile(6, V, device, options=TRANSFORMS[option]), entropy=entropy)
+    assert_backends_agree(*tile(6, V, device, options=TRANSFORMS[option]), entropy=entropy)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,7 +90,7 @@ def test_transforms(V, option, entropy, device):
 def test_full_vocabulary(option, device):
     """V = 151,936 is no multiple of the block: 3,712 columns past its end must not count."""
     logits, targets, transform = tile(5, 151_936, device, options=TRANSFORMS[option])
-    assert_tiles_agree(logits, targets, transform, entropy=True)
+    assert_backends_agree(logits, targets, transform, entropy=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,24 +99,24 @@ def test_no_logit_near_zero(offset, device):
     """A maximum started at 0, or a column past V read as 0, shows where all logits are negative."""
     logits, targets, transform = tile(4, 5003, device, offset=offset)
     expected = logits.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
-    for tiles in (torch_tiles, triton_tiles):
-        stats = tiles.token_stats(logits, targets, transform, entropy=True)
+    for backend in (torch_backend, triton_backend):
+        stats = backend.token_stats(logits, targets, transform, entropy=True)
         assert (stats.logps - expected).abs().max() <= 1e-4
         assert (stats.entropy > 0).all() and stats.entropy.isfinite().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("tiles", (torch_tiles, triton_tiles), ids=("torch", "triton"))
-def test_in_place(tiles, dtype, device):
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+def test_in_place(backend, dtype, device):
     """On the memory of the logits, also in a narrower dtype, with NaN in the rows' padding."""
     V, pad = 9001, 7
     logits, targets, transform = tile(5, V, device, pad=pad + V % 2)
-    grads, expected = assert_tiles_agree(logits, targets, transform, entropy=False)
+    grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)
     padded = torch.as_strided(logits, (5, logits.stride(0)), (logits.stride(0), 1))
     out = padded.view(dtype)[:, :V]
     assert out.data_ptr() == logits.data_ptr()
-    tiles.logit_grads_(logits, targets, transform, grads, out)
+    backend.logit_grads_(logits, targets, transform, grads, out)
     assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
 
 
@@ -123,7 +124,7 @@ def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_log
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(7, tokens, generator=g).to(device)
     constants = {"old_logps": 0.3 * x[3], "ref_logps": x[4], "sampling_logps": 0.3 * x[6]}
-    inputs = TokenInputs(
+    inputs = LossInputs(
         advantages=x[0].masked_fill(x[0].abs() < 0.1, 0.0), weights=x[1].abs(),
         count=torch.tensor(float(tokens), device=device), mask=x[2] > -1,
         sequences=Sequences(torch.arange(tokens, device=device) // 50, tokens // 50 + 1),
@@ -135,10 +136,10 @@ def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_log
 
 
 def assert_policies_agree(cfg, inputs, logps, entropy):
-    inputs = with_known_correction(cfg, inputs)
+    inputs = with_known_weights(cfg, inputs)
     results = [
-        tiles.policy_loss(cfg, inputs, logps, entropy, grad=True)
-        for tiles in (torch_tiles, triton_tiles)
+        policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
+        for backend in (torch_backend, triton_backend)
     ]
     for a, b in zip(*results, strict=True):
         if a is None:
@@ -154,8 +155,8 @@ def test_policy_loss(tokens, device):
     cfg = config(beta=0.1, delta=1.7, entropy_coef=0.3, epsilon_high=0.4)
     inputs, logps, entropy = policy_inputs(tokens, device)
     if not tokens:
-        for tiles in (torch_tiles, triton_tiles):
-            result = tiles.policy_loss(cfg, inputs, logps, entropy, grad=True)
+        for backend in (torch_backend, triton_backend):
+            result = policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
             assert result.loss == 0 and result.d_logps.shape == result.d_entropy.shape == (0,)
         return
     assert_policies_agree(cfg, inputs, logps.clamp(max=3.0), entropy)

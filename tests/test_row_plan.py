@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grpo_kernels.inputs import ValueChecks
-from grpo_kernels.row_chunks import HeadChunks, HeadRows, RowPlan, gemm_dtype, plan_rows
+from grpo_kernels.layout import ValueChecks
+from grpo_kernels.row_plan import RowPlan, plan_rows
 
 
 def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
@@ -19,7 +19,7 @@ def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
 
 def rows_of(plan):
     ids = torch.arange(10)
-    return [(ids[c.rows].tolist(), c.needs_grad) for c in plan.chunks()]
+    return [(ids[c.index].tolist(), c.needs_grad) for c in plan.chunks()]
 
 
 def test_every_row_as_it_lies():
@@ -85,36 +85,3 @@ def test_counts_and_checks_come_in_one_transfer(monkeypatch):
     checks.add(torch.tensor([True, True]), "broken")
     with pytest.raises(ValueError, match=r"broken \(2 of them\)"):
         plan({1, 2}, {2}, checks=checks)
-
-
-def test_gemms_on_a_cpu_take_float32():
-    half = torch.zeros(1, 1, dtype=torch.bfloat16)
-    assert gemm_dtype(half, half) == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert gemm_dtype(half.float(), half.float()) == torch.float32
-
-
-def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
-    from grpo_kernels import row_chunks
-
-    monkeypatch.setattr(row_chunks, "_CPU_UPCAST_BYTES", 4 * 8 * 30)
-    weight = torch.randn(100, 8).bfloat16()
-    hidden = torch.randn(5, 8)
-    head = HeadChunks(hidden, weight, torch.float32, 5)
-    slices = [columns for columns, _ in head._weight_slices(100)]
-    assert [(c.start, c.stop) for c in slices] == [(0, 30), (30, 60), (60, 90), (90, 100)]
-    torch.testing.assert_close(head.logits(HeadRows(hidden, None)), hidden @ weight.float().T)
-
-
-def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):
-    from grpo_kernels import row_chunks
-
-    monkeypatch.setattr(row_chunks, "_CPU_COLUMNS_PER_THREAD", 30)
-    parts = []
-    monkeypatch.setattr(
-        row_chunks, "mm", lambda a, b, out: parts.append(b.shape[1]) or torch.mm(a, b, out=out)
-    )
-    hidden, weight = torch.randn(5, 8), torch.randn(1000, 8)
-    logits = HeadChunks(hidden, weight, torch.float32, 5).logits(HeadRows(hidden, None))
-    assert max(parts) == 30 * torch.get_num_threads() and sum(parts) == 1000
-    torch.testing.assert_close(logits, hidden @ weight.T)
