@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "api.md"
 # Each module and its public names; None: those in `__all__`.
 MODULES: dict[str, tuple[str, ...] | None] = {
     "grpo_kernels": None,
+    "grpo_kernels.objective": ("Tokens",),
     "grpo_kernels.integrations.transformers": (
         "attach_fused_head", "detach_fused_head", "Objective", "FusedHeadOutput",
     ),
