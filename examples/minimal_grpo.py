@@ -22,6 +22,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def reward(text: str, total: int) -> float:
     return 0.2 * tags + 0.1 * (number is not None) + 0.5 * correct
 
 
-def completion_states(model: torch.nn.Module, ids: Tensor, attention: Tensor, T: int) -> Tensor:
+def completion_states(model: Any, ids: Tensor, attention: Tensor, T: int) -> Tensor:
     """The hidden states that predict the last `T` tokens: `[B, T, H]`. No logits are made."""
     positions = (attention.cumsum(1) - 1).clamp(min=0)  # padding on the left takes none
     inputs = {"attention_mask": attention[:, :-1], "position_ids": positions[:, :-1]}
