@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..layout import to_device
 from .data import Problem
-from .micro_batches import Size
+from .micro_batches import Plan, Size, plan_micro_batches
 from .policy import Batch
-from .rollout import Completion
+from .rollout import Completion, pad
 
 
 @dataclass
@@ -58,6 +58,13 @@ class Samples:
         """How many completions these rows are, and how many tokens of theirs count."""
         return Size(len(rows), sum(self.token_counts[i] for i in rows))
 
+    def micro_batches(self, rows: Sequence[int], size: int, *, shared: bool) -> Plan:
+        """These rows in micro-batches of at most `size`; see `plan_micro_batches`."""
+        prompt_lengths = [len(prompt) for prompt in self.prompts]
+        return plan_micro_batches(
+            rows, size, self.prompt_of, prompt_lengths, self.lengths, shared=shared
+        )
+
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
         """These rows as a batch, and their numbers, both on the mask's device.
 
@@ -79,6 +86,12 @@ class Samples:
             "sampling_logps": self.sampling_logps,
         }  # fmt: skip
         return {name: None if x is None else x[where, :T] for name, x in logps.items()}
+
+
+def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
+    """`[B, T]`, int64: 1 for tokens that count, which those of truncated completions may not."""
+    mask = pad([[1] * len(c.token_ids) for c in completions], 0)[0]
+    return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
 
 
 def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | None:

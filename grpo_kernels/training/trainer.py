@@ -18,26 +18,20 @@ from torch import Tensor, nn
 
 from .. import group_advantages
 from ..hf_head import check_logits
+from ..layout import to_device
 from ..objective import masked_quantile
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough, shuffled_epochs
 from .evaluate import Evaluation, evaluate
 from .loading import check_folder
-from .micro_batches import (
-    Plan,
-    config_of_part,
-    equal_parts,
-    loss_share,
-    pad_plan,
-    plan_micro_batches,
-)
+from .micro_batches import Plan, Size, config_of_part, equal_parts, loss_share, pad_plan
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards, reward_table, weighted_sum
-from .rollout import Rollout, Sampler, check_has_logps, check_rollout, make_rollout, pad
+from .rollout import Rollout, Sampler, check_has_logps, check_rollout, make_rollout
 from .run_log import RunLog
-from .samples import Samples, sampling_logps
+from .samples import Samples, completion_mask, sampling_logps
 
 OnStep = Callable[[dict[str, Any], Samples], object]
 
@@ -146,17 +140,16 @@ class Trainer:
             self._score(samples)
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("train"):
-            updates = [
-                self._update(samples, number, rows)
-                for number, rows in enumerate(minibatches * self.config.epochs_per_rollout)
-            ]
+            numbered = enumerate(minibatches * self.config.epochs_per_rollout)
+            updates = [self._update(samples, number, rows) for number, rows in numbered]
         return self._row(samples, updates, clock), samples
 
     # Sampling and judging
 
     def _sample(self, problems: Sequence[Problem], clock: metrics.Clock) -> Samples:
         """This process's part of a rollout, with rewards and advantages."""
-        config, rank, G = self.config, self.accelerator.process_index, self.config.num_generations
+        config, device, rank = self.config, self.accelerator.device, self.accelerator.process_index
+        G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
         with clock("generate"):
             completions = self.sampler(mine, G, config.temperature)
@@ -170,10 +163,8 @@ class Trainer:
             )[rank * len(texts) : (rank + 1) * len(texts)]  # fmt: skip
             pairs = zip(texts, judged, strict=True) if self.has_answers else ()
             correct = [self.is_correct(text, str(p["answer"])) for text, p in pairs]
-        device = self.accelerator.device
-        mask = pad([[1] * len(c.token_ids) for c in completions], 0, device=device)[0]
-        if config.mask_truncated_completions:
-            mask *= torch.tensor([[c.ended] for c in completions], device=device)
+        mask = completion_mask(completions, config.mask_truncated_completions)
+        mask = to_device(mask, device)
         logps = sampling_logps(completions, mask)
         check_has_logps(config, logps is not None)
         return Samples(
@@ -225,11 +216,8 @@ class Trainer:
 
     def _plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
         """These rows in micro-batches, as many in every process."""
-        plan = plan_micro_batches(
-            rows, self.config.micro_batch_size, samples.prompt_of,
-            [len(prompt) for prompt in samples.prompts], samples.lengths,
-            shared=self.accelerator.unwrap_model(self.policy).shares_prompts,
-        )  # fmt: skip
+        shared = self.accelerator.unwrap_model(self.policy).shares_prompts
+        plan = samples.micro_batches(rows, self.config.micro_batch_size, shared=shared)
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
     def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
@@ -239,8 +227,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         plan = self._plan(samples, [i for i in rows if self._has_gradient(samples, i)])
-        whole = samples.size(rows)
-        whole = type(whole)(*(ranks.reduce(accelerator, count, sum) for count in whole))
+        whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()
         options = self._loss_options(samples, whole.tokens)
         if samples.logps is None:
@@ -268,9 +255,10 @@ class Trainer:
             measured.append(part_metrics)
             if part:
                 samples.logps[where, :T] = logps
+        grad_norm = self._optimizer_step()
         return {
-            **metrics.merge_micro_batches(measured, self._gather),
-            "grad_norm": self._optimizer_step(), "learning_rate": rate,
+            **metrics.merge_micro_batches(measured, self._gather), "grad_norm": grad_norm,
+            "learning_rate": rate,
             "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
         }  # fmt: skip
 
