@@ -31,9 +31,15 @@ from grpo_kernels.training.rollout import (
     completion,
 )
 from tests.support.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.support.trainer_runs import config_of, noise, rows_of, trainer_of
+from tests.support.trainer_runs import config_of, no_curves, noise, rows_of, trainer_of
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+
+
+@pytest.fixture
+def curves():
+    with no_curves() as patch:
+        yield patch
 
 
 def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
@@ -334,7 +340,8 @@ def test_micro_batches_hold_every_row_once_and_little_padding():
 # Runs
 
 
-def test_trains_and_reports(tiny_model, tmp_path, capsys):
+def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
+    curves.undo()
     config = config_of(
         tiny_model, tmp_path, eval_size=5, beta=0.05, save_model=True, show_every=1,
         is_correction="token_truncate", epochs_per_rollout=2, minibatches=2, eval_every=1,

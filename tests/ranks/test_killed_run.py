@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.trainer_runs import config_of, rows_of, trainer_of
+from tests.support.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
-from tests.support.trainer_runs import config_of, trainer_of
-trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
+from tests.support.trainer_runs import config_of, no_curves, trainer_of
+with no_curves():
+    trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
 """
 
 
@@ -36,7 +37,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
         "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
     }  # fmt: skip
     config = config_of(tiny_model, tmp_path / "whole", **options)
-    expected = trainer_of(config).train()
+    with no_curves():
+        expected = trainer_of(config).train()
     draw, kills = random.Random(0), 0
     folder = tmp_path / "killed" / "t"
     while True:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.training import Trainer, load_model, load_problems
-from tests.support.trainer_runs import config_of, noise
+from tests.support.trainer_runs import config_of, no_curves, noise
 
 
 def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
@@ -42,7 +42,8 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
             assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
-    trainer.train()
+    with no_curves():
+        trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
 
 

@@ -1,8 +1,19 @@
 """Runs of the trainer on the tiny model."""
 
 import json
+from contextlib import contextmanager
 
-from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems
+import pytest
+
+from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, report
+
+
+@contextmanager
+def no_curves():
+    """Reports without drawings, which take most of a small run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_svg", lambda title, draw: "<svg/>")
+        yield patch
 
 
 def noise(prompts, completions, **_):
