@@ -92,7 +92,7 @@ def two_passes(w: Workload, **options: Any) -> Tensor:
 
 
 def trl_chunked(w: Workload) -> Tensor:
-    """Runs TRL's chunked head. With Triton, TRL scores unmasked tokens only, and so does this."""
+    """Runs TRL's chunked head, with Triton on the unmasked tokens only, as TRL does."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 

@@ -106,7 +106,7 @@ class FusedGRPOTrainer(GRPOTrainer):
 
 
 class patch_trl:
-    """Turns every `GRPOTrainer` that is made from here on into a `FusedGRPOTrainer`.
+    """Makes every `GRPOTrainer` that is constructed from now on work as a `FusedGRPOTrainer`.
 
     This is for a trainer that other code constructs, or for a subclass of TRL's. Called as a
     function, the patch stays until `undo()`; as a context manager, until the end of the block:
@@ -299,7 +299,7 @@ def _accumulation_steps(trainer: Any) -> int:
 
 
 def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
-    """Translates TRL's options; the coefficient of the entropy bonus is times `entropy_scale`."""
+    """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
     args, loss_type = trainer.args, trainer.loss_type
     options: dict[str, Any] = {
         "loss_type": loss_type,
