@@ -355,8 +355,9 @@ class Trainer:
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
         if error is None:
-            keep = {self.step, self.best.get("step", self.step)}
-            checkpoint.prune(self.accelerator, folder, keep)
+            checkpoint.prune(
+                self.accelerator, folder, {self.step, self.best.get("step", self.step)}
+            )
         else:
             self.log.warn(
                 f"no checkpoint of step {self.step} ({error}); the last one is untouched and "
@@ -368,11 +369,11 @@ class Trainer:
         return self.reference.copy if self.reference and self.config.num_iterations > 1 else None
 
     def _finish(self) -> Path:
-        folder = self.config.folder
         if self.config.save_model:
-            checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder / "model")
+            model = self.config.folder / "model"
+            checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, model)
         self.log.finish()
-        return folder
+        return self.config.folder
 
     # What a run begins with
 
