@@ -126,7 +126,11 @@ class Trainer:
             due = improved or last or _every(config.save_every, self.step)
             if due and config.save_every >= 0:
                 self._save()
-        return self._finish()
+        if config.save_model:
+            folder = config.folder / "model"
+            checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
+        self.log.finish()
+        return config.folder
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
         """One rollout of these problems (of all processes) and the updates on it."""
@@ -367,13 +371,6 @@ class Trainer:
     def _refreshed_reference(self) -> Any:
         """The reference where it is not the model as it was loaded; it belongs in checkpoints."""
         return self.reference.copy if self.reference and self.config.num_iterations > 1 else None
-
-    def _finish(self) -> Path:
-        if self.config.save_model:
-            model = self.config.folder / "model"
-            checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, model)
-        self.log.finish()
-        return self.config.folder
 
     # What a run begins with
 
