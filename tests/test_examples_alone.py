@@ -36,6 +36,7 @@ def test_benchmarks_import_no_example():
         assert not any(name.startswith("examples") for name in imports_of(path)), path.name
 
 
+@pytest.mark.slow
 def test_a_copied_example_runs(tiny_model, tmp_path):
     copied = shutil.copy(ROOT / "examples" / "train_additions.py", tmp_path / "mine.py")
     options = ["--steps", "1", "--prompts_per_step", "2", "--num_generations", "2"]

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_training import config_of, trainer_of
 
 from grpo_kernels import training
 from grpo_kernels.training import TrainingConfig, checkpoint, data, demo_model, parse_config
 from grpo_kernels.training.command_line import _OF_TRL
 from grpo_kernels.training.requirements import NEEDED
+from tests.support.trainer_runs import config_of, no_curves, trainer_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +57,7 @@ def test_a_key_of_a_file_is_answered(tmp_path, capsys):
     assert "expected options, one per line as `steps: 100`; got 'steps'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_told_of_trls_options_is_so():
     ours = set(TrainingConfig.__dataclass_fields__)
     assert not ours & set(_OF_TRL)
@@ -79,7 +80,8 @@ def test_trls_num_iterations_is_another():
 def test_every_step_is_handed_out(tiny_model, tmp_path, real_memory):
     seen = []
     config = config_of(tiny_model, tmp_path, save_every=-1)
-    folder = trainer_of(config).train(on_step=lambda row, samples: seen.append((row, samples)))
+    with no_curves():
+        folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
     assert [row["step"] for row, _ in seen] == [1, 2]
     row, samples = seen[0]
     assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
@@ -93,7 +95,8 @@ def test_prompts_are_tokenized_once(tiny_model, tmp_path, real_memory):
     trainer = trainer_of(config_of(tiny_model, tmp_path, eval_size=3))
     again = []
     trainer.encode._encode = again.append
-    trainer.train()
+    with no_curves():
+        trainer.train()
     assert again == []
     messages = [{"role": "user", "content": "a"}]
     encode = data.PromptEncoder(None, chat=False)
@@ -146,8 +149,8 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize("missing", (tuple(NEEDED), ("accelerate",)), ids=len)
-def test_a_missing_extra_is_named(missing):
+def test_a_missing_extra_is_named():
+    missing = ("accelerate", "yaml")
     run = subprocess.run(
         [sys.executable, "-c", HOOK.format(missing=missing)], capture_output=True, text=True,
         timeout=120, env={"PYTHONPATH": str(ROOT)},
