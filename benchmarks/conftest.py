@@ -1,4 +1,4 @@
-"""What pytest-benchmark stores and prints."""
+"""Configures what pytest-benchmark stores and prints."""
 
 from typing import Any
 

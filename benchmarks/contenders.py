@@ -1,8 +1,8 @@
-"""Who is compared: this library, PyTorch, and every peer that can be imported, at the same loss.
+"""The contenders: this library, PyTorch, and every peer that can be imported, on the same loss.
 
-Each takes a workload and returns the loss of on- or off-policy DAPO at token level, clipped at 0.2,
-over the tokens that count; its backward leaves the gradients of hidden states and head. A peer that
-gives log-probs only is completed with the reference's loss of them.
+Each takes a workload and returns the DAPO loss per token, clipped at 0.2, over the unmasked tokens;
+its backward leaves gradients in the hidden states and the head. A peer that computes log-probs only
+is completed with the reference's loss.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.workloads import Workload
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
 
-# Rows.
+# Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
 
 
 class Contender(NamedTuple):
-    """`absent` says why it cannot run on a device, or returns None."""
+    """A loss; `absent` returns why it cannot run on a device, or None if it can."""
 
     loss: Callable[..., Tensor]
     absent: Callable[[torch.device], str | None] = lambda _: None
@@ -41,20 +41,20 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
 
 
 def eager(w: Workload) -> Tensor:
-    """Materialised logits, log_softmax, gather."""
+    """Materializes the logits; log_softmax, gather."""
     logps = (w.hidden @ w.weight.T).float().log_softmax(-1).gather(-1, w.targets[..., None])
     return _loss_of(w, logps.squeeze(-1))
 
 
 def eager_unpadded(w: Workload) -> Tensor:
-    """Of the tokens that count only, in one row: what that alone brings."""
+    """Drops masked tokens, then works as `eager`: the gain of that alone."""
     assert w.mask is not None
     logps = _logps(w.hidden[w.mask], w.weight, w.targets[w.mask])
     return _loss_of(w, torch.zeros_like(w.old_logps).masked_scatter(w.mask, logps))
 
 
 def eager_logsumexp(w: Workload) -> Tensor:
-    """Materialised logits, target logit minus logsumexp, as some trainers write it."""
+    """Materializes the logits; target logit minus logsumexp, as some trainers write it."""
     logits = (w.hidden @ w.weight.T).float()
     return _loss_of(w, logits.gather(-1, w.targets[..., None]).squeeze(-1) - logits.logsumexp(-1))
 
@@ -75,7 +75,7 @@ def compiled(w: Workload) -> Tensor:
 
 
 def torch_linear_cross_entropy(w: Workload) -> Tensor:
-    """A policy loss weighs every token: reduction "none", which torch does not chunk."""
+    """Uses reduction "none", as a policy loss weighs every token; torch does not chunk it."""
     hidden, targets = _rows(w)
     return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
 
@@ -92,7 +92,7 @@ def two_passes(w: Workload, **options: Any) -> Tensor:
 
 
 def trl_chunked(w: Workload) -> Tensor:
-    """TRL's fused head; where it has Triton it scores the unmasked tokens only, as done here."""
+    """Runs TRL's chunked head, with Triton on the unmasked tokens only, as TRL does."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
@@ -114,27 +114,44 @@ def _liger_mask(w: Workload) -> Tensor:
 def liger_fused_linear(w: Workload) -> Tensor:
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
-    # By default a sequence is a chunk, which those of the workloads are too short for.
+    # By default a chunk is one sequence; those of the workloads are too short to be fast.
     chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
+        beta=0.0,
+        use_ref_model=False,
+        loss_type="dapo",
+        chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
-    )  # fmt: skip
+    )
     return loss(
-        w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages,
+        w.hidden,
+        w.weight,
+        w.targets,
+        _liger_mask(w),
+        w.advantages,
         old_per_token_logps=w.old_logps,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def liger_triton(w: Workload) -> Tensor:
-    """Its kernel on materialised logits, whose last position it leaves out."""
+    """Runs Liger's kernel on materialized logits; it drops the last position, so one is added."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     logits = F.pad(w.hidden, (0, 0, 0, 1)) @ w.weight.T
     loss, _ = triton_grpo_loss(
-        logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
-        beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
-    )  # fmt: skip
+        logits,
+        w.old_logps,
+        None,
+        w.targets,
+        w.advantages,
+        _liger_mask(w),
+        temperature=1.0,
+        beta=0.0,
+        eps_low=0.2,
+        eps_high=0.2,
+        loss_type="dapo",
+        reduce=True,
+    )
     return loss
 
 
@@ -151,7 +168,7 @@ def liger_scaled_cross_entropy(w: Workload) -> Tensor:
 
 
 def cut_cross_entropy(w: Workload) -> Tensor:
-    """With its default filter, which drops small gradients."""
+    """Runs with the default filter, which drops small gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
     hidden, targets = _rows(w)

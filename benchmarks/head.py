@@ -1,17 +1,20 @@
-"""Forward and backward of the loss head: time, extra peak memory and error, side by side.
+"""Compares implementations of the LM head with the GRPO loss: time, extra memory and error.
 
     python -m benchmarks.head [--workload smollm rollout] [--device cpu|cuda] [--json out.json]
     python -m benchmarks.head --workload dense --shapes 8192,151936,896 --peers TRL Liger
 
-Every contender gets the same inputs. Its loss and gradients are compared with float64 on a few
-sequences first, and loss and norms of the gradients with the others' in every step that is timed;
-one that is wrong, and one that is not there, gets a row that says so, never a time. Times are taken
-in turns (in each a step to warm up, forward alone, and forward with backward) and given as median
-[20th, 80th percentile], which of three rounds are the least and the largest. On a CPU each
-contender is timed in a process of its own, whose allocator keeps its memory during a turn, as
-PyTorch's does on a GPU; with --fresh-memory each step has to find it anew. Memory is the peak
-beyond the inputs, in a fresh process for each contender; workspace is what of it is neither the
-gradient of the hidden states nor one of the head in float32.
+Every contender gets the same inputs. Its loss and gradients are first compared with float64 on a
+few sequences; in every timed step, its loss and the norms of its gradients are compared with those
+of the others. A contender that is wrong or not installed gets a row that says so, and no time.
+
+Time: contenders take turns. A turn is a warm-up step, the forward alone, and forward with backward.
+The table has the median [20th, 80th percentile] over rounds (of three rounds these are the smallest
+and the largest). On a CPU each contender runs in a process of its own, whose allocator keeps its
+memory during a turn, as PyTorch's does on a GPU; with --fresh-memory each step has to ask the
+system for memory anew.
+
+Memory: "extra" is the peak beyond the inputs, in a fresh process per contender. "workspace" is the
+part of it that is neither the gradient of the hidden states nor a float32 gradient of the head.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS, UNPADDED
 from benchmarks.measure import (
     FLOOR,
     Loss,
+    add_head_options,
+    default_dtype,
     extra_memory,
     header,
     loss_of,
@@ -45,20 +50,19 @@ from benchmarks.measure import (
 )
 from benchmarks.workloads import SYNTHETIC, WORKLOADS, Workload, make
 from grpo_kernels import reference
-from grpo_kernels.backends import BACKENDS
 from grpo_kernels.inputs import DEFAULT_TOLERANCE
 
 CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
-# Relative to the norm of the float64 gradient of the same inputs; of the loss, to the mean size
-# of its terms, which is 1.
+# Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
+# inputs, that of the loss to the mean size of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# The noise that a sampled gradient is asked for; a few sequences alone may come out noisier.
+# A sampled gradient is asked for DEFAULT_TOLERANCE; a few sequences alone may be noisier.
 SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
 ERRORS = ("loss", "d_hidden", "d_weight")
 
 
 class Truth(NamedTuple):
-    """A few sequences of a workload, and their loss and gradients in float64."""
+    """A few sequences of a workload with their loss and gradients in float64."""
 
     w: Workload
     loss: float
@@ -67,22 +71,27 @@ class Truth(NamedTuple):
 
 
 def truth_of(w: Workload) -> Truth:
+    """Picks a few sequences that have a gradient and computes their loss in float64."""
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
         trained = trained[(w.advantages != 0) & w.mask.any(1)]
     w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
     exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
     loss = reference.fused_grpo_loss(
-        exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask,
+        exact.hidden,
+        exact.weight,
+        exact.targets,
+        exact.advantages,
+        exact.mask,
         old_logps=exact.old_logps,
-    ).loss  # fmt: skip
+    ).loss
     loss.backward()
     assert exact.hidden.grad is not None and exact.weight.grad is not None
     return Truth(w, loss.item(), exact.hidden.grad, exact.weight.grad)
 
 
 def errors(loss: Loss, truth: Truth) -> dict[str, float]:
-    """Of the loss, and relative ones of the gradients."""
+    """Returns the absolute error of the loss and the relative errors of the gradients."""
     w = with_grad(truth.w.each(Tensor.detach))
     value = loss(w)
     value.backward()
@@ -95,14 +104,14 @@ def errors(loss: Loss, truth: Truth) -> dict[str, float]:
 
 
 def _relative_error(grad: Tensor, expected: Tensor) -> float:
-    # In parts: a large head in float64 is there once, not three times.
+    # In parts, so that a large head is in memory once in float64, not three times.
     parts = zip(grad.split(4096), expected.split(4096), strict=True)
-    squares = sum(float((mine - right).square().sum()) for mine, right in parts)
+    squares = sum(float((x - y).square().sum()) for x, y in parts)
     return squares**0.5 / float(expected.norm())
 
 
 def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a contender: its `status` is "ok", "wrong" or why it is absent."""
+    """Returns one row per contender; its `status` is "ok", "wrong" or why it has no times."""
     deadline = time.monotonic() + args.limit_s
     w = make(workload, args.shapes, args.device).to(getattr(torch, args.dtype))
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
@@ -115,22 +124,27 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
         row["status"] = absent or check(name, truth, row, backend=args.backend)
         rows.append(row)
     del truth
-    torch.compiler.reset()  # compiled for the shapes of the check
-    sound = [row for row in rows if row["status"] == "ok"]
+    torch.compiler.reset()  # drops what was compiled for the shapes of the check
+    correct = [row for row in rows if row["status"] == "ok"]
     flop, device = 6 * w.tokens * w.weight.numel(), w.hidden.device
     gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
     with stored(w) as path:
         del w
-        names = [row["name"] for row in sound]
+        names = [row["name"] for row in correct]
         taken = times(
-            names, path, device, args.rounds, fresh_memory=args.fresh_memory, deadline=deadline,
+            names,
+            path,
+            device,
+            args.rounds,
+            fresh_memory=args.fresh_memory,
+            deadline=deadline,
             backend=args.backend,
-        )  # fmt: skip
+        )
         wrong = wrong_in_full(taken, getattr(torch, args.dtype))
-        for row in sound:
-            name, mine = row["name"], taken[row["name"]]
-            if "status" in mine:
-                row["status"] = mine["status"][0]
+        for row in correct:
+            name, timing = row["name"], taken[row["name"]]
+            if "status" in timing:
+                row["status"] = timing["status"][0]
                 continue
             try:
                 row["extra_bytes"] = extra_memory(name, path, device, backend=args.backend)
@@ -138,9 +152,9 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
                 row["status"] = reason(name, error)
                 continue
             if name in wrong:
-                row |= {"status": "wrong in full", "results": mine["results"]}
+                row |= {"status": "wrong in full", "results": timing["results"]}
                 continue
-            row |= mine
+            row |= timing
             row["workspace_bytes"] = row["extra_bytes"] - gradient_bytes
             row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
     seconds = taken[FLOOR]["seconds"]
@@ -151,7 +165,7 @@ def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]
 
 
 def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
-    """Fills in the row's errors; what a peer raises is its row, not the end of the run."""
+    """Fills in the errors of a row and returns its status, also if a peer raises an exception."""
     try:
         row |= errors(loss_of(name, options), truth)
     except Exception as error:
@@ -161,15 +175,15 @@ def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
 
 
 def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) -> set[str]:
-    """Those whose loss or norms of gradients are not the ones that most have."""
-    results = {name: told["results"] for name, told in taken.items() if "results" in told}
+    """Returns the contenders whose loss or gradient norms are not the median of all."""
+    results = {name: timing["results"] for name, timing in taken.items() if "results" in timing}
     expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
     wrong = set()
     for name, steps in results.items():
         allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[dtype]
         for loss, *norms in steps:
             off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
-            # Not ">", which NaN is not, either.
+            # Written so that NaN is wrong.
             if not all(x <= allowed for x in (abs(loss - expected[0]), *off)):
                 wrong.add(name)
     return wrong
@@ -186,8 +200,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["status"] != "ok":
             off = ", ".join(f"{key} {row[key]:.1e}" for key in ERRORS if key in row)
-            told = f": off by {off}" if row["status"] == "wrong" else ""
-            print(f"{row['name']:27}{row['status']}{told}")
+            details = f": off by {off}" if row["status"] == "wrong" else ""
+            print(f"{row['name']:27}{row['status']}{details}")
             continue
         median, low, high = spread(row["seconds"])
         line = f"{row['name']:27}{median:8.3g} {f'[{low:.3g}, {high:.3g}]':>15}"
@@ -210,35 +224,46 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.head", description=(__doc__ or "").split("\n")[0]
     )
-    cuda = torch.cuda.is_available()
     default = ["smollm", "rollout", "flat", "qwen05"]
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=default)
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        choices=WORKLOADS,
+        default=default,
+        metavar="NAME",
+        help=f"batches to measure, among {', '.join(WORKLOADS)}; benchmarks/workloads.py describes "
+        f"them (default: {' '.join(default)})",
+    )
     parser.add_argument(
         "--shapes",
         type=shape,
         metavar="N,V,H",
-        help="of the synthetic workloads, instead of theirs",
+        help="tokens, vocabulary and hidden size of synthetic workloads (default: their own)",
     )
     parser.add_argument(
-        "--peers", nargs="*", metavar="NAME", help="beside eager and ours, those whose name begins "
-        "so (default: all; none given: none)",
-    )  # fmt: skip
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
+        "--peers",
+        nargs="*",
+        metavar="NAME",
+        help="measure only peers whose name begins with NAME, beside eager and this library "
+        "(default: all; without NAME: none)",
+    )
+    add_head_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument(
-        "--limit-s", type=float, default=math.inf, metavar="S", help="begin no further round of a "
-        "workload after this many seconds"
-    )  # fmt: skip
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no further round of a workload after this time (default: no limit)",
+    )
     parser.add_argument(
-        "--fresh-memory", action="store_true", help="on a CPU: time with memory that each step has "
-        "to find anew, as the C library's allocator comes"
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write every measurement to this file, too")
+        "--fresh-memory",
+        action="store_true",
+        help="on a CPU: each step asks the system for memory anew, as by default with glibc",
+    )
+    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
-    if args.dtype is None:
-        args.dtype = "bfloat16" if torch.device(args.device).type == "cuda" else "float32"
+    args.dtype = args.dtype or default_dtype(args.device)
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
     fixed = [name for name in args.workload if name not in SYNTHETIC]
@@ -255,6 +280,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def shape(text: str) -> tuple[int, int, int]:
+    """Parses "N,V,H"."""
     N, V, H = (int(part) for part in text.split(","))
     if min(N, V, H) < 1:
         raise ValueError
@@ -263,7 +289,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 def main() -> None:
     args = parse_args()
-    # Of peers, about how they are called here.
+    # Peers warn of the way in which they are called here.
     warnings.filterwarnings("ignore", category=UserWarning)
     result = {**header(args.device), "backend": args.backend, "rows": []}
     result["fresh_memory"] = args.fresh_memory
@@ -274,7 +300,7 @@ def main() -> None:
         except FileNotFoundError as error:  # the demo model's package
             print(f"\n{workload}: {error}")
             result["rows"].append({"workload": workload, "name": "", "status": str(error)})
-        # After each workload, so that an interrupted run leaves what it has.
+        # After each workload, so that an interrupted run keeps its results.
         write_json(args.json, result)
 
 

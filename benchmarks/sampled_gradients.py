@@ -1,11 +1,14 @@
-"""What sampled gradients are like on the demo model's own samples: noise, control variates, Adam.
+"""Measures sampled gradients on the demo model's own samples: noise, control variates, Adam.
 
     python -m benchmarks.sampled_gradients [--workload smollm] [--steps 20]
 
-Three tables: noise and columns by tolerance; the same without one or both control variates; and the
-updates that Adam makes of sampled gradients of the head against those it makes of exact ones, for
-rows of the head by how often their word is expected in a batch. The weights stay as they are, so
-that the gradients, and not where they lead to, are compared.
+Prints three tables:
+
+- noise and kept columns by tolerance;
+- the same without one or both control variates;
+- Adam's updates from sampled gradients of the head against those from exact ones, for rows of the
+  head by how often their token is expected in a batch. The weights stay as they are, so that the
+  gradients are compared, not the training runs.
 """
 
 from __future__ import annotations
@@ -30,25 +33,25 @@ from grpo_kernels.sampled_gradients import SampledGradients, _row_squares
 TOLERANCES = (2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 SEEDS = range(5)
 BETAS, EPS = (0.9, 0.999), 1e-8
-# Sum of a word's probabilities over a batch's tokens, from here on.
+# Lower limits of groups of vocabulary entries, by the sum of their probabilities over a batch.
 EXPECTED = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
 
 
 def gradients(loss: Callable[..., Tensor], w: Workload, **options: Any) -> tuple[Tensor, Tensor]:
-    """Of hidden states and head."""
+    """Returns the gradients of hidden states and head."""
     given = with_grad(w.each(Tensor.detach))
     loss(given, **options).backward()
     assert given.hidden.grad is not None and given.weight.grad is not None
     return given.hidden.grad, given.weight.grad
 
 
-def off_by(sampled: Tensor, exact: Tensor) -> float:
+def relative_error(sampled: Tensor, exact: Tensor) -> float:
     return float((sampled - exact).norm() / exact.norm())
 
 
 @contextlib.contextmanager
 def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
-    """The estimator less a control variate, keeping as many columns as it would with it."""
+    """Takes control variates out of the estimator, which keeps as many columns as with them."""
     real = SampledGradients.__init__
 
     def init(self: Any, *args: Any) -> None:
@@ -66,24 +69,36 @@ def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
 
 
 def noise(w: Workload, exact: tuple[Tensor, Tensor], tolerance: float) -> list[float]:
-    """Columns kept; noise of dH and of dW; as it was predicted: means over seeds."""
+    """Returns the share of columns kept, noise of dH and dW, predicted noise; means over seeds."""
     rows = []
     for seed in SEEDS:
         given = with_grad(w.each(Tensor.detach))
         out = fused_grpo_loss(
-            given.hidden, given.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
-            backward="sampled", tolerance=tolerance, seed=seed,
-        )  # fmt: skip
+            given.hidden,
+            given.weight,
+            w.targets,
+            w.advantages,
+            w.mask,
+            old_logps=w.old_logps,
+            backward="sampled",
+            tolerance=tolerance,
+            seed=seed,
+        )
         out.loss.backward()
         assert given.hidden.grad is not None and given.weight.grad is not None
-        errors = [off_by(given.hidden.grad, exact[0]), off_by(given.weight.grad, exact[1])]
-        told = [float(out.metrics[name]) for name in ("columns_kept", "gradient_noise")]
-        rows.append([told[0], *errors, told[1]])
+        d_hidden, d_weight = map(relative_error, (given.hidden.grad, given.weight.grad), exact)
+        kept, predicted = (float(out.metrics[x]) for x in ("columns_kept", "gradient_noise"))
+        rows.append([kept, d_hidden, d_weight, predicted])
     return [statistics.mean(column) for column in zip(*rows, strict=True)]
 
 
+def print_noise(label: str, row: list[float]) -> None:
+    kept, *errors = row
+    print(f"| {label} | {kept:.1%} | {' | '.join(f'{x:.1e}' for x in errors)} |", flush=True)
+
+
 class Adam:
-    """Its update direction, for weights that stay where they are."""
+    """Computes Adam's updates without applying them."""
 
     def __init__(self) -> None:
         self.first: Any = 0.0
@@ -100,7 +115,7 @@ class Adam:
 
 
 def adam(w: Workload, steps: int, per_step: int) -> str:
-    """Updates after `steps` batches of `per_step` sequences drawn from the workload's."""
+    """Returns the table of updates after `steps` batches of `per_step` drawn sequences."""
     contenders: dict[str, Callable[[Workload, int], Tensor]] = {
         "exact": lambda w, _: gradients(one_pass, w)[1]
     }
@@ -124,11 +139,11 @@ def adam(w: Workload, steps: int, per_step: int) -> str:
         for name, gradient in contenders.items():
             updates[name] = optimizers[name].update(gradient(part, step))
     exact = updates.pop("exact")
-    groups = {"words that occurred": occurs}
+    groups = {"tokens that occurred": occurs}
     above = torch.inf
     for least in EXPECTED:
         chosen = ~occurs & (expected >= least) & (expected < above)
-        groups[f"others, expected {least:g} times or more" if least else "others, less"] = chosen
+        groups[f"others, expected {least:g} times or more" if least else "others, fewer"] = chosen
         above = least
     lines = [
         "| rows of the head | how many | " + " | ".join(updates) + " |",
@@ -139,9 +154,9 @@ def adam(w: Workload, steps: int, per_step: int) -> str:
             continue
         cells = []
         for update in updates.values():
-            mine, theirs = update[chosen], exact[chosen]
-            length = mine.norm(dim=1) / theirs.norm(dim=1)
-            cosine = torch.cosine_similarity(mine, theirs, dim=1)
+            x, y = update[chosen], exact[chosen]
+            length = x.norm(dim=1) / y.norm(dim=1)
+            cosine = torch.cosine_similarity(x, y, dim=1)
             cells.append(f"{length.median():.2f}, {cosine.median():.2f}")
         lines.append(f"| {name} | {int(chosen.sum()):,} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -151,35 +166,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sampled_gradients", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--workload", default="smollm", choices=("smollm", *SYNTHETIC))
-    parser.add_argument("--steps", type=int, default=20, help="of Adam")
-    parser.add_argument("--per-step", type=int, default=8, help="sequences of a batch")
+    parser.add_argument(
+        "--workload",
+        default="smollm",
+        choices=("smollm", *SYNTHETIC),
+        help="see benchmarks/workloads.py (default: smollm)",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="of Adam (default: 20)")
+    parser.add_argument(
+        "--per-step", type=int, default=8, help="sequences per batch for Adam (default: 8)"
+    )
     args = parser.parse_args()
     w = make(args.workload)
     print(w.describe())
     exact = gradients(one_pass, w)
-    print(
-        "\n| tolerance | columns kept | dH off by | dW off by | predicted |\n|---|---|---|---|---|"
-    )
+    columns = "columns kept | error of dH | error of dW | predicted |\n|---|---|---|---|---|"
+    print(f"\n| tolerance | {columns}")
     for tolerance in TOLERANCES:
-        kept, *errors = noise(w, exact, tolerance)
-        told = " | ".join(f"{x:.1e}" for x in errors)
-        print(f"| {tolerance:g} | {kept:.1%} | {told} |", flush=True)
-    print(
-        "\n| at 5e-3, without | columns kept | dH off by | dW off by | predicted |"
-        "\n|---|---|---|---|---|"
-    )
+        print_noise(f"{tolerance:g}", noise(w, exact, tolerance))
+    print(f"\n| at 5e-3, without | {columns}")
     for name, dropped in (
         ("nothing", (False, False)),
         ("W's mean row", (True, False)),
-        ("the mean state", (False, True)),
+        ("the mean hidden state", (False, True)),
         ("both", (True, True)),
     ):
         with without(*dropped):
-            kept, *errors = noise(w, exact, 5e-3)
-        told = " | ".join(f"{x:.1e}" for x in errors)
-        print(f"| {name} | {kept:.1%} | {told} |", flush=True)
-    print(f"\nAdam's update after {args.steps} batches, sampled against exact: length, cosine\n")
+            print_noise(name, noise(w, exact, 5e-3))
+    print(f"\nAdam's update after {args.steps} batches, sampled to exact: length ratio, cosine\n")
     print(adam(w, args.steps, args.per_step))
 
 

@@ -1,10 +1,10 @@
-"""Does a model train alike on sampled gradients? The demo's task, several seeds a setting.
+"""Does a model train alike on sampled gradients? The demo's task, several seeds per setting.
 
     python -m benchmarks.sampled_training [--tolerances 0 0.005 0.02] [--seeds 0 1 2] [--train-head]
 
-A tolerance of 0 is the exact backward. Runs that are there already are not repeated, so that a long
-comparison can be taken up again. Writes a picture with a band from the lowest to the highest seed,
-and a table with what the last steps and the held-out problems gave.
+A tolerance of 0 is the exact backward. Runs that are already there are not repeated, so that a long
+comparison can be interrupted. Writes a picture with a band from the lowest to the highest seed, and
+a table of the last steps and of the held-out problems.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import header
-from examples import train_additions
+from benchmarks.trainers import MODEL, additions
+from grpo_kernels.training import Trainer, load_model, load_problems
 
 LAST = 5
-KEPT = ("reward", "right", "entropy", "kl", "grad_norm")
+KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm")
 
 
 def run(tolerance: float, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -35,15 +37,15 @@ def run(tolerance: float, seed: int, args: argparse.Namespace) -> list[dict[str,
         options += ["--eval_every", str(args.steps)]
         if tolerance:
             options += ["--backward", "sampled", "--tolerance", str(tolerance)]
+        config = additions(options)
         if args.train_head:
-            trained = train_additions.configured(options).trainable
-            options += ["--trainable", f"{trained}|embed_tokens|lm_head"]
-        train_additions.main(options)
+            config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
+        Trainer(config, *load_model(config), *load_problems(config)).train()
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     evaluations = (path.parent / "evaluations.jsonl").read_text().splitlines()
     at = {e["step"]: e["accuracy"] for e in map(json.loads, evaluations)}
     rows = rows[: args.steps]
-    rows[-1]["accuracy"] = at[args.steps]
+    rows[-1]["held_out_accuracy"] = at[args.steps]
     return rows
 
 
@@ -54,13 +56,13 @@ def smoothed(rows: list[dict[str, Any]], name: str) -> list[float]:
 
 def table(runs: dict[float, list[list[dict[str, Any]]]]) -> str:
     lines = [
-        "| backward | seeds | reward, last steps | right, last steps | held-out accuracy "
+        "| backward | seeds | reward, last steps | accuracy, last steps | held-out accuracy "
         "| columns kept | noise |",
         "|---|---|---|---|---|---|---|",
     ]
     for tolerance, seeds in runs.items():
-        ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "right")]
-        ends.append([rows[-1]["accuracy"] for rows in seeds])
+        ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "accuracy")]
+        ends.append([rows[-1]["held_out_accuracy"] for rows in seeds])
         told = [f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in ends]
         sampled = [
             statistics.mean(row[name] for rows in seeds for row in rows)
@@ -83,7 +85,7 @@ def plot(runs: dict[float, list[list[dict[str, Any]]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    titles = {"reward": "reward", "right": "share of right answers"}
+    titles = {"reward": "reward", "accuracy": "accuracy while sampling"}
     for panel, (name, title) in zip(panels, titles.items(), strict=True):
         for color, (tolerance, seeds) in enumerate(runs.items()):
             curves = list(zip(*(smoothed(rows, name) for rows in seeds), strict=True))
@@ -106,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tolerances", type=float, nargs="+", default=[0.0, 5e-3, 2e-2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--model", default=train_additions.smollm.MODEL)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--train-head", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("runs"))
     args = parser.parse_args(argv)

@@ -1,10 +1,11 @@
-"""How time and memory of the loss head grow with tokens, vocabulary and chunk budget.
+"""Measures how time and memory of the loss head grow with tokens, vocabulary and chunk budget.
 
     python -m benchmarks.scaling [--axes tokens vocabulary chunk] [--device cpu|cuda] [--out DIR]
 
-Forward and backward on the `dense` workload, contenders in turns at each point. A contender leaves
-an axis before a point that, going by its last one, would take longer than `--limit-s` a run or
-more memory than there is. Writes of each axis the measurements, `tokens.json`, and a picture.
+Runs forward and backward on the `dense` workload; at each point the contenders take turns. A
+contender is dropped from an axis if, going by its last point, the next one would take more than
+`--limit-s` per run or more memory than is available. Writes the measurements of each axis
+(`tokens.json`) and a picture (`tokens.png`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.measure import (
     FLOOR,
+    add_head_options,
+    default_dtype,
     extra_memory,
     header,
     print_header,
@@ -30,23 +33,25 @@ from benchmarks.measure import (
     write_json,
 )
 from benchmarks.workloads import make
-from grpo_kernels.backends import BACKENDS
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
 LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
 
 
 class Axis(NamedTuple):
-    """`shapes` and `chunk_bytes` belong to the values one by one; None is the default budget."""
+    """The points of an axis: a shape and a chunk budget for each of its values."""
 
     values: list[int]
-    shapes: Sequence[tuple[int, int, int]]
-    chunk_bytes: Sequence[int | None]
+    shapes: Sequence[tuple[int, int, int]]  # (N, V, H)
+    chunk_bytes: Sequence[int | None]  # None: the default budget
     contenders: tuple[str, ...]
 
 
 def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
-    """Around the demo's head on a CPU, a 1.5B model's on a GPU; `tiny` to see that it runs."""
+    """Returns the axes: around the demo's head on a CPU, around a 1.5B model's on a GPU.
+
+    `tiny` makes all sizes so small that a run only shows that it works.
+    """
     N, V, H = (8192, 151_936, 1536) if cuda else (2048, 49_152, 576)
     tokens = [1024 << i for i in range(11 if cuda else 8)]
     vocabularies = [32_768 << i for i in range(4)]
@@ -63,31 +68,31 @@ def axes(cuda: bool, tiny: bool) -> dict[str, Axis]:
 
 
 def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """Point by point a row a contender, with its status: "ok" or why it is not there."""
+    """Yields the rows of each point: one per contender, whose status is "ok" or why it is not."""
     running = [n for n in axis.contenders if args.everyone or n not in PEERS]
     last: dict[str, dict[str, Any]] = {}
     for value, shape, chunk_bytes in zip(*axis[:3], strict=False):
         options: dict[str, Any] = {"backend": args.backend, "chunk_bytes": chunk_bytes}
-        here: dict[str, dict[str, Any]] = {}
+        point: dict[str, dict[str, Any]] = {}
         for contender in running:
             absent = CONTENDERS[contender].absent(torch.device(args.device))
             status = absent or _too_much(last.get(contender), shape, args)
             row = {"axis": name, "value": value, "shape": shape, "name": contender}
-            here[contender] = {**row, "status": status or "ok"}
-        sound = [n for n in running if here[n]["status"] == "ok"]
+            point[contender] = {**row, "status": status or "ok"}
+        running = [n for n in running if point[n]["status"] == "ok"]
         w = make("dense", shape, args.device).to(getattr(torch, args.dtype))
         device = w.hidden.device
         with stored(w) as path:
-            del w  # so that what is measured has the memory to itself
-            for contender in sound:
+            del w  # frees its memory for the measurement
+            for contender in running:
                 try:
-                    here[contender]["extra_bytes"] = extra_memory(
+                    point[contender]["extra_bytes"] = extra_memory(
                         contender, path, device, **options
                     )
                 except Exception as error:
-                    here[contender]["status"] = reason(contender, error)
-            running = [n for n in sound if here[n]["status"] == "ok"]
-            # A long one is not taken often.
+                    point[contender]["status"] = reason(contender, error)
+            running = [n for n in running if point[n]["status"] == "ok"]
+            # Long runs get one round.
             slowest = max(
                 (_predicted(last[n], shape)[0] for n in running if n in last), default=0.0
             )
@@ -95,20 +100,20 @@ def run_axis(name: str, axis: Axis, args: argparse.Namespace) -> Iterator[list[d
             taken = times(running, path, device, rounds, forward=False, **options)
         for contender in running:
             if "status" in taken[contender]:
-                here[contender]["status"] = taken[contender]["status"][0]
+                point[contender]["status"] = taken[contender]["status"][0]
             else:
-                here[contender] |= taken[contender]
-                last[contender] = here[contender]
-        running = [n for n in running if here[n]["status"] == "ok"]
-        _print_point(list(here.values()), statistics.median(taken[FLOOR]["seconds"]))
+                point[contender] |= taken[contender]
+                last[contender] = point[contender]
+        running = [n for n in running if point[n]["status"] == "ok"]
+        _print_point(list(point.values()), statistics.median(taken[FLOOR]["seconds"]))
         floor = {"axis": name, "value": value, "shape": shape, "name": FLOOR, "status": "ok"}
-        yield [*here.values(), floor | taken[FLOOR]]
+        yield [*point.values(), floor | taken[FLOOR]]
         if not running:
             return
 
 
 def _predicted(row: dict[str, Any], shape: tuple[int, int, int]) -> tuple[float, float]:
-    """Seconds and bytes, in proportion to the work of the row's own shape."""
+    """Returns seconds and bytes at another shape, in proportion to the work N * V * H."""
     (N, V, H), (n, v, h) = shape, row["shape"]
     times_larger = N * V * H / (n * v * h)
     return times_larger * statistics.median(row["seconds"]), times_larger * row["extra_bytes"]
@@ -122,7 +127,7 @@ def _too_much(
     seconds, extra_bytes = _predicted(row, shape)
     if seconds > args.limit_s:
         return f"would take {seconds:.0f} s"
-    # What grows with the tokens only in part is predicted too large: it may still be tried.
+    # Memory that does not grow with the work is predicted too large; ours is tried all the same.
     if extra_bytes > 0.8 * args.memory_bytes and row["name"] not in OURS:
         return f"would take {extra_bytes / 2**30:.0f} GiB"
     return None
@@ -140,8 +145,8 @@ def _print_point(rows: list[dict[str, Any]], floor: float) -> None:
         print(line, flush=True)
 
 
-def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
-    """Time and memory side by side, a line a contender."""
+def plot(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:
+    """Draws time and memory side by side, one line per contender."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,7 +157,7 @@ def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     names = list(dict.fromkeys(row["name"] for row in rows))
     for name in names:
-        mine = [row for row in rows if row["name"] == name and row["status"] == "ok"]
+        points = [row for row in rows if row["name"] == name and row["status"] == "ok"]
         style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": name}
         if name in OURS:
             style |= {"linewidth": 2.5, "color": ("C3", "C1", "C5", "C8")[OURS.index(name)]}
@@ -160,10 +165,10 @@ def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
             style |= {"color": "0.6", "linestyle": ":"}
         else:
             style["color"] = ("0.1", "C0", "C2", "C4")[names.index(name) % 4]
-        x = [row["value"] for row in mine]
-        panels[0].plot(x, [statistics.median(row["seconds"]) for row in mine], **style)
+        x = [row["value"] for row in points]
+        panels[0].plot(x, [statistics.median(row["seconds"]) for row in points], **style)
         if name != FLOOR:
-            panels[1].plot(x, [row["extra_bytes"] / 2**30 for row in mine], **style)
+            panels[1].plot(x, [row["extra_bytes"] / 2**30 for row in points], **style)
     shape = next(row["shape"] for row in rows)
     fixed = {"tokens": "V = {1:,}, H = {2:,}", "vocabulary": "N = {0:,}, H = {2:,}"}
     text = fixed.get(axis, "N = {0:,}, V = {1:,}, H = {2:,}").format(*shape)
@@ -172,12 +177,12 @@ def plot(rows: list[dict[str, Any]], told: dict[str, Any], path: Path) -> None:
         values = sorted({row["value"] for row in rows})
         panel.set_xticks(values, [f"{v:,}" if v < 1024 else f"{v // 1024:,}k" for v in values])
         panel.minorticks_off()
-        # Less than a decade has one labelled power of ten, or none.
+        # On an axis of less than a decade, labels at powers of ten alone would be one or none.
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3, which="both")
     panels[0].legend(fontsize=8)
-    figure.suptitle(f"Loss head, forward and backward: {text}; {told['device']}", fontsize=10)
+    figure.suptitle(f"Loss head, forward and backward: {text}; {about['device']}", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -186,26 +191,38 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scaling", description=(__doc__ or "").split("\n")[0]
     )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--axes", nargs="+", choices=LABELS, default=list(LABELS))
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
-    parser.add_argument("--ours-only", dest="everyone", action="store_false")
-    parser.add_argument("--rounds", type=int, default=3, help="at most (default: 3)")
-    parser.add_argument("--limit-s", type=float, default=120, help="of a run (default: 120)")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling"))
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
+    parser.add_argument(
+        "--axes", nargs="+", choices=LABELS, default=list(LABELS), help="what grows (default: all)"
+    )
+    add_head_options(parser)
+    parser.add_argument(
+        "--ours-only", dest="everyone", action="store_false", help="leave out the peers"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="at most so many (default: 3)")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="drop contenders that would take longer per run (default: 120)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/scaling"),
+        help="folder for measurements and pictures (default: %(default)s)",
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
     args = parser.parse_args(argv)
     on_cuda = torch.device(args.device).type == "cuda"
-    args.dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
+    args.dtype = args.dtype or default_dtype(args.device)
     args.memory_bytes = _available(args.device)
     warnings.filterwarnings("ignore", category=UserWarning)
     about = {**header(args.device), "backend": args.backend}
     print_header(about)
     for name in args.axes:
         rows: list[dict[str, Any]] = []
-        # After each point, so that an interrupted run leaves what it has.
+        # After each point, so that an interrupted run keeps its results.
         for point in run_axis(name, axes(on_cuda, args.tiny)[name], args):
             rows += point
             write_json(args.out / f"{name}.json", {**about, "rows": rows})

@@ -1,11 +1,11 @@
-"""Guards against slowdowns: the head's time in units of eager's, taken in turns with it.
+"""Guards against slowdowns: measures the head's time in units of eager's, in turns with it.
 
-    make bench-compare                                  against the last stored run
-    make bench-compare ARGS=--benchmark-save=NAME       and store this one
+    make bench-compare                                  compares with the last stored run
+    make bench-compare ARGS=--benchmark-save=NAME       and stores this one
 
-pytest-benchmark keeps and compares what its timer says. The timer here counts in units of the time
-that materialised logits took just before on the same inputs, so that a stored run means something
-on a machine that is busier today.
+pytest-benchmark stores and compares what its timer returns. The timer here counts in units of the
+time that eager took just before on the same inputs, so that runs can be compared although the
+machine may be busier today.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from benchmarks.contenders import BASELINE, CONTENDERS, OURS
 from benchmarks.measure import keep_memory, step, with_grad
 from benchmarks.workloads import make
 
-# Large enough that the products count and that a group has equal rewards, small enough for five
-# minutes in all.
+# Large enough that the GEMMs dominate and that some groups have equal rewards; small enough for
+# five minutes in all.
 SHAPES = {"dense": (1024, 49_152, 576), "rollout": (4096, 49_152, 576)}
 ROUNDS = 7
 
 
 class EagerTime:
-    """A clock whose unit is the time of the last call of `tick`."""
+    """A clock whose unit, set by the test, is the time of the last eager step."""
 
     unit = 1.0
 
@@ -39,7 +39,7 @@ clock = EagerTime()
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_is_kept() -> None:
-    """Eager's time, the unit, is else in part that of finding it."""
+    """Keeps memory between steps: without it part of eager's time, the unit, is allocation."""
     keep_memory()
 
 
@@ -59,5 +59,5 @@ def test_head(workload: str, contender: str, benchmark: Any) -> None:
     benchmark.group = f"{workload}, in units of eager's time"
     benchmark.pedantic(step, (ours, w), setup=time_eager, rounds=ROUNDS, warmup_rounds=1)
     if benchmark.enabled:
-        # Two passes take four products; eager, with memory that it keeps, little but three.
+        # Two passes take four GEMMs; eager, with kept memory, hardly more time than three.
         assert benchmark.stats.stats.median < 2

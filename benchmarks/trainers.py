@@ -1,10 +1,10 @@
-"""Steps of this library's trainer and of TRL's, in turns: what is computed is the same.
+"""Steps of this library's trainer and of TRL's, in turns; both compute the same.
 
     python -m benchmarks.trainers [--tasks additions gsm_symbolic] [--steps 4] [--rounds 2]
 
-Same model, problems, rewards, completions a prompt, sampling, trained weights, optimizer, precision
-(float32), reference model. Each round starts both anew in a process of its own; the first step of
-each is left out. What is measured is from the end of a step to the end of the next.
+Same model, problems, rewards, completions per prompt, sampling, trained weights, optimizer,
+precision (float32), reference model. Each round starts both in fresh processes and leaves out the
+first step. A step is timed from the end of the one before to its own end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,10 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import header, spread, write_json
-from examples import smollm, train_additions
-from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training import (
+    Trainer,
+    TrainingConfig,
+    load_model,
+    load_problems,
+    parse_config,
+    resolve_model,
+    upper_half,
+)
 
-# The demo's settings; and problems in words, with long completions and every weight trained.
+MODEL = "smollm2-135m"
+
+# The additions of the demo; and problems in words, with long completions and every weight trained.
 TASKS: dict[str, list[str]] = {
     "additions": [],
     "gsm_symbolic": [
@@ -35,33 +45,38 @@ TASKS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+def additions(argv: Sequence[str]) -> TrainingConfig:
+    """The demo's settings, and options that override them."""
+    config = parse_config(
+        argv, model=MODEL, dataset="additions", rewards=["addition"], steps=30, prompts_per_step=4,
+        num_generations=8, max_completion_length=16, eval_size=27, micro_batch_size=32,
+        learning_rate=2e-5, beta=0.01, save_model=False,
+    )  # fmt: skip
+    return replace(config, trainable=config.trainable or upper_half(config.model))
+
+
 def config_of(task: str, steps: int, output: str) -> TrainingConfig:
-    common = ["--steps", str(steps), "--eval_size", "0", "--output", output]
-    return train_additions.configured([*TASKS[task], *common])
+    common = ["--steps", str(steps), "--eval_size", "0", "--output", output, "--save_every", "-1"]
+    return additions([*TASKS[task], *common])
 
 
 def ours(task: str, steps: int, skip: bool = True) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     last = time.perf_counter()
 
-    class Timed(Trainer):
-        def _tell(self, progress: Any, row: dict[str, Any], samples: Any) -> None:
-            nonlocal last
-            super()._tell(progress, row, samples)
-            now = time.perf_counter()
-            parts = ("generate", "score", "train")
-            rows.append({
-                "seconds": now - last, "tokens": row["completion_length"], "loss": row["loss"],
-                "grad_norm": row["grad_norm"], **{p: row[f"seconds/{p}"] for p in parts},
-            })  # fmt: skip
-            last = now
-
-        def _save(self) -> None:
-            pass
+    def on_step(row: dict[str, Any], _: Any) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        parts = ("generate", "score", "train")
+        rows.append({
+            "seconds": now - last, "tokens": row["completion_length"], "loss": row["loss"],
+            "grad_norm": row["grad_norm"], **{p: row[f"seconds/{p}"] for p in parts},
+        })  # fmt: skip
+        last = now
 
     with tempfile.TemporaryDirectory() as output:
         config = replace(config_of(task, steps, output), skip_untrained=skip)
-        Timed(config, *load_model(config), *load_problems(config)).train()
+        Trainer(config, *load_model(config), *load_problems(config)).train(on_step)
     return rows[1:]
 
 
@@ -70,8 +85,8 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_kernels.training.data import in_order
-    from grpo_kernels.training.rewards import named
+    from grpo_kernels.training.data import shuffled_epochs
+    from grpo_kernels.training.rewards import resolve_rewards
 
     rows: list[dict[str, float]] = []
 
@@ -93,11 +108,11 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         model, tokenizer = load_model(config)
         problems, _ = load_problems(config)
         wanted = config.prompts_per_step * steps
-        order = [i for i, _ in zip(in_order(len(problems), config.seed), range(wanted))]  # noqa: B905
+        order = [i for i, _ in zip(shuffled_epochs(len(problems), config.seed), range(wanted))]  # noqa: B905
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:
-            function = named([name], None)[name]
+            function = resolve_rewards([name])[name]
 
             def by_trl(prompts: Any, completions: Any, answer: Any, **_: Any) -> Any:
                 return function(prompts, completions, answer=answer)
@@ -135,27 +150,27 @@ def main() -> None:
         prog="python -m benchmarks.trainers", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--steps", type=int, default=4, help="of each, in each round")
+    parser.add_argument("--steps", type=int, default=4, help="of each trainer, in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: expected at least 2, as the first is not counted")
-    smollm.model_path()
+    resolve_model(MODEL)  # made before anything is timed
     result: dict[str, Any] = {**header("cpu"), "tasks": {}}
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as output:
             config = config_of(task, args.steps, output)
         contenders: dict[str, Any] = {"ours": ours, "TRL": trl}
         if not config.beta:
-            # Else no completion is without a gradient.
+            # With a KL every completion has a gradient.
             contenders["ours, none skipped"] = partial(ours, skip=False)
         steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
         for _ in range(args.rounds):
             for name, contender in contenders.items():
                 steps[name] += in_a_process(contender, task, args.steps)
         theirs = statistics.median(step["seconds"] for step in steps["TRL"])
-        print(f"{task}: seconds a step [p20, p80], tokens a completion, TRL's time / its own")
+        print(f"{task}: seconds per step [p20, p80], tokens per completion, TRL's time / its own")
         for name, rows in steps.items():
             length = statistics.mean(row["tokens"] for row in rows)
             median, low, high = spread([row["seconds"] for row in rows])

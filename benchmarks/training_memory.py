@@ -1,4 +1,4 @@
-"""The memory that a training run was predicted to need, and what it took, on a CPU.
+"""The memory that a training run is predicted to need, and what it takes, on a CPU.
 
     python -m benchmarks.training_memory [--model FOLDER]
 
@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import PeakMemory, header, write_json
-from examples import smollm
-from grpo_kernels.training import Completion, Trainer, TrainingConfig
-from grpo_kernels.training.loading import prepared
+from grpo_kernels.training import Completion, Trainer, TrainingConfig, resolve_model
+from grpo_kernels.training.loading import set_trainable
 from grpo_kernels.training.memory import predict
 
 PROMPT, LENGTH = 96, 64
@@ -37,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Longest:
-    """Completions as long as they may be."""
+    """A rollout whose completions are as long as they may be."""
 
     def __call__(self, prompts: Any, count: int, sampling: Any) -> list[Completion]:
         draw = torch.Generator().manual_seed(0)
@@ -47,7 +46,7 @@ class Longest:
 
 
 class NoTokenizer:
-    """Prompts of about the greatest length: of different ones, so that there is padding."""
+    """Prompts of nearly the greatest length, which differ so that there is padding."""
 
     pad_token_id, eos_token = 0, "."
 
@@ -72,27 +71,27 @@ def config_of(model: str, options: dict[str, Any], output: str = "runs") -> Trai
     return TrainingConfig(**{
         "model": model, "steps": 2, "prompts_per_step": 4, "num_generations": 4, "output": output,
         "micro_batch_size": 16, "max_prompt_length": PROMPT, "max_completion_length": LENGTH,
-        "rewards": ["it"], "eval_size": 0, "save_model": False, "precision": "no", **options,
+        "rewards": ["it"], "eval_size": 0, "save_model": False, "save_every": -1, "precision": "no",
+        **options,
     })  # fmt: skip
 
 
 def measured(model: str, options: dict[str, Any]) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # What libraries and thread pools take comes first.
+    # Libraries and thread pools take their memory now.
     (torch.ones(512, 512, requires_grad=True) @ torch.ones(512, 512)).sum().backward()
     with tempfile.TemporaryDirectory() as output:
         config = config_of(model, options, output)
         architecture = AutoConfig.from_pretrained(model)
         AutoModelForCausalLM.from_config(_small(architecture))
         with PeakMemory(torch.device("cpu")) as memory:
-            policy = prepared(AutoModelForCausalLM.from_config(architecture), config)
+            policy = set_trainable(AutoModelForCausalLM.from_config(architecture), config)
             problems = [{"prompt": str(i)} for i in range(16)]
             trainer = Trainer(
                 config, policy, NoTokenizer(), problems, rewards={"it": rewards},
                 rollout=lambda _: Longest(),
             )  # fmt: skip
-            trainer._save = lambda: None  # type: ignore[method-assign]
             trainer.train()
     assert memory.extra_bytes is not None
     return memory.extra_bytes
@@ -115,9 +114,9 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoConfig
 
-    # Freed tensors go back to the system at once: what is resident is what is held.
+    # Freed tensors go back to the system at once, so that resident memory is held memory.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    model = args.model or str(smollm.model_path())
+    model = resolve_model(args.model or "smollm2-135m")
     print("| run | predicted, GiB | measured, GiB | off by |\n|---|---|---|---|")
     rows = []
     for name, options in CASES.items():

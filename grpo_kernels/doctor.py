@@ -1,9 +1,10 @@
-"""What is installed, what will run here and whether it is right: for a bug report.
+"""Reports what is installed, what runs on this machine, and whether its results are right.
 
     python -m grpo_kernels.doctor
 
-Compares the calls with their float64 reference on this machine, on each device and in each dtype.
-The exit code is 1 when one of them is off, or when something installed is out of its range.
+Compares the calls with their float64 reference on each device and in each dtype, and ends with a
+verdict. The exit status is 1 if a result is wrong, or if an installed package has a version that is
+not supported. Optional packages may be absent. Paste the output into bug reports.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,65 +26,73 @@ from torch import Tensor
 from . import GRPOLossConfig, __version__, fused_grpo_loss, linear_logprobs, reference
 from .backends import select_backend
 
-# Needed, and what a part of the package needs; as in pyproject.toml.
-NEEDED = {"torch": "2.10"}
-PARTS = {
-    "triton": ("3.6", "the kernels on a GPU"),
-    "transformers": ("5.0", "attach_fused_head, the trainer"),
-    "accelerate": ("1.0", "the trainer"),
-    "datasets": ("3.0", "the trainer"),
-    "peft": ("0.15", "LoRA"),
-    "lightning": ("2.4", "examples/lightning_grpo.py"),
-}
-# The only ones they are tested with; TRL is driven from inside.
-EXACTLY = {"trl": ("1.16", "FusedGRPOTrainer, patch_trl")}
-# Whatever version: seen by those who read a bug report.
-OTHERS = {
-    "liger-kernel": "FusedLinearGRPOLoss goes by its 0.8.5, and does without",
-    "deepspeed": "ZeRO-3",
-    "vllm": "sampling, by TRL",
-}
-# Relative errors of gradients, and absolute ones of log-probs, as the tests have them.
-GRADIENT = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
-# There the gradient of the logits is rounded, too.
-CUDA_BF16 = 6e-3
-LOGPS = 1e-4
-# So much that columns are drawn, at this small size; what is drawn may be noisier than that.
-TOLERANCE = 0.1
-SAMPLED = 2.5 * TOLERANCE
+
+class Package(NamedTuple):
+    """A package and the versions that are supported: ">=X.Y", "==X.Y" (any X.Y.Z) or "" (any)."""
+
+    name: str
+    versions: str
+    purpose: str
+
+    @property
+    def install(self) -> str:
+        suffix = ".*" if self.versions.startswith("==") else ""
+        return f"pip install '{self.name}{self.versions}{suffix}'"
+
+
+# The versions are those of pyproject.toml.
+PACKAGES = (
+    Package("torch", ">=2.10", "everything"),
+    Package("triton", ">=3.6", "kernels on a GPU"),
+    Package("transformers", ">=5.0", "attach_fused_head, training"),
+    Package("accelerate", ">=1.0", "training"),
+    Package("datasets", ">=3.0", "training"),
+    Package("peft", ">=0.15", "LoRA"),
+    Package("trl", "==1.16", "FusedGRPOTrainer, patch_trl"),
+    Package("lightning", ">=2.4", "examples/lightning_grpo.py"),
+    Package("deepspeed", "", "ZeRO-3"),
+    Package("vllm", "", "sampling in TRL's trainer"),
+    Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
+)
+CALLS = ("one pass", "two passes", "sampled")
+# Allowed errors, those of the tests: relative for gradients, absolute for log-probs.
+GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
+# On CUDA the gradient of the logits is rounded to bf16, too.
+CUDA_BF16_TOLERANCE = 6e-3
+LOGPS_TOLERANCE = 1e-4
+# The relative noise asked of the sampled backward: so much that it samples at this small size. One
+# draw may be noisier.
+SAMPLED_NOISE = 0.1
+SAMPLED_TOLERANCE = 2.5 * SAMPLED_NOISE
 
 
 def installed(package: str) -> str | None:
+    """Returns the installed version of a package, None if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
-def versions() -> Iterator[tuple[bool, str]]:
-    """A line a package, and whether it is as it should be."""
-    for package, least in NEEDED.items():
-        found = installed(package) or torch.__version__
-        fine = numbers(found) >= numbers(least)
-        yield fine, f"{package:14}{found:16}{'' if fine else f'expected >= {least}'}"
-    for package, (version, what) in (PARTS | EXACTLY).items():
-        exactly = package in EXACTLY
-        there = installed(package)
-        mine, wanted = numbers(there or version), numbers(version)
-        fine = mine == wanted if exactly else mine >= wanted
-        told = f"{'==' if exactly else '>='} {version}"
-        told += (
-            f", for {what}"
-            if fine
-            else f" expected: pip install '{package}{told.replace(' ', '')}'"
-        )
-        yield fine, f"{package:14}{there or 'absent':16}{told}"
-    for package, what in OTHERS.items():
-        yield True, f"{package:14}{installed(package) or 'absent':16}{what}"
+def check_package(package: Package) -> tuple[str, str | None]:
+    """Returns a line of the table, and what is wrong with the installed version or None."""
+    found = installed(package.name)
+    if found is None and package.name == "torch":
+        found = torch.__version__  # built from source, without metadata
+    line = (
+        f"  {package.name:14}{found or 'absent':16}{package.versions or 'any':8}{package.purpose}"
+    )
+    if found is None or not package.versions:
+        return line, None
+    wanted = _numbers(package.versions)
+    at_least = package.versions.startswith(">=")
+    if _numbers(found) == wanted or (at_least and _numbers(found) > wanted):
+        return line, None
+    return line, f"{package.name} {found}: expected {package.versions}: {package.install}"
 
 
 def devices() -> list[torch.device]:
@@ -94,36 +104,36 @@ def devices() -> list[torch.device]:
     return found
 
 
-def described(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def backend(device: torch.device) -> str:
-    """Which one runs there, and why."""
+def backend_of(device: torch.device) -> str:
+    """Returns the backend that runs on the device, and why if it is not Triton."""
     if select_backend("auto", device).policy_loss is not None:
-        return "triton, as there is a GPU and the package"
+        return "triton"
     if device.type == "cpu":
-        return "torch, as Triton compiles for GPUs alone"
+        return "torch (Triton compiles for GPUs only)"
     if importlib.util.find_spec("triton") is None:
-        return "torch, which is slower: the package triton is not installed"
-    return f"torch, as {device.type} is not known to have Triton"
+        return "torch, which is slower (the package triton is not installed)"
+    return f"torch, which is slower (Triton is not supported on {device.type})"
 
 
-def batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Peaked, as a language model's: likely targets and surprising ones, some masked, with NaN."""
+def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
     B, T, V, H = 6, 24, 5003, 64
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(V, H, generator=g)
     likely = torch.randint(0, V, (B, T), generator=g)
     hidden = (7.0 / H) * weight[likely] + (1.7 / H**0.5) * torch.randn(B, T, H, generator=g)
-    other = torch.rand(B, T, generator=g) < 0.3
-    targets = torch.where(other, torch.randint(0, V, (B, T), generator=g), likely)
+    surprising = torch.rand(B, T, generator=g) < 0.3
+    targets = torch.where(surprising, torch.randint(0, V, (B, T), generator=g), likely)
     mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)
     logps = reference.linear_logprobs(hidden.double(), weight.double(), targets).logps.float()
     old_logps = logps + 0.25 * torch.randn(B, T, generator=g)
-    made = {
+    batch = {
         "hidden": hidden.masked_fill(~mask[..., None], torch.nan).to(dtype),
         "weight": weight.to(dtype),
         "targets": targets.masked_fill(~mask, -100),
@@ -131,77 +141,137 @@ def batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         "mask": mask,
         "old_logps": old_logps.masked_fill(~mask, torch.nan),
     }
-    return {name: x.to(device) for name, x in made.items()}
+    return {name: x.to(device) for name, x in batch.items()}
 
 
-def check(call: str, dtype: torch.dtype, device: torch.device) -> tuple[bool, str]:
-    """One of the calls against its reference: whether it is right, and the line that says so."""
-    given = batch(dtype, device)
-    exact = {k: x.double() if x.is_floating_point() else x for k, x in given.items()}
-    options = (
-        {"backward": "sampled", "tolerance": TOLERANCE, "seed": 0} if call == "sampled" else {}
-    )
+class Errors(NamedTuple):
+    """Largest absolute error of log-probs; relative errors of the gradients; seconds taken."""
+
+    logps: float
+    d_hidden: float
+    d_weight: float
+    seconds: float
+
+
+def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Errors:
+    """Compares one of `CALLS` with the float64 reference on the same inputs."""
+    batch = make_batch(dtype, device)
+    exact = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+    options: dict[str, Any] = {}
+    if call == "sampled":
+        options = {"backward": "sampled", "tolerance": SAMPLED_NOISE, "seed": 0}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
     start = time.perf_counter()
-    mine = outcome(fused_grpo_loss, given, config, **options)
-    taken = time.perf_counter() - start
-    right = outcome(reference.fused_grpo_loss, exact, config)
-    # In one call's own words: log-probs by themselves, too.
-    alone = linear_logprobs(
-        given["hidden"], given["weight"], given["targets"], mask=given["mask"]
+    logps, *gradients = _run(fused_grpo_loss, batch, config, **options)
+    seconds = time.perf_counter() - start
+    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, config)
+    without_loss = linear_logprobs(
+        batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"]
     ).logps
-    wrong_logps = max(float((x - right[0]).abs().max()) for x in (mine[0], alone))
-    wrong = [float((m - r).norm() / r.norm()) for m, r in zip(mine[1:], right[1:], strict=True)]
-    allowed = SAMPLED if call == "sampled" else GRADIENT[dtype]
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        allowed = max(allowed, CUDA_BF16)
-    # A NaN is not less than anything.
-    fine = wrong_logps <= LOGPS and all(error <= allowed for error in wrong)
-    line = (
-        f"{device.type:6}{str(dtype).removeprefix('torch.'):10}{call:12}"
-        f"log-probs {wrong_logps:7.1e}  dH {wrong[0]:7.1e}  dW {wrong[1]:7.1e}  {taken:6.2f} s"
+    logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
+    d_hidden, d_weight = (
+        float((x - y).norm() / y.norm()) for x, y in zip(gradients, expected, strict=True)
     )
-    return fine, line + ("" if fine else f"  WRONG: expected {LOGPS:.0e}, {allowed:.1e} at most")
+    return Errors(logps_error, d_hidden, d_weight, seconds)
 
 
-def outcome(
-    call: object, given: dict[str, Tensor], config: GRPOLossConfig, **options: object
+def _run(
+    call: Any, batch: dict[str, Tensor], config: GRPOLossConfig, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, and the gradients of hidden and weight, in float64."""
-    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    out = call(  # type: ignore[operator]
-        hidden, weight, given["targets"], given["advantages"], given["mask"],
-        old_logps=given["old_logps"], config=config, **options,
-    )  # fmt: skip
+    """Returns log-probs and the gradients of hidden states and weight, all in float64."""
+    hidden, weight = (batch[k].detach().requires_grad_() for k in ("hidden", "weight"))
+    out = call(
+        hidden,
+        weight,
+        batch["targets"],
+        batch["advantages"],
+        batch["mask"],
+        old_logps=batch["old_logps"],
+        config=config,
+        **options,
+    )
     out.loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     return out.logps.double(), hidden.grad.double(), weight.grad.double()
+
+
+def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
+    """Returns a line of the table, and what is wrong with the results or None."""
+    label = f"{device.type:8}{str(dtype).removeprefix('torch.'):10}{call:12}"
+    try:
+        errors = measure_errors(call, dtype, device)
+    except Exception as error:  # a compiler that is missing, for example
+        return f"  {label}FAILED", f"{label.rstrip()}: {type(error).__name__}: {error}"
+    allowed = SAMPLED_TOLERANCE if call == "sampled" else GRADIENT_TOLERANCE[dtype]
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        allowed = max(allowed, CUDA_BF16_TOLERANCE)
+    gradients = (errors.d_hidden, errors.d_weight)
+    # Written so that NaN is not right.
+    right = errors.logps <= LOGPS_TOLERANCE and all(error <= allowed for error in gradients)
+    line = f"  {label}{errors.logps:9.1e}{errors.d_hidden:9.1e}{errors.d_weight:9.1e}"
+    line += f"{errors.seconds:9.2f} s  {'ok' if right else 'WRONG'}"
+    if right:
+        return line, None
+    return line, (
+        f"{label.rstrip()}: expected errors of at most {LOGPS_TOLERANCE:.0e} (log-probs) and "
+        f"{allowed:.1e} (gradients); see the table"
+    )
+
+
+def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
+    """Prints the lines as they come; returns what is wrong."""
+    problems = []
+    for line, problem in results:
+        print(line, flush=True)
+        problems += [problem] if problem else []
+    return problems
+
+
+def print_verdict(packages: list[str], calls: list[str]) -> None:
+    """Prints what works, what does not and what to do, from the problems that were found."""
+    found = [device.type for device in devices()]
+    if calls:
+        print(f"\nVERDICT: {len(calls)} checks failed. Do not train on this machine.")
+    elif packages:
+        print("\nVERDICT: all results are right, but a package has an unsupported version.")
+    else:
+        print(f"\nVERDICT: all is well. All results are right on {' and '.join(found)}.")
+    for problem in (*calls, *packages):
+        print(f"  - {problem}")
+    if calls:
+        print("  Please report this, with all of the output.")
+    if found == ["cpu"]:
+        print("  No GPU was found: the library runs on the CPU, with torch operations.")
+    absent = [x for x in PACKAGES[1:] if x.versions and installed(x.name) is None]
+    if absent:
+        print("  Not installed, and needed only for what is named:")
+    for package in absent:
+        print(f"    {package.name} ({package.purpose}): {package.install}")
 
 
 def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(
         prog="python -m grpo_kernels.doctor", description=(__doc__ or "").split("\n")[0]
     ).parse_args(argv)
-    wrong = 0
-    print(f"grpo_kernels  {__version__}")
-    print(f"python        {platform.python_version()}, {platform.platform()}")
-    for fine, line in versions():
-        wrong += not fine
-        print(line)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        print("TRITON_INTERPRET=1: Triton kernels are interpreted, slowly, on a CPU")
+    print(f"grpo_kernels {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"\n  {'package':14}{'installed':16}{'needed':8}for what")
+    packages = _report(check_package(package) for package in PACKAGES)
+    print()
     for device in devices():
-        print(f"\n{device.type}: {described(device)}\nbackend: {backend(device)}")
-        for dtype in GRADIENT:
-            for call in ("one pass", "two passes", "sampled"):
-                try:
-                    fine, line = check(call, dtype, device)
-                except Exception as error:  # a compiler that is not there, or anything else
-                    fine, line = False, f"{device} {dtype} {call}: {type(error).__name__}: {error}"
-                wrong += not fine
-                print(line, flush=True)
-    print(f"\n{wrong} of this is wrong" if wrong else "\nAll as it should be")
-    return int(wrong > 0)
+        print(f"  {device.type}: {device_name(device)}; backend: {backend_of(device)}")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("  TRITON_INTERPRET=1 is set: Triton kernels are interpreted on the CPU, slowly")
+    print("\nErrors against the float64 reference: absolute for log-probs, relative for the")
+    print("gradients of hidden states (dH) and weight (dW). `sampled` is noisy by design.")
+    print(f"  {'device':8}{'dtype':10}{'call':12}{'log-probs':>9}{'dH':>9}{'dW':>9}{'time':>11}")
+    calls = _report(
+        check_call(call, dtype, device)
+        for device in devices()
+        for dtype in GRADIENT_TOLERANCE
+        for call in CALLS
+    )
+    print_verdict(packages, calls)
+    return int(bool(packages or calls))
 
 
 if __name__ == "__main__":

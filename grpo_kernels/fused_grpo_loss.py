@@ -34,7 +34,7 @@ from .autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from .backends import RowGrads
+from .backends import PolicyLoss, RowGrads, TokenStats
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
 from .head_gradients import HeadGradients
@@ -201,10 +201,9 @@ def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | No
 
 
 class _FusedGRPOLoss(torch.autograd.Function):
-    """Returns the loss; detached, what its metrics need; the metrics of the sampled backward.
+    """Returns the loss; per token, detached, log-probs, entropy and the loss's gradient of each.
 
-    The metrics need, per token: log-prob, entropy, and the loss's gradient of each, None where not
-    computed.
+    And the metrics of the sampled backward. The gradients are None where not computed.
     """
 
     @staticmethod
@@ -222,16 +221,39 @@ class _FusedGRPOLoss(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Any, ...]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        head = LMHead(operands, call, gemm_dtype(hidden, weight), plan.largest_chunk)
+        dtype = gemm_dtype(hidden, weight)
+        loss, logps, entropy, d_logps, d_entropy = (
+            torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+            for shape in ((), *4 * [hidden.shape[:1]])
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
-            loss, per_token, gradients, sampled = _loss_and_gradients(
-                head, config, inputs, plan, scale, wanted
-            )
-        ctx.save_for_backward(scale, *gradients)
+            head = LMHead(operands, call, dtype, plan.largest_chunk)
+            gradients = _new_gradients(head, plan, wanted)
+            for chunk in plan.chunks():
+                index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
+                rows = head.rows(index)
+                logits = head.logits(rows)  # [C, V], not yet transformed
+                stats = call.backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
+                policy = policy_loss(
+                    config, inputs.at(index), stats.logps, stats.entropy, call.backend,
+                    grad=wants_grad,
+                )  # fmt: skip
+                loss += policy.loss
+                assert stats.entropy is not None
+                logps[index], entropy[index] = stats.logps, stats.entropy
+                if wants_grad:
+                    grads = _row_grads(stats, policy, scale)
+                    gradients.add(rows, logits, grads)
+                    d_logps[index] = grads.d_logps
+                    if grads.d_entropy is not None:
+                        d_entropy[index] = grads.d_entropy
+            ctx.save_for_backward(scale, *gradients.finish())
+            sampled = gradients.metrics()
         ctx.dtypes = dtypes_of(*operands)
-        ctx.mark_non_differentiable(*(x for x in per_token if x is not None))
-        return loss, *per_token, sampled
+        ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
+        of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)
+        return loss, logps, entropy, *of_loss, sampled
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -249,43 +271,11 @@ def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 
-def _loss_and_gradients(
-    head: LMHead,
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    plan: RowPlan,
-    scale: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...], dict[str, Tensor]]:
-    """The loss; log-probs, entropy and their gradients per token; the operands' gradients.
-
-    And the metrics of the sampled backward. The gradients are `scale` times as large.
-    """
-    backend = head.call.backend
-    gradients = _new_gradients(head, plan, wanted)
-    loss, logps, entropy, d_logps, d_entropy = _zeros(head.operands.hidden)
-    for chunk in plan.chunks():
-        index = chunk.index
-        rows = head.rows(index)
-        logits = head.logits(rows)  # [C, V], not yet transformed
-        stats = backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
-        assert stats.entropy is not None
-        wants_grad = chunk.needs_grad and any(wanted)
-        policy = policy_loss(
-            config, inputs.at(index), stats.logps, stats.entropy, backend, grad=wants_grad
-        )
-        loss += policy.loss
-        logps[index], entropy[index] = stats.logps, stats.entropy
-        if wants_grad:
-            assert policy.d_logps is not None
-            g, e = scale * policy.d_logps, None
-            d_logps[index] = g
-            if policy.d_entropy is not None:
-                d_entropy[index] = e = scale * policy.d_entropy
-            grads = RowGrads(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
-            gradients.add(rows, logits, grads)
-    per_token = (logps, entropy, *((d_logps, d_entropy) if any(wanted) else (None, None)))
-    return loss, per_token, gradients.finish(), gradients.metrics()
+def _row_grads(stats: TokenStats, policy: PolicyLoss, scale: Tensor) -> RowGrads:
+    assert policy.d_logps is not None
+    g = scale * policy.d_logps
+    e = None if policy.d_entropy is None else scale * policy.d_entropy
+    return RowGrads(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
 
 
 def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadGradients:
@@ -294,9 +284,3 @@ def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadG
         return SampledGradients(head, call.backend, wanted, call.sampling, plan)
     every_row = plan.num_grad_rows == call.layout.num_tokens
     return HeadGradients(head, call.backend, wanted, every_row=every_row)
-
-
-def _zeros(hidden: Tensor) -> list[Tensor]:
-    """A scalar and four values per row, float32."""
-    shapes = ((), *4 * [hidden.shape[:1]])
-    return [torch.zeros(shape, dtype=torch.float32, device=hidden.device) for shape in shapes]

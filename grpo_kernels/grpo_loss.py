@@ -211,7 +211,7 @@ def _kernel_options(config: GRPOLossConfig) -> dict[str, Any]:
         "tau_pos": config.sapo_temperature_pos,
         "tau_neg": config.sapo_temperature_neg,
         "beta": config.beta,
-        "kl_estimator": config.kl_estimator if config.beta else None,
+        "kl_estimator": config.kl_estimator,
         "kl_clamp": config.kl_clamp,
         "kl_ratio": config.use_bias_correction_kl,
         "entropy_coef": config.entropy_coef,

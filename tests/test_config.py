@@ -83,7 +83,7 @@ from grpo_kernels import GRPOLossConfig
         (
             {"loss_type": "cispo", "epsilon_high": 5.0, "aggregation": "dr_grpo"},
             ValueError,
-            "max_completion_length: expected a positive int, as the 'dr_grpo' average",
+            "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation",
         ),
         ({"kl_estimator": "k9"}, ValueError, "kl_estimator: expected one of k1, .*got 'k9'"),
         (

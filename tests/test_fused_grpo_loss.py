@@ -317,6 +317,21 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     assert trained[0].any() and sum(sizes) <= int(trained[1:].sum())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_far_from_the_reference_policy(loss_type, backend):
+    """The KL's gradient at ref - logp from -20 to 20, where it is a difference of terms e^20."""
+    batch = make_batch(B=6, T=11)
+    distance = torch.linspace(-20, 20, batch.mask.numel()).reshape(batch.mask.shape)
+    batch.ref_logps = batch.old_logps + (distance if loss_type == "dapo" else distance[:, :1])
+    cfg = config(loss_type=loss_type, beta=0.1, use_bias_correction_kl=True)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, backend=backend, **options)
+    for name in ("hidden", "weight"):
+        assert relative_error(actual.gradients[name], expected.gradients[name]) < 1e-5, name
+
+
 @pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("loss_type", (*LOSS_TYPES, "luspo", "gspo", "gmpo", "vespo", "cispo"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss, reference
+from grpo_kernels.config import KL_ESTIMATORS
 from tests.support.batches import (
     INF,
     NAN,
@@ -140,3 +141,52 @@ def test_gradient_flows_into_neither_old_nor_ref():
     )
     out.loss.backward()
     assert logps.grad is not None and old.grad is None and ref.grad is None
+
+
+LEVELS = {
+    "token": {},
+    "gspo_token": {"loss_type": "gspo_token"},
+    "sequence": {"importance_sampling_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("clamp", (None, 9.9), ids=("unclamped", "clamped"))
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_gradient_of_the_kl_far_from_the_reference(estimator, level, clamp, backend):
+    """With d = ref - logp the terms e^d of r (KL + KL') cancel; what is left must be exact."""
+    d = torch.linspace(-20, 20, 161).reshape(-1, 1)
+    if level == "sequence":  # also of equal tokens, whose terms cancel as one token's do
+        d = torch.cat([d.expand(-1, 3), d.roll(1) + torch.arange(3)], 1)
+    cfg = config(
+        beta=0.1, kl_estimator=estimator, kl_clamp=clamp, use_bias_correction_kl=True,
+        **LEVELS[level],
+    )  # fmt: skip
+    for tokens in {d.shape[1], 1}:
+        distance = d[:, :tokens].float()
+        old = torch.linspace(-3, -0.1, distance.numel()).reshape(distance.shape)
+        logps = old + 0.3 * torch.sin(7 * old)
+        ref = logps + distance
+        gradients = []
+        for call, dtype, options in (
+            (reference.grpo_loss, torch.float64, {}),
+            (grpo_loss, torch.float32, {"backend": backend}),
+        ):
+            x, *constants = (x.to(dtype) for x in (logps, old, ref))
+            x.requires_grad_()
+            loss = call(
+                x, torch.zeros(len(x)).to(dtype), old_logps=constants[0], ref_logps=constants[1],
+                config=cfg, **options,
+            ).loss  # fmt: skip
+            loss.backward()
+            gradients.append(x.grad.double())
+        exact, actual = gradients
+        distance = (ref - logps).double()
+        assert exact.abs().max() > 0
+        # Relative to each gradient or, where that has a root, to its smallest term; where a
+        # sequence's tokens enter, to the largest of its gradients.
+        size = exact.abs().maximum(cfg.beta / exact.numel() * distance.abs().clamp(min=1))
+        size = size.amax(1, keepdim=True) if level == "sequence" else size
+        worst = ((actual - exact).abs() / size).max()
+        assert worst <= 1e-5, f"d_logps: relative error {worst:.1e}"

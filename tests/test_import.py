@@ -1,9 +1,13 @@
-"""What importing the package costs, and what it must not drag in."""
+"""What importing the package costs, what it must not drag in, and who may import whom."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("transformers", "datasets", "accelerate", "triton", "torch._dynamo", "peft", "trl")
@@ -40,8 +44,87 @@ print(w.grad.norm() > 0)
     assert python(code).strip() == "tensor(True)"
 
 
+def test_without_the_peers_integrations_say_what_to_install():
+    code = """
+import sys
+for name in ("transformers", "accelerate", "datasets", "peft", "trl", "liger_kernel"):
+    sys.modules[name] = None
+import grpo_kernels.integrations.liger, grpo_kernels.integrations.verl, grpo_kernels.doctor
+try:
+    import grpo_kernels.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'grpo_kernels[train]'" in python(code)
+
+
+def test_the_head_of_the_integrations_has_moved():
+    code = "import grpo_kernels.integrations.head as head; print(head.evaluating)"
+    assert "evaluating" in python(code)
+    with pytest.raises(AssertionError, match="has moved to grpo_kernels"):
+        python(f"import warnings; warnings.simplefilter('error'); {code}")
+
+
 def test_every_public_name_has_a_docstring():
     import grpo_kernels
 
     for name in grpo_kernels.__all__:
         assert getattr(grpo_kernels, name).__doc__, name
+
+
+PACKAGE = ROOT / "grpo_kernels"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# These may import what their extras install.
+WITH_EXTRAS = ("hf_head", "integrations", "training")
+
+
+def parts():
+    """Part to its modules, and part to the parts it may import: the table of docs/design.md."""
+    section = (ROOT / "docs" / "design.md").read_text().split("## Parts\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    cells = [[re.findall("`(.*?)`", cell) for cell in row] for row in rows]
+    modules = {module: part for (part,), names, _ in cells for module in names}
+    return modules, {part: {part, *allowed} for (part,), _, allowed in cells}
+
+
+def imports_of(path):
+    """Names of modules and packages, and whether they are of this package.
+
+    Imports for type checkers alone are left out.
+    """
+    tree = ast.parse(path.read_text())
+    for_types = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in set(ast.walk(tree)) - for_types:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = node.module.split(".")
+            yield (names[1] if names[0] == "grpo_kernels" else names[0]), names[0] == "grpo_kernels"
+        elif isinstance(node, ast.ImportFrom) and node.level == depth:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            for name in names:
+                name = name.split(".")[0]
+                is_module = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+                yield (name if is_module else "__init__"), True
+
+
+def test_every_module_is_in_the_table_of_parts():
+    assert set(parts()[0]) == {path.relative_to(PACKAGE).parts[0].split(".")[0] for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_what_its_part_may(path):
+    modules, allowed = parts()
+    part = modules[path.relative_to(PACKAGE).parts[0].split(".")[0]]
+    for name, own in imports_of(path):
+        if own:
+            assert modules[name] in allowed[part], f"{part} imports {name}"
+        elif part not in WITH_EXTRAS:
+            known = {"torch", *(["triton"] if part == "backends" else []), *sys.stdlib_module_names}
+            assert name in known, f"{part} imports {name}"

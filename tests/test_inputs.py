@@ -100,7 +100,7 @@ FUSED = {
             "cu_seqlens": torch.tensor([0, 3, 6]),
         },
         ValueError,
-        r"advantages: expected shape \[2\] \(one a sequence\) or \[6\]; got \[3\]",
+        r"advantages: expected shape \[2\] \(one per sequence\) or \[6\]; got \[3\]",
     ),
     "advantages_in_doubt": (
         {
@@ -149,7 +149,7 @@ FUSED = {
     "num_items_for_grpo": (
         {"config": GRPOLossConfig(loss_type="grpo"), "num_items": 5},
         ValueError,
-        "num_items: expected None, as only the 'dapo' average divides by it; got 5 with",
+        "num_items: expected None, as only the 'dapo' aggregation divides by it; got 5 with",
     ),
     "num_items_negative": (
         {"num_items": -1},

@@ -12,17 +12,24 @@ import torch
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
-from grpo_kernels.integrations.head import head_of
-from grpo_kernels.training import Completion, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.hf_head import head_of
+from grpo_kernels.training import (
+    Completion,
+    Trainer,
+    TrainingConfig,
+    load_model,
+    load_problems,
+    ranks,
+)
 from grpo_kernels.training import metrics as of
+from grpo_kernels.training.micro_batches import plan_micro_batches
 from grpo_kernels.training.policy import Batch, Policy, positions, why_not_shared
 from grpo_kernels.training.rollout import (
     ContinuousBatchingRollout,
     GenerateRollout,
-    Sampling,
+    SamplingParams,
     completion,
 )
-from grpo_kernels.training.samples import micro_batches
 from tests.support.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.support.trainer_runs import config_of, no_curves, noise, rows_of, trainer_of
 
@@ -38,7 +45,7 @@ def curves():
 def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
     draw = random.Random(seed)
     completions = [[draw.randrange(1, V) for _ in range(n)] for n in lengths]
-    return Batch.of_rows([prompts[i % 2] for i in range(len(lengths))], completions, 0)
+    return Batch.of_rows(prompts, [i % 2 for i in range(len(lengths))], completions, 0)
 
 
 def loss_and_grads(policy, batch, advantages, config):
@@ -82,7 +89,7 @@ def test_log_probs_are_the_models_own(family):
     batch = random_batch()
     logps, entropy = Policy(model)("logps", batch, 0.8, True)
     for i, length in enumerate(batch.mask.sum(1).tolist()):
-        prompt = batch.prompts[batch.of[i]][batch.prompt_mask[batch.of[i]] == 1]
+        prompt = batch.prompts[batch.prompt_of[i]][batch.prompt_mask[batch.prompt_of[i]] == 1]
         ids = torch.cat([prompt, batch.completions[i, :length]])[None]
         with torch.no_grad():
             log_p = (model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.8).log_softmax(-1)
@@ -95,7 +102,7 @@ def test_log_probs_are_the_models_own(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_goes_on_from_a_shared_prompt(family):
     model, tokenizer = make_model(family), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], Sampling(6, temperature=0.0)
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
     together = GenerateRollout(Policy(model), tokenizer)(prompts, 3, sampling)
     apart = GenerateRollout(Policy(model, share_prompts=False), tokenizer)(prompts, 3, sampling)
     assert together == apart and len(together) == 6
@@ -156,24 +163,24 @@ class Words:
     ),
 )
 def test_a_completion_ends_once(row, stop, expected):
-    done = completion(row, [0, 5], Sampling(8, stop=stop), Words())
+    done = completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
     assert (done.token_ids, done.ended) == expected
 
 
 def test_stop_strings_end_generation():
     model, tokenizer = make_model("llama"), make_tokenizer()
     rollout = GenerateRollout(Policy(model), tokenizer)
-    full = rollout([[7, 8, 9]], 1, Sampling(8, temperature=0.0))[0]
+    full = rollout([[7, 8, 9]], 1, SamplingParams(8, temperature=0.0))[0]
     string = tokenizer.decode(full.token_ids[2:3])
     assert string.isascii() or len(string) == 1
-    done = rollout([[7, 8, 9]], 1, Sampling(8, temperature=0.0, stop=(string,)))[0]
+    done = rollout([[7, 8, 9]], 1, SamplingParams(8, temperature=0.0, stop=(string,)))[0]
     assert done.ended and done.token_ids == full.token_ids[: len(done.token_ids)]
     assert len(done.token_ids) <= 3
 
 
 def test_continuous_batching_samples_the_same(tiny_model, tmp_path):
     model, tokenizer = make_model("llama"), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], Sampling(6, temperature=0.0)
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
     expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
     assert ContinuousBatchingRollout(model, tokenizer)(prompts, 2, sampling) == expected
     config = config_of(tiny_model, tmp_path, rollout="continuous_batching", steps=1)
@@ -241,7 +248,7 @@ def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monk
     whole, metrics = updated_gradient(trainer, samples, 16)
 
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(trainer, "_gather", lambda rows: rows)
+    monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
     halves = [half_of(samples, 0), half_of(samples, 8)]
     told = [[], []]
     for rank in (0, 1, 0, 1):
@@ -249,11 +256,11 @@ def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monk
         others, mine = iter([*told[1 - rank]]), told[rank]
         mine.clear()
 
-        def over(value, reduce, others=others, mine=mine):
+        def over(_, value, reduce, others=others, mine=mine):
             mine.append(value)
             return reduce([value, next(others, value)])
 
-        monkeypatch.setattr(trainer, "_over_processes", over)
+        monkeypatch.setattr(ranks, "reduce", over)
         halves[rank].logps = None
         halves[rank].grads, parts = updated_gradient(trainer, halves[rank], 8)
     average = {n: (g + halves[1].grads[n]) / 2 for n, g in halves[0].grads.items()}
@@ -267,7 +274,9 @@ def half_of(samples, start):
         return x[start : start + 8] if sized else x
 
     values = {f.name: getattr(samples, f.name) for f in fields(samples)}
-    return replace(samples, **{name: cut(value) for name, value in values.items()})
+    prompts = {"problems", "prompts"}
+    halves = {name: cut(value) for name, value in values.items() if name not in prompts}
+    return replace(samples, **halves)
 
 
 class FakeRollout:
@@ -294,10 +303,11 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     grads, metrics = updated_gradient(trainer, samples, 5)
     model, _ = load_model(config)
     batch = Batch.of_rows(
-        samples.prompts, [c.token_ids for c in samples.completions], trainer.tokenizer.pad_token_id
-    )
-    ids = torch.cat([batch.prompts[batch.of], batch.completions], 1)
-    attention = torch.cat([batch.prompt_mask[batch.of], batch.mask], 1)
+        samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],
+        trainer.tokenizer.pad_token_id,
+    )  # fmt: skip
+    ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)
+    attention = torch.cat([batch.prompt_mask[batch.prompt_of], batch.mask], 1)
     states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
     T = batch.mask.shape[1]
     out = fused_grpo_loss(
@@ -312,19 +322,19 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
 
 def test_micro_batches_hold_every_row_once_and_little_padding():
     draw = random.Random(0)
-    prompts = [(i // 8, *[1] * (i // 8)) for i in range(32)]
+    prompt_of, tokens = [i // 8 for i in range(32)], [1, 2, 3, 4]
     lengths = [draw.randrange(1, 100) for _ in range(32)]
     for shared in (True, False):
-        plan = micro_batches(range(32), 5, prompts, lengths, shared=shared)
+        plan = plan_micro_batches(range(32), 5, prompt_of, tokens, lengths, shared=shared)
         assert sorted(i for part in plan for i in part) == list(range(32))
         assert all(len(part) <= 5 for part in plan) and len(plan) == 7
-    by_length = micro_batches(range(32), 4, prompts, lengths, shared=False)
+    by_length = plan_micro_batches(range(32), 4, prompt_of, tokens, lengths, shared=False)
     padded = sum(len(p) * max(lengths[i] for i in p) for p in by_length)
     assert padded < 1.2 * sum(lengths)
     # Long prompts, completions of one length: groups stay together.
-    prompts = [(i % 4, *[1] * 50) for i in range(32)]
-    plan = micro_batches(range(32), 8, prompts, [3] * 32, shared=True)
-    assert all(len({prompts[i] for i in part}) == 1 for part in plan)
+    prompt_of = [i % 4 for i in range(32)]
+    plan = plan_micro_batches(range(32), 8, prompt_of, [51] * 4, [3] * 32, shared=True)
+    assert all(len({prompt_of[i] for i in part}) == 1 for part in plan)
 
 
 # Runs
@@ -342,7 +352,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     expected = {
-        "reward", "reward/noise", "right", "loss", "kl", "entropy", "completion_length",
+        "reward", "reward/noise", "accuracy", "loss", "kl", "entropy", "completion_length",
         "truncated", "groups_equal", "grad_norm", "ratio_mean", "ratio_max", "clip_low",
         "clip_high", "tokens", "learning_rate", "seconds", "seconds/generate", "seconds/score",
         "seconds/train", "peak_memory_gib", "sampling/importance_sampling_ratio/mean",
@@ -396,7 +406,7 @@ def test_the_reference_is_refreshed(tiny_model, tmp_path):
 def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, beta=0.1, trainable=r"layers\.1\.")
     trainer = trainer_of(config)
-    theirs = dict(trainer.reference.named_parameters())
+    theirs = dict(trainer.reference.copy.named_parameters())
     same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == theirs[n].data_ptr()}
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
 
@@ -415,7 +425,7 @@ def test_lora_on_the_head(tiny_model, tmp_path):
 def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, steps=3, save_model=True)
     trainer = trainer_of(config)
-    assert trainer.reference is None
+    assert trainer.reference.copy is None
     folder = trainer.train()
     kls = [row["kl"] for row in rows_of(folder)]
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-4
@@ -485,7 +495,7 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
         Trainer(config, *loaded, problems, [{"prompt": "a"}], rewards={"noise": noise})
     some = [{"prompt": "a", "answer": "1"}, *({"prompt": x} for x in "bcde")]
     folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
-    assert "right" not in rows_of(folder)[0]
+    assert "accuracy" not in rows_of(folder)[0]
 
 
 def test_a_prompt_becomes_a_message_of_a_chat(tiny_model, tmp_path):
@@ -493,7 +503,7 @@ def test_a_prompt_becomes_a_message_of_a_chat(tiny_model, tmp_path):
     model, tokenizer = load_model(config)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
     trainer = Trainer(config, model, tokenizer, [{"prompt": "hi"}], rewards={"noise": noise})
-    assert tokenizer.decode(trainer._encode({"prompt": "hi"})) == "<user>hi:"
+    assert tokenizer.decode(trainer.encode({"prompt": "hi"})) == "<user>hi:"
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
@@ -521,7 +531,7 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
     trainer_of(config_of(tiny_model, tmp_path, trackers=["kept"], eval_size=3)).train()
     assert calls[:2] == [("name", "t"), ("config", 0.01)] and calls[-1] == "finished"
     assert [c[0] for c in calls[2:-1]] == [0, 1, 2, 2]
-    assert calls[2][1] == ["accuracy"] and "reward" in calls[3][1]
+    assert calls[2][1] == ["held_out_accuracy"] and "reward" in calls[3][1]
     with pytest.raises(ImportError, match="trackers: aim is not installed"):
         trainer_of(config_of(tiny_model, tmp_path, name="u", trackers=["aim"]))
 

@@ -113,7 +113,7 @@ def test_hostile_text_is_read_in_no_time(text):
 )
 def test_addition(text, reward, right):
     assert rewards.addition([], [text], answer=["12"]) == [pytest.approx(reward)]
-    assert rewards.is_right(text, "12") == right
+    assert rewards.is_correct(text, "12") == right
 
 
 def test_math_equal_knows_expressions():
@@ -124,7 +124,7 @@ def test_math_equal_knows_expressions():
 def test_the_tasks_own_judge():
     train, _ = load_problems(config_of(dataset="chain_sum", train_size=2, eval_size=1))
     texts = [f"<answer>{train[0]['answer']}</answer>", "<answer>no</answer>"]
-    table = rewards.reward_table(rewards.named(["reasoning_gym"]), train, texts)
+    table = rewards.reward_table(rewards.resolve_rewards(["reasoning_gym"]), train, texts)
     assert table[0] == [2.0] and table[1][0] < 2.0
 
 
@@ -161,20 +161,22 @@ def test_functions_get_the_columns_they_can_take():
     functions = {"plain": plain, "addition": rewards.addition}
     assert math.isnan(rewards.reward_table(functions, others, ["x", "y"])[0][1])
     with pytest.raises(ValueError, match=r"columns \['entry', 'task'\] for reasoning_gym; got"):
-        rewards.reward_table(rewards.named(["reasoning_gym"]), problems, ["x", "y"])
+        rewards.reward_table(rewards.resolve_rewards(["reasoning_gym"]), problems, ["x", "y"])
 
 
 def test_rewards_are_weighed():
     table = torch.tensor([[1.0, 2.0], [3.0, math.nan]], dtype=torch.float64)
-    assert rewards.weighed(table, [0.5, 2.0]).tolist() == [4.5, 1.5]
-    assert rewards.weighed(table, []).tolist() == [3.0, 3.0]
+    assert rewards.weighted_sum(table, [0.5, 2.0]).tolist() == [4.5, 1.5]
+    assert rewards.weighted_sum(table, []).tolist() == [3.0, 3.0]
 
 
 # Metrics and logs
 
 
 def test_what_some_updates_do_not_have_is_of_the_others():
-    row = metrics.of_step([{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}])
+    row = metrics.merge_updates(
+        [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
+    )
     assert row == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
@@ -210,7 +212,7 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     full[0] = False
     assert log.append("metrics.jsonl", {"step": 3}) is None
     assert [row["step"] for row in logs.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    logs.cut(tmp_path, 2)
+    logs.truncate(tmp_path, 2)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     assert [row["step"] for row in logs.read(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -296,15 +298,15 @@ def test_gsm8k_as_the_hub_has_it(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": split, "test": split})
     train, test = load_problems(config_of(dataset="gsm8k", train_size=2))
     assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
-    assert rewards.is_right("<answer>1234</answer>", train[0]["answer"])
+    assert rewards.is_correct("<answer>1234</answer>", train[0]["answer"])
 
 
 def test_every_problem_once_an_epoch():
     from itertools import islice
 
-    order = list(islice(data.in_order(7, seed=3), 21))
+    order = list(islice(data.shuffled_epochs(7, seed=3), 21))
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
-    assert order[:7] != order[7:14] and order == list(islice(data.in_order(7, seed=3), 21))
+    assert order[:7] != order[7:14] and order == list(islice(data.shuffled_epochs(7, seed=3), 21))
 
 
 # Evaluations and warnings
@@ -355,7 +357,7 @@ def test_warnings_name_the_cause(values, told):
 
 def test_a_reward_that_is_gamed_is_told():
     def evaluation(right):
-        answers = [{"right": i < right, "reward": 1.0} for i in range(100)]
+        answers = [{"correct": i < right, "reward": 1.0} for i in range(100)]
         return accuracy_of(answers)
 
     watch = Watch(config_of())
@@ -392,8 +394,8 @@ def test_kept_activations_are_what_a_forward_keeps(checkpointing):
         storages[x.untyped_storage().data_ptr()] = x
         return x
 
-    prompts = [[i + 1, *[5] * 23] for i in range(2) for _ in range(4)]
-    batch = Batch.of_rows(prompts, [[7] * 16] * 8, 0)
+    prompts = [[i + 1, *[5] * 23] for i in range(2)]
+    batch = Batch.of_rows(prompts, [i // 4 for i in range(8)], [[7] * 16] * 8, 0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = Policy(model).hidden(batch)
     assert hidden.requires_grad

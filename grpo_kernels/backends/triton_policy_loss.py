@@ -187,7 +187,7 @@ def policy_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.0,
     beta: float = 0.0,
-    kl_estimator: str | None = None,
+    kl_estimator: str = "k3",
     kl_clamp: float | None = None,
     kl_ratio: bool = False,
     entropy_coef: float = 0.0,
@@ -199,7 +199,7 @@ def policy_loss(
     entropy bonus. Masked tokens are not read. `scale` multiplies the surrogate, `kl_ratio` the KL
     by the ratio. `surrogate` is `"clip"`, `"cispo"`, `"sapo"`, `"reinforce"` or `"dppo_tv"`, `low`
     and `high` the interval that a ratio (`dppo_tv`: a probability's change) is clipped to. Bounds
-    of None do not bound; a `kl_estimator` of None leaves the KL out.
+    of None do not bound.
     """
     N = logps.shape[0]
     has_entropy = entropy is not None and entropy_coef != 0.0
@@ -219,9 +219,9 @@ def policy_loss(
             N,
             float(low), float(high), _bound(ratio_max), _bound(dual_clip), float(tau_pos),
             float(tau_neg), float(beta), float(kl_clamp or 0.0), float(entropy_coef),
-            SURROGATE=surrogate, KL_ESTIMATOR=kl_estimator or "",
+            SURROGATE=surrogate, KL_ESTIMATOR=kl_estimator,
             HAS_MASK=mask is not None, HAS_OLD=old_logps is not None,
-            HAS_KL=kl_estimator is not None, HAS_KL_CLAMP=kl_clamp is not None,
+            HAS_KL=beta != 0.0, HAS_KL_CLAMP=kl_clamp is not None,
             HAS_KL_RATIO=kl_ratio, HAS_SCALE=scale is not None,
             HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
             BLOCK_N=launch.block, num_warps=launch.num_warps,

@@ -1,1 +1,1 @@
-"""For those who have a trainer already: transformers, TRL, Liger, verl (`docs/integrations.md`)."""
+"""Adapters for other people's trainers: transformers, TRL, Liger, verl (`docs/integrations.md`)."""

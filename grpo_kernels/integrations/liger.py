@@ -1,18 +1,18 @@
-"""`FusedLinearGRPOLoss`: called as Liger's `LigerFusedLinearGRPOLoss`, computed here.
+"""`FusedLinearGRPOLoss`: the call of Liger's `LigerFusedLinearGRPOLoss`, computed by this library.
 
     from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
     grpo = FusedLinearGRPOLoss(beta=0.04, loss_type="dapo")
     loss, metrics = grpo(hidden, lm_head.weight, ids, mask, advantages, ref_per_token_logps=ref)
 
-Arguments and results are those of Liger 0.8.5, which need not be installed, with these differences:
+Arguments and results are those of Liger 0.8.5, which need not be installed. The differences:
 
-- `luspo` leaves padding out, and `advantages` may be `[B, T]`; there Liger's gradients are wrong.
-- What is masked may hold anything, NaN included.
-- In half precision logits, and the weight's gradient over chunks, are float32.
-- A reference that comes with `use_ref_model=False` is an error and not ignored.
-- `vespo` with `vllm_is_ratio` needs `old_per_token_logps`, of which that ratio is made.
-- `compiled` and `chunk_size` say how Liger computes; nothing here is to be compiled, and the chunk
-  is a budget in bytes, `chunk_bytes`.
+- `luspo` leaves padding out, and `advantages` may be `[B, T]`; Liger's gradients are wrong there.
+- Masked positions may hold anything, NaN included.
+- In half precision, the logits and the sum of the weight's gradient over chunks are float32.
+- A reference that comes with `use_ref_model=False` is an error; Liger ignores it.
+- `vespo` with `vllm_is_ratio` needs `old_per_token_logps` to turn the ratio into log-probs.
+- `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
+  budget in bytes, `chunk_bytes`.
 """
 
 from __future__ import annotations
@@ -25,38 +25,59 @@ from torch import Tensor, nn
 
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
+from ..hf_head import apply_is_weights, check_head_options
 from ..inputs import loss_inputs
 from ..layout import Layout, ValueChecks
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
-from .head import check_options, corrected
 
-_SEQUENCE_REFUSED = ("cispo", "sapo", "vespo")
+# Liger refuses the sequence level with these.
+_TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")
+# The options that a loss type uses; those that are not named use `_CLIP`.
+_CLIP = ("epsilon", "epsilon_high", "delta")
+_USED = {
+    "dr_grpo": (*_CLIP, "max_completion_length"),
+    "cispo": ("epsilon_high",),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+# These divide by the tokens of the whole step over all ranks.
 _STEP_WIDE = ("dapo", "cispo", "vespo")
 
 
 class FusedLinearGRPOLoss(nn.Module):
-    """The GRPO loss of a linear head over hidden states, by Liger's names.
+    """The GRPO loss of a linear head over hidden states, under Liger's names.
+
+    Options that the loss type does not use are ignored, as in Liger.
+
+    Equivalent PyTorch, for `loss_type="dapo"` without a reference:
+
+        logits = (hidden @ weight.T).float() / temperature
+        logps = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        ratio = (logps - old_logps).exp()
+        clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+        surrogate = torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+        loss = -(surrogate * mask).sum() / mask.sum()
 
     Args:
-        beta: weight of the KL to the reference; without a reference (`use_ref_model=False`) the KL
-            is 0.
-        compiled, chunk_size: taken for Liger's sake; see above.
-        use_ref_model: whether there is one, by its log-probs or by its states and head.
-        epsilon_low, epsilon_high: the clip range; for `cispo` the latter is the bound itself.
+        beta: weight of the KL to the reference. With `use_ref_model=False` the KL is 0.
+        compiled, chunk_size: accepted for compatibility, without effect.
+        use_ref_model: whether calls come with a reference, as log-probs or as states and head.
+        epsilon_low, epsilon_high: the clip range; in `cispo` the latter is the bound itself.
         loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`, `"luspo"`,
             `"vespo"`.
-        max_completion_length: of the `dr_grpo` average, which needs it.
+        max_completion_length: the denominator per sequence of `dr_grpo`, which needs it.
         importance_sampling_level: `"token"` or `"sequence"`.
-        sapo_temperature_pos, sapo_temperature_neg, delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`; an option the
-            loss type has no use for is left out, as by Liger.
-        temperature: what logits are divided by.
+        sapo_temperature_pos, sapo_temperature_neg: as in `GRPOLossConfig`.
+        temperature: divides the logits.
+        delta, use_bias_correction_kl: as in `GRPOLossConfig`.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
         head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
             `chunk_bytes` of `fused_grpo_loss`.
 
     Raises:
-        ValueError, TypeError: as `GRPOLossConfig`.
+        TypeError: an unknown option.
+        ValueError: as in `GRPOLossConfig`; the sequence level with a loss type that has none.
     """
 
     def __init__(
@@ -82,37 +103,35 @@ class FusedLinearGRPOLoss(nn.Module):
         **head_options: Any,
     ) -> None:
         super().__init__()
-        if importance_sampling_level == "sequence" and loss_type in _SEQUENCE_REFUSED:
+        if importance_sampling_level == "sequence" and loss_type in _TOKEN_LEVEL_ONLY:
             raise ValueError(
                 "importance_sampling_level: expected 'token' with loss_type="
                 f"{loss_type!r}; got 'sequence'"
             )
-        own: dict[str, dict[str, Any]] = {
-            "cispo": {"epsilon_high": epsilon_high},
-            "sapo": {
-                "sapo_temperature_pos": sapo_temperature_pos,
-                "sapo_temperature_neg": sapo_temperature_neg,
-            },
-            "vespo": {
-                "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos,
-                "vespo_k_neg": vespo_k_neg, "vespo_lambda_neg": vespo_lambda_neg,
-            },
-        }  # fmt: skip
-        clip: dict[str, Any] = {
+        check_head_options(head_options, reused=True)
+        given = {
             "epsilon": epsilon_low,
             "epsilon_high": epsilon_high,
             "delta": delta,
+            "max_completion_length": max_completion_length,
+            "sapo_temperature_pos": sapo_temperature_pos,
+            "sapo_temperature_neg": sapo_temperature_neg,
+            "vespo_k_pos": vespo_k_pos,
+            "vespo_lambda_pos": vespo_lambda_pos,
+            "vespo_k_neg": vespo_k_neg,
+            "vespo_lambda_neg": vespo_lambda_neg,
         }
-        if loss_type == "dr_grpo":
-            clip["max_completion_length"] = max_completion_length
-        check_options(head_options, stored=True)
+        options: dict[str, Any] = {name: given[name] for name in _USED.get(loss_type, _CLIP)}
         self.beta, self.use_ref_model = beta, use_ref_model
         self.head_options = head_options
         self.config = GRPOLossConfig(
-            loss_type=loss_type, beta=beta if use_ref_model else 0.0, temperature=temperature,
+            loss_type=loss_type,
+            beta=beta if use_ref_model else 0.0,
+            temperature=temperature,
             importance_sampling_level=importance_sampling_level,
-            use_bias_correction_kl=use_bias_correction_kl, **own.get(loss_type, clip),
-        )  # fmt: skip
+            use_bias_correction_kl=use_bias_correction_kl,
+            **options,
+        )
 
     def forward(
         self,
@@ -130,7 +149,9 @@ class FusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss, and as metrics the mean KL, where `beta` is not 0, and the share clipped.
+        """Returns the loss, 0-d, and the metrics, 0-d each.
+
+        The metrics are the mean KL, if `beta` is not 0, and the share of clipped tokens.
 
         Args:
             _input: hidden states `[B, T, H]`.
@@ -139,43 +160,61 @@ class FusedLinearGRPOLoss(nn.Module):
             attention_mask: `[B, T]`, 1 for the tokens that count.
             advantages: `[B]` or `[B, T]`.
             bias: `[V]` or None.
-            ref_per_token_logps: `[B, T]` log-probs under the reference; or, to make them of,
-            ref_input: its hidden states `[B, T, H]`,
-            ref_weight: its head `[V, H]`,
-            ref_bias: and `[V]` or None.
+            ref_per_token_logps: `[B, T]`, log-probs under the reference; None computes them from
+                the next three.
+            ref_input: `[B, T, H]`, hidden states of the reference.
+            ref_weight: `[V, H]`, its head.
+            ref_bias: `[V]` or None.
             old_per_token_logps: `[B, T]`; None is on-policy.
-            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0: the sampler's correction.
-            num_items_in_batch: of `dapo`, `cispo` and `vespo`: the tokens of the whole step over
-                all ranks. None: those of this call, over all ranks.
+            vllm_is_ratio: `[B, T]`, `[B, 1]` or `[B]`, >= 0: importance-sampling weights that
+                correct for another sampler.
+            num_items_in_batch: for `dapo`, `cispo` and `vespo`, the tokens of the whole step over
+                all ranks; None counts those of this call over all ranks.
 
         Raises:
-            ValueError, TypeError: as `fused_grpo_loss`, by its names; a reference where there
-                should be none, or none where there should be one.
+            TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
+                `use_ref_model=False`, or none without it.
         """
         config, mask = self.config, attention_mask
-        ref = self._reference(
+        ref_logps = self._ref_logps(
             selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias
         )
         arguments: dict[str, Any] = {
-            "advantages": advantages, "old_logps": old_per_token_logps, "ref_logps": ref,
-        }  # fmt: skip
+            "advantages": advantages,
+            "old_logps": old_per_token_logps,
+            "ref_logps": ref_logps,
+        }
         if vllm_is_ratio is not None:
-            config, arguments = _corrected(config, vllm_is_ratio, mask, arguments)
+            config, arguments = _with_is_weights(config, vllm_is_ratio, mask, arguments)
         num_items = None
         if config.loss_type in _STEP_WIDE:
-            num_items = _tokens_a_rank(num_items_in_batch, mask)
+            num_items = _tokens_per_rank(num_items_in_batch, mask)
         out = fused_grpo_loss(
-            _input, lin_weight, selected_token_ids, mask=mask, bias=bias, config=config,
-            num_items=num_items, **arguments, **self.head_options,
-        )  # fmt: skip
-        kl = (out.metrics["kl"] if config.beta else torch.zeros_like(out.loss),)
-        clipped = _clipped(self.config, out.logps, advantages, mask, old_per_token_logps)
-        return out.loss, (*(kl if self.beta else ()), clipped)
+            _input,
+            lin_weight,
+            selected_token_ids,
+            mask=mask,
+            bias=bias,
+            config=config,
+            num_items=num_items,
+            **arguments,
+            **self.head_options,
+        )
+        clipped = _clipped_share(self.config, out.logps, advantages, mask, old_per_token_logps)
+        if not self.beta:
+            return out.loss, (clipped,)
+        kl = out.metrics["kl"] if config.beta else torch.zeros_like(out.loss)
+        return out.loss, (kl, clipped)
 
-    def _reference(
-        self, targets: Tensor, mask: Tensor, logps: Tensor | None, hidden: Tensor | None,
-        weight: Tensor | None, bias: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
+    def _ref_logps(
+        self,
+        targets: Tensor,
+        mask: Tensor,
+        logps: Tensor | None,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor | None:
         if not self.use_ref_model:
             if logps is not None or hidden is not None:
                 name = "ref_input" if logps is None else "ref_per_token_logps"
@@ -194,31 +233,34 @@ class FusedLinearGRPOLoss(nn.Module):
             ).logps
 
 
-def _corrected(
-    config: GRPOLossConfig, ratio: Tensor, mask: Tensor, arguments: dict[str, Any]
+def _with_is_weights(
+    config: GRPOLossConfig, weights: Tensor, mask: Tensor, arguments: dict[str, Any]
 ) -> tuple[GRPOLossConfig, dict[str, Any]]:
+    """Puts importance-sampling weights into the config and arguments of `fused_grpo_loss`."""
     if config.loss_type != "vespo":
-        return config, {**arguments, "advantages": corrected(arguments["advantages"], ratio, mask)}
-    old = arguments["old_logps"]
-    if old is None:
+        advantages = apply_is_weights(arguments["advantages"], weights, mask)
+        return config, arguments | {"advantages": advantages}
+    old_logps = arguments["old_logps"]
+    if old_logps is None:
         raise ValueError(
             "old_per_token_logps: expected [B, T] log-probs, as vllm_is_ratio came with "
             "loss_type='vespo'; got None"
         )
-    # It sums the ratio's logarithm over the sequence: what the sampler's log-probs are made of.
-    log_ratio = ratio.float().clamp(min=1e-8).log()
-    if log_ratio.ndim == 1:
-        log_ratio = log_ratio[:, None]
-    if log_ratio.shape[1] == 1 and mask.shape[1] > 1:
-        # Once a sequence, on its first token.
+    # vespo sums the log of the weights over a sequence, which `fused_grpo_loss` computes from the
+    # sampler's log-probs.
+    log_weights = weights.float().clamp(min=1e-8).log()
+    if log_weights.ndim == 1:
+        log_weights = log_weights[:, None]
+    if log_weights.shape[1] == 1 and mask.shape[1] > 1:
+        # A weight per sequence enters the sum once: on the sequence's first token.
         first = mask.bool() & (mask.bool().cumsum(1) == 1)
-        log_ratio = torch.where(first, log_ratio, 0.0)
+        log_weights = torch.where(first, log_weights, 0.0)
     config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
-    return config, {**arguments, "sampling_logps": old - log_ratio}
+    return config, arguments | {"sampling_logps": old_logps - log_weights}
 
 
-def _tokens_a_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
-    """What Liger divides by: the tokens over all ranks, by the number of ranks."""
+def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
+    """Returns Liger's divisor: the tokens over all ranks, divided by the number of ranks."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if num_items is not None:
         total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
@@ -231,21 +273,29 @@ def _tokens_a_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _clipped(
+def _clipped_share(
     config: GRPOLossConfig,
     logps: Tensor,
     advantages: Tensor,
     mask: Tensor,
     old_logps: Tensor | None,
 ) -> Tensor:
-    """The share of tokens, of those that count, whose ratio or whose sequence's is clipped."""
+    """Returns the share of unmasked tokens whose own or whose sequence's ratio is clipped."""
     config = replace(config, beta=0.0, delta=None)
     checks = ValueChecks()
     layout = Layout.of("attention_mask", mask, None, checks)
     inputs = loss_inputs(
-        config, layout, checks, advantages, layout.flat_mask(mask, checks), num_items=None,
-        entropy_threshold=None, old_logps=old_logps, ref_logps=None, sampling_logps=None,
-    )  # fmt: skip
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        num_items=None,
+        entropy_threshold=None,
+        old_logps=old_logps,
+        ref_logps=None,
+        sampling_logps=None,
+    )
     tokens = Tokens.of(inputs, logps.flatten(), None)
     low, high = clipped_tokens(config, tokens, importance_ratio(config, tokens))
     return ((low | high) & (tokens.mask != 0)).sum() / tokens.mask.sum().clamp(min=1)

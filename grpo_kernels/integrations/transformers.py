@@ -1,4 +1,4 @@
-"""A causal language model of transformers that returns log-probs, or the GRPO loss, not logits.
+"""Makes a causal language model of transformers return log-probs or the GRPO loss, not logits.
 
     attach_fused_head(model)
     out = model(input_ids, attention_mask=mask, labels=labels, fused_head=True)
@@ -6,55 +6,67 @@
     objective = Objective(advantages, old_logps=old_logps)
     model(input_ids, attention_mask=mask, labels=labels, fused_head=objective).loss.backward()
 
-Everything happens inside the model's own forward: what wraps it (DDP, FSDP2, ZeRO-3, PEFT) gathers
-weights and reduces gradients there.
+The head and the loss run inside the model's own forward, so that wrappers (DDP, FSDP2, ZeRO-3,
+PEFT) gather weights and reduce gradients as they do for the model alone.
+
+A call goes through these functions, in this order: `attach_fused_head` replaces `model.forward` by
+one that hands calls with the keyword to `_fused_forward`; this runs the body of the model, picks
+the hidden states and labels to score (`_Labels`), and calls the loss (`_score`).
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.utils import ModelOutput, TransformersKwargs
 
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
-from ..linear_logprobs import linear_logprobs
-from .head import (
+from ..hf_head import (
+    base_model,
+    check_head_options,
     check_logits,
-    check_options,
+    full_tensor,
     head_of,
     is_prompt_learning,
     is_sharded,
     register_with_zero3,
-    unadapted,
-    whole,
 )
+from ..linear_logprobs import linear_logprobs
 
+try:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput, TransformersKwargs
+except ImportError as error:
+    raise ImportError(
+        f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
+        "Install it with: pip install 'grpo_kernels[train]'"
+    ) from error
+
+# The model's attribute that holds what detaching needs.
 _ATTRIBUTE = "_grpo_kernels_head"
-# What a call may be given besides what the model's own forward and its body name.
+# Arguments that a call may have besides those in the signatures of the model and its body.
 _COMMON = {"labels", "shift_labels", "logits_to_keep", *TransformersKwargs.__annotations__}
 
 
 @dataclass
 class FusedHeadOutput(ModelOutput):
-    """Of a call with a fused head; per-token values are 0 where nothing is scored.
+    """The result of a call with a fused head; per-token values are 0 where nothing is scored.
 
     Args:
-        loss: the GRPO loss; None without advantages.
-        logps: float32 `[B, S - 1]`, or `[B, logits_to_keep]`: the log-prob of each label, which
-            the position before it predicts (`[B, S]` with `shift_labels`). Differentiable without
-            advantages, detached with them.
-        entropy: likewise, in nats.
-        mask: likewise, bool: what has been scored.
+        loss: the GRPO loss, 0-d; None without advantages.
+        logps: float32 `[B, S - 1]`: the log-prob of each label but the first, predicted by the
+            position before it. `[B, logits_to_keep]` with that argument, `[B, S]` with
+            `shift_labels`. Differentiable without advantages, detached with them.
+        entropy: in nats; shape, dtype and gradient as `logps`.
+        mask: bool, in the shape of `logps`: True where a token is scored.
         metrics: those of `fused_grpo_loss`; None without advantages.
-        aux_loss: the load-balancing loss of a mixture of experts, where the config or
+        aux_loss: the load-balancing loss of a mixture of experts, if the config or the argument
             `output_router_logits` asks for it. It is not part of `loss`.
     """
 
@@ -72,24 +84,25 @@ class FusedHeadOutput(ModelOutput):
 
 
 class Objective:
-    """What a fused head is asked for: a loss, or, without advantages, log-probs alone.
+    """Asks a fused head for the GRPO loss or, without advantages, for log-probs alone.
 
-    A class of its own, and not arguments of the model's forward, as FSDP's mixed precision rounds
-    those to bf16, and log-probs in bf16 are not worth having. For the same reason it keeps what
-    came out, `output`, before a wrapper rounds that.
+    This is an object, not arguments of the model's forward, because FSDP's mixed precision rounds
+    a forward's arguments and results to bf16. After the call, `output` holds the `FusedHeadOutput`
+    as computed, before any wrapper rounds it.
 
     Args:
-        advantages: `[B]`, or in the shape of the log-probs, as all per-token values are; None asks
-            for log-probs alone.
-        mask: bool or 0/1: of the labels other than -100, those that count.
-        old_logps, ref_logps, sampling_logps, config, num_items, entropy_threshold, skip_untrained:
-            as in `fused_grpo_loss`. The temperature is the head's, not the config's.
-        head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` for
-            this call, instead of those of `attach_fused_head`.
+        advantages: `[B]`, or in the shape of the log-probs, like all per-token values here. None
+            asks for log-probs alone.
+        mask: bool or 0/1, the tokens that count among the labels other than -100.
+        old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
+        config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
+        num_items, entropy_threshold, skip_untrained: as in `fused_grpo_loss`.
+        head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
+            this call; they take precedence over those of `attach_fused_head`.
 
     Raises:
         TypeError: an unknown option.
-        ValueError: what belongs to a loss without advantages; a temperature in the config.
+        ValueError: an argument of the loss without advantages, or a temperature in the config.
     """
 
     def __init__(
@@ -106,22 +119,26 @@ class Objective:
         skip_untrained: bool = False,
         **head_options: Any,
     ) -> None:
-        check_options(head_options)
-        given = {
-            "old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps,
-            "config": config, "num_items": num_items, "entropy_threshold": entropy_threshold,
-        }  # fmt: skip
-        self.loss_options = {name: x for name, x in given.items() if x is not None}
-        if skip_untrained:
-            self.loss_options["skip_untrained"] = True
+        check_head_options(head_options)
+        optional = {
+            "old_logps": old_logps,
+            "ref_logps": ref_logps,
+            "sampling_logps": sampling_logps,
+            "config": config,
+            "num_items": num_items,
+            "entropy_threshold": entropy_threshold,
+            "skip_untrained": skip_untrained or None,
+        }
+        self.loss_options = {name: x for name, x in optional.items() if x is not None}
         if advantages is None and self.loss_options:
             raise ValueError(
                 f"advantages: expected a tensor, as {', '.join(self.loss_options)} came; got None"
             )
         if config is not None and config.temperature != 1.0:
             raise ValueError(
-                "config: expected no temperature in it, as log-probs without a loss would not know "
-                f"of it: give it to attach_fused_head, or to Objective; got {config.temperature}"
+                "config: expected temperature 1.0, as a call for log-probs alone has no config: "
+                "give the temperature to attach_fused_head or to Objective; got "
+                f"{config.temperature}"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
         self.head_options = head_options
@@ -130,12 +147,14 @@ class Objective:
 
 @dataclass
 class _Attached:
-    own_forward: Any  # the model's, bound
-    in_instance: bool  # whether it was an attribute of the instance already
+    """The state of a fused head, kept on its model."""
+
+    own_forward: Any  # the model's bound forward from before
+    in_instance: bool  # own_forward was an attribute of the instance, not of the class
     float32: bool
     options: dict[str, Any]
-    names: list[str]  # of the own forward's arguments, in order
-    forward: Any = None  # the one put in its place
+    argument_names: list[str]  # of own_forward, in order
+    forward: Any = None  # the replacement
 
 
 def attach_fused_head(
@@ -146,44 +165,46 @@ def attach_fused_head(
     check: bool = True,
     **options: Any,
 ) -> None:
-    """Gives a causal language model a second way to be called, with `fused_head`.
+    """Makes a causal language model accept `fused_head=`, which skips its logits.
 
     `model(input_ids, attention_mask=..., labels=..., fused_head=True)` returns a
-    `FusedHeadOutput`: log-probs and entropy of the labels other than -100, as `linear_logprobs`
-    makes them. `fused_head=Objective(advantages, ...)` returns the loss of `fused_grpo_loss`, too.
-    With `logits_to_keep=T` only the last T labels are scored, and all per-token shapes are
-    `[B, T]`. `shift_labels` are labels that have been shifted already. Called in any other way,
-    `model.generate` included, the model is as it was.
+    `FusedHeadOutput` with log-probs and entropy of the labels other than -100, as
+    `linear_logprobs` computes them. `fused_head=Objective(advantages, ...)` adds the loss of
+    `fused_grpo_loss`. With `logits_to_keep=T` only the last T labels are scored and per-token
+    shapes are `[B, T]`. `shift_labels` replaces `labels` if they are shifted already. Any other
+    call, `model.generate` included, works as before.
 
-    The equivalent PyTorch:
+    Equivalent PyTorch:
 
         logits = model(input_ids, attention_mask=...).logits[:, :-1].float() / temperature
         logps = logits.log_softmax(-1).gather(-1, labels[:, 1:, None])[..., 0]
 
     Args:
         model: a causal language model of transformers whose logits are a linear layer of its last
-            states (biased, scaled, capped as the config says), or PEFT around one: LoRA, on the
-            body and on the head. Not yet wrapped by DDP, FSDP2 or DeepSpeed.
-        keyword: the name of the argument that asks for it.
+            hidden states (with a bias, scale and softcap as the config says), or PEFT's LoRA
+            around one, on the body and on the head. Attach before wrapping with DDP, FSDP2 or
+            DeepSpeed.
+        keyword: the name of the new argument.
         float32: multiply hidden states and head in float32, outside autocast.
-        check: compare with the model's own logits on a few ids, which takes one forward; left out
-            where the weights are not here yet (ZeRO-3, the meta device).
+        check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
+            if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
         options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            `linear_logprobs`, for all calls; an `Objective` may name its own. `seed` here is a
-            `torch.Generator`: an int would draw the same columns in every call.
+            `linear_logprobs` for all calls. `seed` is a `torch.Generator` here, as an int would
+            draw the same columns in every call.
 
     Raises:
-        TypeError, ValueError: not such a model; PEFT with virtual tokens; logits that are made in
-            another way; an unknown option.
+        TypeError: the model is not one of transformers, or an option is unknown.
+        ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
+            logits that are not such a linear layer.
     """
-    check_options(options, stored=True)
+    check_head_options(options, reused=True)
     if is_prompt_learning(model):
         raise ValueError(
-            "model: expected adapters inside the layers (LoRA and its kind), or none; got PEFT's "
+            "model: expected adapters inside the layers (such as LoRA), or none; got PEFT's "
             f"{model.active_peft_config.peft_type.value}, which puts virtual tokens before the "
             "prompt"
         )
-    model = unadapted(model)
+    model = base_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             "model: expected a model of transformers, or PEFT around one; got "
@@ -192,22 +213,27 @@ def attach_fused_head(
     if hasattr(model, _ATTRIBUTE):
         raise ValueError("model: expected one without a fused head; detach_fused_head it first")
     if model.config.is_encoder_decoder:
-        raise ValueError(f"model: expected a decoder alone; got {type(model).__name__}")
+        raise ValueError(f"model: expected a decoder-only model; got {type(model).__name__}")
     head = head_of(model)
     if check and not is_sharded(head.weight):
         check_logits(model)
+    _replace_forward(model, keyword, float32, options)
+
+
+def _replace_forward(model: Any, keyword: str, float32: bool, options: dict[str, Any]) -> None:
+    """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
     signature = inspect.signature(type(model).forward)
     names = [*signature.parameters][1:]
     attached = _Attached(model.forward, "forward" in vars(model), float32, options, names)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.pop(keyword, False)
-        if asked is False:
+        request = kwargs.pop(keyword, False)
+        if request is False:
             return getattr(self, _ATTRIBUTE).own_forward(*args, **kwargs)
-        return _fused_forward(self, getattr(self, _ATTRIBUTE), asked, args, kwargs)
+        return _fused_forward(self, getattr(self, _ATTRIBUTE), request, args, kwargs)
 
-    # What generate and the Trainer look at. Not functools.wraps: accelerate takes off what it finds
-    # in __wrapped__.
+    # generate and Trainer read the signature. functools.wraps would also set __wrapped__, and
+    # accelerate unwraps what it finds there.
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = type(model).forward.__doc__
     attached.forward = model.forward = types.MethodType(forward, model)
@@ -220,7 +246,7 @@ def detach_fused_head(model: Any) -> None:
     Raises:
         ValueError: the model has no fused head, or its forward has been wrapped since.
     """
-    model = unadapted(model)
+    model = base_model(model)
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
         raise ValueError("model: expected one with a fused head; got one without")
@@ -237,22 +263,58 @@ def detach_fused_head(model: Any) -> None:
 
 
 def has_fused_head(model: Any) -> bool:
-    return hasattr(unadapted(model), _ATTRIBUTE)
+    """Returns True if `attach_fused_head` was called on the model, or on the one PEFT wraps."""
+    return hasattr(base_model(model), _ATTRIBUTE)
 
 
 def _fused_forward(
-    model: Any, attached: _Attached, asked: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any, attached: _Attached, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> FusedHeadOutput:
-    objective = Objective() if asked is True else asked
+    """Runs the body, then log-probs or loss in place of the head."""
+    objective = Objective() if request is True else request
     if not isinstance(objective, Objective):
-        raise TypeError(f"fused_head: expected True or an Objective; got {asked!r}")
-    kwargs = dict(zip(attached.names, args, strict=False)) | kwargs
-    kwargs.pop("return_dict", None)  # PEFT passes it; there is one form of output
+        raise TypeError(f"fused_head: expected True or an Objective; got {request!r}")
+    kwargs = dict(zip(attached.argument_names, args, strict=False)) | kwargs
+    kwargs.pop("return_dict", None)  # PEFT passes it; this output has one form
     _check_names(model, attached, kwargs)
-    text = model.config.get_text_config()
-    if getattr(text, "output_router_logits", False):
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    targets = _Targets.of(kwargs)
+    labels = _Labels.pop_from(kwargs)
+    _check_whole_sequences(kwargs)
+    outputs = model.base_model(use_cache=False, **kwargs)
+    head = head_of(model)
+    for weight in (head.weight, *(adapter.lora_b for adapter in head.adapters)):
+        register_with_zero3(model, weight)
+    # A model that is spread over devices may have its head on another one than its last layer.
+    device = head.weight.device
+    hidden, targets = (x.to(device) for x in labels.align(outputs.last_hidden_state))
+    precision: AbstractContextManager[Any] = nullcontext()
+    if attached.float32:
+        hidden = hidden.float()
+        precision = torch.autocast(device.type, enabled=False)
+    with precision:
+        options = head.arguments(hidden) | attached.options | objective.head_options
+        out = _score(full_tensor(head.weight), hidden, targets, options, objective)
+    if kwargs.get("output_router_logits"):
+        out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
+    objective.output = out
+    return out
+
+
+def _check_names(model: Any, attached: _Attached, kwargs: dict[str, Any]) -> None:
+    """Refuses unknown arguments, which a model's forward takes and ignores."""
+    body = inspect.signature(type(model.base_model).forward).parameters
+    unknown = sorted(kwargs.keys() - {*attached.argument_names, *body} - _COMMON)
+    if unknown:
+        raise TypeError(
+            f"{unknown[0]}: expected an argument of {type(model).__name__}.forward (those of the "
+            f"loss go into fused_head=Objective(...)); got {unknown[0]!r}"
+        )
+
+
+def _check_whole_sequences(kwargs: dict[str, Any]) -> None:
+    """Refuses a cache and embeddings, with which positions and labels no longer match."""
     if kwargs.pop("use_cache", None) or kwargs.get("past_key_values") is not None:
         raise ValueError(
             "past_key_values, use_cache: expected none, as whole sequences are scored; got them "
@@ -262,46 +324,18 @@ def _fused_forward(
         raise ValueError(
             "input_ids: expected token ids; got inputs_embeds (PEFT's virtual tokens pass them)"
         )
-    outputs = model.base_model(use_cache=False, **kwargs)
-    head = head_of(model)
-    for weight in (head.weight, *(adapter.outer for adapter in head.adapters)):
-        register_with_zero3(model, weight)
-    device = head.weight.device
-    hidden, labels = targets.states_and_labels(outputs.last_hidden_state, device)
-    context: Any = nullcontext()
-    if attached.float32:
-        hidden = hidden.float()
-        context = torch.autocast(device.type, enabled=False)
-    with context:
-        given = head.arguments(hidden) | attached.options | objective.head_options
-        out = _scored(whole(head.weight), hidden, labels, given, objective)
-    if kwargs.get("output_router_logits"):
-        out.aux_loss = _load_balancing_loss(text, outputs, kwargs.get("attention_mask"))
-    objective.output = out
-    return out
-
-
-def _check_names(model: Any, attached: _Attached, kwargs: dict[str, Any]) -> None:
-    """A model's forward takes any name and ignores what it does not know."""
-    body = inspect.signature(type(model.base_model).forward).parameters
-    unknown = sorted(kwargs.keys() - {*attached.names, *body} - _COMMON)
-    if unknown:
-        raise TypeError(
-            f"{unknown[0]}: expected an argument of {type(model).__name__}.forward (a loss's own "
-            f"are given as fused_head=Objective(...)); got {unknown[0]!r}"
-        )
 
 
 @dataclass
-class _Targets:
-    """Whose log-probs are wanted: labels, still to be shifted or not, all or the last few."""
+class _Labels:
+    """The labels of a call: shifted already or not, all of them or the last `keep`."""
 
-    labels: Tensor
+    ids: Tensor  # [B, S]
     shifted: bool
-    keep: int
+    keep: int  # 0: all
 
     @staticmethod
-    def of(kwargs: dict[str, Any]) -> _Targets:
+    def pop_from(kwargs: dict[str, Any]) -> _Labels:
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         keep = kwargs.pop("logits_to_keep", 0)
         if (labels is None) == (shifted is None):
@@ -311,42 +345,40 @@ class _Targets:
             )
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise ValueError(f"logits_to_keep: expected an int >= 0; got {keep!r}")
-        return _Targets(labels if shifted is None else shifted, shifted is not None, keep)
+        return _Labels(labels if shifted is None else shifted, shifted is not None, keep)
 
-    def states_and_labels(self, hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        labels = self.labels
-        if labels.shape != hidden.shape[:2]:
+    def align(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the hidden states `[B, T, H]` that predict the targets `[B, T]`, and these."""
+        targets = self.ids
+        if targets.shape != hidden.shape[:2]:
             raise ValueError(
-                f"labels: expected shape {list(hidden.shape[:2])}, that of the states; got "
-                f"{list(labels.shape)}"
+                f"labels: expected shape {list(hidden.shape[:2])}, that of the hidden states; got "
+                f"{list(targets.shape)}"
             )
         if not self.shifted:
-            hidden, labels = hidden[:, :-1], labels[:, 1:]
-        if self.keep > labels.shape[1]:
+            hidden, targets = hidden[:, :-1], targets[:, 1:]
+        if self.keep > targets.shape[1]:
             raise ValueError(
-                f"logits_to_keep: expected at most {labels.shape[1]}, as many as there are labels "
+                f"logits_to_keep: expected at most {targets.shape[1]}, as many as there are labels "
                 f"after the first; got {self.keep}"
             )
-        # Where the model is spread over devices the body may end on another one than the head's.
-        return hidden[:, -self.keep :].to(device), labels[:, -self.keep :].to(device)
+        return hidden[:, -self.keep :], targets[:, -self.keep :]
 
 
-def _scored(
-    weight: Tensor, hidden: Tensor, labels: Tensor, given: dict[str, Any], objective: Objective
+def _score(
+    weight: Tensor, hidden: Tensor, targets: Tensor, options: dict[str, Any], objective: Objective
 ) -> FusedHeadOutput:
-    def here(x: Any) -> Any:
+    def to_device(x: Any) -> Any:
         return x.to(weight.device) if isinstance(x, Tensor) else x
 
-    mask = labels != -100
+    mask = targets != -100
     if objective.mask is not None:
-        mask = mask & here(objective.mask).bool()
+        mask = mask & to_device(objective.mask).bool()
     if objective.advantages is None:
-        scored = linear_logprobs(hidden, weight, labels, mask=mask, entropy=True, **given)
+        scored = linear_logprobs(hidden, weight, targets, mask=mask, entropy=True, **options)
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask)
-    loss_options = {name: here(x) for name, x in objective.loss_options.items()}
-    out = fused_grpo_loss(
-        hidden, weight, labels, here(objective.advantages), mask, **given, **loss_options
-    )
+    options |= {name: to_device(x) for name, x in objective.loss_options.items()}
+    out = fused_grpo_loss(hidden, weight, targets, to_device(objective.advantages), mask, **options)
     return FusedHeadOutput(
         loss=out.loss, logps=out.logps, entropy=out.entropy, mask=mask, metrics=out.metrics
     )

@@ -1,18 +1,22 @@
-"""TRL's GRPOTrainer on this library's head: the same arguments, loss, metrics and gradients.
+"""Gives TRL's GRPOTrainer this library's LM head: same arguments, loss, metrics and gradients.
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer      # instead of GRPOTrainer
     trainer = FusedGRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
 
-TRL's own code computes the loss and what it logs. It asks the model for log-probs and entropies;
-here they come from `attach_fused_head`. Where the objective is token-local the loss's gradient is
-made along with them, in one pass: TRL's loss is then the value, and ours the gradient, which are
-compared in each step. Otherwise TRL's loss is differentiated through `linear_logprobs`.
+TRL's own code computes the loss and what it logs; it asks the model for log-probs and entropies,
+which here come from `attach_fused_head`. If the objective is token-local, the gradient is computed
+along with the log-probs, in one pass: the returned loss has TRL's value and our gradient, and the
+two losses are compared in every step. Otherwise TRL's loss is differentiated through
+`linear_logprobs`.
 
-What is private of TRL's is used in this file alone: `GRPOTrainer._compute_loss` and
-`_get_per_token_logps_and_entropies`, which calls a model with `fused_lm_head=True`; what the
-constructor calls, `grpo_trainer.add_fused_lm_head`, and by which it refuses adapters on the head,
-which its own would leave out, `grpo_trainer.BaseTunerLayer`; and the entropy bonus's state,
-`_entropy_bonus_enabled` and `_last_world_entropy`.
+This file alone depends on private parts of TRL:
+
+- `GRPOTrainer._compute_loss`;
+- `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`;
+- `grpo_trainer.add_fused_lm_head`, which the constructor calls on its models;
+- `grpo_trainer.BaseTunerLayer`, by which the constructor refuses adapters on the head (TRL's head
+  would leave them out);
+- `_entropy_bonus_enabled` and `_last_world_entropy`, the state of the entropy bonus.
 """
 
 from __future__ import annotations
@@ -28,24 +32,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 
 from ..config import GRPOLossConfig
-from .head import check_options, corrected, head_of, is_prompt_learning
-from .transformers import Objective, attach_fused_head, has_fused_head
+from ..hf_head import apply_is_weights, check_head_options, head_of, is_prompt_learning
 
 SUPPORTED = "1.16"
 _ANY_VERSION = "GRPO_KERNELS_ANY_TRL"
+_INSTALL = f"pip install 'trl=={SUPPORTED}.*'"
 
 
 def check_version(installed: str) -> None:
-    """Raises ImportError, and says what to install, unless it is a version that is tested."""
+    """Raises ImportError unless `installed` is a version of TRL that is tested.
+
+    With the environment variable GRPO_KERNELS_ANY_TRL set, other versions lead to a warning only.
+    """
     if installed.split(".")[:2] == SUPPORTED.split("."):
         return
     message = (
-        f"grpo_kernels.integrations.trl: expected TRL {SUPPORTED}, whose trainer it is tested "
-        f"with; got {installed}: pip install 'trl=={SUPPORTED}.*'"
+        f"{__name__}: expected TRL {SUPPORTED}, the tested version; got {installed}: {_INSTALL}"
     )
     if not os.environ.get(_ANY_VERSION):
         raise ImportError(f"{message} (or set {_ANY_VERSION}=1 to try it all the same)")
@@ -55,64 +60,65 @@ def check_version(installed: str) -> None:
 try:
     check_version(metadata.version("trl"))
 except metadata.PackageNotFoundError as error:
-    raise ImportError(
-        f"grpo_kernels.integrations.trl: expected TRL {SUPPORTED}; it is not installed: "
-        f"pip install 'trl=={SUPPORTED}.*'"
-    ) from error
+    raise ImportError(f"{__name__}: expected TRL {SUPPORTED}; got none: {_INSTALL}") from error
 
+from accelerate.utils import extract_model_from_parallel  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
+from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
+
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _PATCHED = "_patched_by_grpo_kernels"
-# How far the two may be apart, both of them float32 and of the same log-probs.
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-# Those whose average is over the tokens of the whole step.
+# How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
+# Loss types that divide by the tokens of the whole optimizer step.
 _STEP_WIDE = ("dapo", "cispo")
 _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "luspo", "dapo")
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """TRL's `GRPOTrainer` without logits; takes its arguments, and one more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes one argument more.
 
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
-        head_options: `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            `linear_logprobs`, as a dict; None is none of them.
+        head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
+            `linear_logprobs`; None leaves all at their defaults.
 
     Raises:
-        ValueError: PEFT with virtual tokens; a model whose logits are no linear layer's.
+        ValueError: PEFT with virtual tokens, or a model whose logits are not a linear layer of its
+            last hidden states.
     """
 
     def __init__(
         self, *args: Any, head_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        with _our_head(head_options or {}):
+        with _replace_lm_head(head_options or {}):
             super().__init__(*args, **kwargs)
         _check_trainer(self)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        return _loss(super()._compute_loss, self, model, inputs)
+        return _compute_loss(super()._compute_loss, self, model, inputs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_per_token_logps_and_entropies(_asked(model), *args, **kwargs)
+        return super()._get_per_token_logps_and_entropies(_as_call(model), *args, **kwargs)
 
 
 class patch_trl:
-    """Gives every `GRPOTrainer` made from here on the fused head, `FusedGRPOTrainer`'s.
+    """Makes every `GRPOTrainer` that is constructed from now on work as a `FusedGRPOTrainer`.
 
-    For a trainer that one does not construct oneself, or a subclass of TRL's. As a function it
-    stays until `undo()`; as a context manager until the end of the block:
+    This is for a trainer that other code constructs, or for a subclass of TRL's. Called as a
+    function, the patch stays until `undo()`; as a context manager, until the end of the block:
 
         with patch_trl():
             trainer = GRPOTrainer(...)
             trainer.train()
 
-    Trainers made before it, or trained after it, compute as TRL's do.
+    Trainers made before the patch, or trained after it, compute as TRL's do.
 
     Args:
-        head_options: as `FusedGRPOTrainer`'s, by name.
+        head_options: as in `FusedGRPOTrainer`, as keyword arguments.
 
     Raises:
         RuntimeError: TRL is patched already.
@@ -128,18 +134,18 @@ class patch_trl:
             _check_trainer(self)
 
         def loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-            return _loss(partial(own[_LOSS], self), self, model, inputs)
+            return _compute_loss(partial(own[_LOSS], self), self, model, inputs)
 
         def logps(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            return own[_LOGPS](self, _asked(model), *args, **kwargs)
+            return own[_LOGPS](self, _as_call(model), *args, **kwargs)
 
-        self._own, self._head = own, _our_head(head_options)
+        self._own, self._head = own, _replace_lm_head(head_options)
         self._head.__enter__()
         for name, patched in ((_LOSS, loss), (_LOGPS, logps), ("__init__", init), (_PATCHED, True)):
             setattr(GRPOTrainer, name, patched)
 
     def undo(self) -> None:
-        """Puts TRL's own back."""
+        """Restores TRL's own methods; a second call does nothing."""
         if self._own:
             for name, own in self._own.items():
                 setattr(GRPOTrainer, name, own)
@@ -155,9 +161,9 @@ class patch_trl:
 
 
 @contextmanager
-def _our_head(options: dict[str, Any]) -> Iterator[None]:
-    """The head that a trainer's constructor puts on its models."""
-    check_options(options, stored=True)
+def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
+    """Makes the constructor of TRL's trainer put our head on its models, within a block."""
+    check_head_options(options, reused=True)
     if "temperature" in options:
         raise TypeError("temperature: expected it in GRPOConfig; got it for the head as well")
 
@@ -172,22 +178,25 @@ def _our_head(options: dict[str, Any]) -> Iterator[None]:
             raise ValueError(f"outputs: expected log_probs, entropy; got {unknown[0]!r}")
         if cast_lm_head_to_fp32 and head_of(model).adapters:
             raise ValueError(
-                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, which TRL's cast "
-                "would leave out of sampling; got True"
+                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
+                "would leave the adapter out of sampling; got True"
             )
         attach_fused_head(
-            model, keyword="fused_lm_head", temperature=temperature,
-            float32=cast_lm_head_to_fp32, **options,
-        )  # fmt: skip
+            model,
+            keyword="fused_lm_head",
+            temperature=temperature,
+            float32=cast_lm_head_to_fp32,
+            **options,
+        )
 
     class NoLayer:
-        """What no layer is an instance of."""
+        """A class without instances: TRL then finds no adapter on the head to refuse."""
 
-    ours: dict[str, Any] = {"add_fused_lm_head": add_fused_lm_head}
-    if hasattr(grpo_trainer, "BaseTunerLayer"):  # without PEFT it is not there
-        ours["BaseTunerLayer"] = NoLayer
-    own = {name: getattr(grpo_trainer, name) for name in ours}
-    vars(grpo_trainer).update(ours)
+    replacements: dict[str, Any] = {"add_fused_lm_head": add_fused_lm_head}
+    if hasattr(grpo_trainer, "BaseTunerLayer"):  # imported by TRL only if PEFT is installed
+        replacements["BaseTunerLayer"] = NoLayer
+    own = {name: getattr(grpo_trainer, name) for name in replacements}
+    vars(grpo_trainer).update(replacements)
     try:
         yield
     finally:
@@ -197,18 +206,19 @@ def _our_head(options: dict[str, Any]) -> Iterator[None]:
 def _check_trainer(trainer: Any) -> None:
     if is_prompt_learning(trainer.model):
         raise ValueError(
-            "peft_config: expected adapters inside the layers (LoRA and its kind); got "
+            "peft_config: expected adapters inside the layers (such as LoRA); got "
             f"{trainer.model.active_peft_config.peft_type.value}, which puts virtual tokens before "
             "the prompt"
         )
-    if _token_local(trainer):
-        _config(trainer, 1)  # says now what it would refuse in the first step
+    if _is_token_local(trainer):
+        _loss_config(trainer, 1)  # raises now what would be raised in the first step
 
 
 class _Call:
-    """A model as TRL calls it, with an objective; keeps what comes out as it is made.
+    """A stand-in for the model that TRL calls: it asks for an objective and keeps the result.
 
-    What a wrapper makes of that (FSDP2 under accelerate: bf16) is not what is worked with.
+    The result is taken from the objective, not from the wrapped model, as a wrapper may round it
+    (FSDP2 under accelerate: to bf16).
     """
 
     def __init__(self, model: Any, objective: Objective, fused: bool) -> None:
@@ -223,50 +233,58 @@ class _Call:
 
 
 class _OnePass(_Call):
-    """That makes its own loss on the way."""
+    """A model call that also computes the one-pass loss, with its gradient."""
 
     def __call__(self, **inputs: Any) -> Any:
-        mask, old = self.objective.mask, self.objective.old_logps
+        mask, old_logps = self.objective.mask, self.objective.old_logps
         assert mask is not None
         out = super().__call__(**inputs, logits_to_keep=mask.shape[1])
-        # A token that does not count was not scored; for TRL, which multiplies by the mask, its
-        # ratio has to be finite.
-        logps = out.logps if old is None else torch.where(mask.bool(), out.logps, old.float())
+        logps = out.logps
+        if old_logps is not None:
+            # Masked tokens are not scored. TRL multiplies their ratio by 0, so it must be finite.
+            logps = torch.where(mask.bool(), logps, old_logps.float())
         return SimpleNamespace(log_probs=logps, entropy=out.entropy, aux_loss=out.aux_loss)
 
 
-def _asked(model: Any) -> Any:
-    """For log-probs alone, unless it has been asked for more."""
+def _as_call(model: Any) -> _Call:
+    """Wraps a model so that it returns log-probs; leaves a `_Call` as it is."""
     if isinstance(model, _Call):
         return model
     return _Call(model, Objective(), has_fused_head(extract_model_from_parallel(model)))
 
 
-def _loss(
-    own: Callable[[Any, dict[str, Any]], Tensor], trainer: Any, model: Any, inputs: dict[str, Any]
+def _compute_loss(
+    trl_loss: Callable[[Any, dict[str, Any]], Tensor],
+    trainer: Any,
+    model: Any,
+    inputs: dict[str, Any],
 ) -> Tensor:
-    """TRL's loss; its gradient in one pass where the objective allows it."""
-    there = torch.is_grad_enabled() and not isinstance(model, _Call)
-    if not (there and _token_local(trainer) and has_fused_head(extract_model_from_parallel(model))):
-        return own(model, inputs)
-    training = trainer.model.training
-    accumulation = trainer.current_gradient_accumulation_steps if training else 1
-    # Before TRL's code, which moves the entropy's coefficient on to the next step.
-    objective, share = _objective(trainer, inputs, accumulation if training else 0)
-    one_pass = _OnePass(model, objective, True)
-    value = own(one_pass, inputs)
+    """Returns TRL's loss, with a gradient made in one pass if the objective allows it."""
+    one_pass = (
+        torch.is_grad_enabled()
+        and not isinstance(model, _Call)
+        and _is_token_local(trainer)
+        and has_fused_head(extract_model_from_parallel(model))
+    )
+    if not one_pass:
+        return trl_loss(model, inputs)
+    # Built before TRL's code runs, which advances the entropy coefficient to the next step.
+    objective, scale = _objective(trainer, inputs)
+    value = trl_loss(_OnePass(model, objective, True), inputs)
     out = objective.output
     assert out is not None and out.loss is not None
-    mine, experts = out.loss * share, 0.0
+    loss, policy_value = out.loss * scale, value.detach()
     if trainer.aux_loss_enabled:
         assert out.aux_loss is not None
-        experts = trainer.router_aux_loss_coef * out.aux_loss.detach() / accumulation
-    _compare(float(value.detach() - experts), float(mine.detach()), _size(trainer, objective))
-    # TRL's value, and the gradient of the experts' part; ours adds 0 to it and the gradient.
-    return value + (mine - mine.detach())
+        coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
+        policy_value = policy_value - coefficient * out.aux_loss.detach()
+    magnitude = _magnitude(trainer, objective)
+    _check_agreement(float(policy_value), float(loss.detach()), magnitude)
+    # `value` carries the gradient of the experts' loss; the other term adds 0 and our gradient.
+    return value + (loss - loss.detach())
 
 
-def _token_local(trainer: Any) -> bool:
+def _is_token_local(trainer: Any) -> bool:
     return (
         trainer.loss_type in _TOKEN_LOCAL
         and trainer.importance_sampling_level == "token"
@@ -275,13 +293,19 @@ def _token_local(trainer: Any) -> bool:
     )
 
 
-def _config(trainer: Any, bonus_share: float) -> GRPOLossConfig:
-    """TRL's options, in this library's terms; `bonus_share`: a factor on the entropy bonus."""
+def _accumulation_steps(trainer: Any) -> int:
+    """Returns the micro-batches per optimizer step; 0 in evaluation."""
+    return trainer.current_gradient_accumulation_steps if trainer.model.training else 0
+
+
+def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
+    """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
     args, loss_type = trainer.args, trainer.loss_type
     options: dict[str, Any] = {
-        "loss_type": loss_type, "beta": trainer.beta,
+        "loss_type": loss_type,
+        "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
-    }  # fmt: skip
+    }
     if loss_type in _CLIPPED:
         options |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
         options["delta"] = args.delta
@@ -295,52 +319,54 @@ def _config(trainer: Any, bonus_share: float) -> GRPOLossConfig:
     if trainer._entropy_bonus_enabled:
         adaptive = trainer.use_adaptive_entropy
         if not adaptive or trainer._last_world_entropy <= args.entropy_target:
-            options["entropy_coef"] = trainer.entropy_coef * bonus_share
+            options["entropy_coef"] = trainer.entropy_coef * entropy_scale
     return GRPOLossConfig(**options)
 
 
-def _objective(trainer: Any, inputs: dict[str, Any], accumulation: int) -> tuple[Objective, float]:
-    """What TRL's loss computes from `inputs`, and what its loss is multiplied by.
-
-    `accumulation`: micro-batches an optimizer step; 0 in evaluation.
-    """
+def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float]:
+    """Returns the objective that TRL computes from `inputs`, and the factor on its loss."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        advantages = corrected(advantages, inputs["importance_sampling_ratio"], mask)
-    share, num_items = 1 / max(1, accumulation), None
+        advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
+    accumulation = _accumulation_steps(trainer)
+    scale, num_items = 1 / max(1, accumulation), None
     if trainer.loss_type in _STEP_WIDE:
-        # Of the generation batch; an optimizer step is one of several on it.
+        # TRL counts the tokens of a generation batch, which several optimizer steps may share.
         tokens = max(1.0, float(inputs["num_items_in_batch"])) / trainer.accelerator.num_processes
         if accumulation:
             tokens *= accumulation / trainer.args.steps_per_generation
-        # Here fewer than one are one.
+        # `fused_grpo_loss` divides by at least 1, TRL by less if there is less.
         num_items = max(1.0, tokens)
-        share = num_items / tokens
-    # TRL divides the bonus by the accumulation's steps, whatever it divides the rest by.
-    config = _config(trainer, 1 / max(1, accumulation) / share)
-    return Objective(
-        advantages.float(), mask=mask, config=config, num_items=num_items,
+        scale = num_items / tokens
+    # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
+    config = _loss_config(trainer, 1 / max(1, accumulation) / scale)
+    objective = Objective(
+        advantages.float(),
+        mask=mask,
+        config=config,
+        num_items=num_items,
         old_logps=inputs.get("old_per_token_logps"),
         ref_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
-    ), share  # fmt: skip
+    )
+    return objective, scale
 
 
-def _size(trainer: Any, objective: Objective) -> float:
-    """Of the terms of the loss, of which little may be left."""
+def _magnitude(trainer: Any, objective: Objective) -> float:
+    """Returns the size of the loss's terms; their sum, where they cancel, may be far smaller."""
     assert objective.advantages is not None and objective.mask is not None
-    size = max(1.0, float(objective.advantages.abs().amax()))
-    return size * objective.mask.shape[1] if trainer.loss_type == "luspo" else size
+    largest = max(1.0, float(objective.advantages.abs().amax()))
+    return largest * objective.mask.shape[1] if trainer.loss_type == "luspo" else largest
 
 
-def _compare(theirs: float, mine: float, size: float) -> None:
-    allowed = _ABSOLUTE * size + _RELATIVE * abs(theirs)
-    if not math.isfinite(theirs) or abs(theirs - mine) <= allowed:
+def _check_agreement(trl_loss: float, loss: float, magnitude: float) -> None:
+    allowed = _ABSOLUTE_TOLERANCE * magnitude + _RELATIVE_TOLERANCE * abs(trl_loss)
+    if not math.isfinite(trl_loss) or abs(trl_loss - loss) <= allowed:
         return
     raise RuntimeError(
-        f"loss: expected TRL's, {theirs:.6g}, as the value whose gradient was taken; got "
-        f"{mine:.6g}. This version of TRL, or a subclass of its trainer, computes something else "
-        "than grpo_kernels knows: use GRPOTrainer, and please report it"
+        f"loss: expected TRL's, {trl_loss:.6g}, as the value whose gradient was computed; got "
+        f"{loss:.6g}. This version of TRL, or a subclass of its trainer, computes a loss that "
+        "grpo_kernels does not know: use GRPOTrainer, and please report it"
     )

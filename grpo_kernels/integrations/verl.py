@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`, called as verl's kernel of that name (`verl.utils.kernel`)."""
+"""`linear_cross_entropy`: the call of verl's kernel (`verl.utils.kernel`), without logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def linear_cross_entropy(
     dist_process_group: None = None,
     **head_options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the labels and entropies, both differentiable, without the logits.
+    """Returns log-probs of the labels and entropies, both differentiable, without the logits.
 
     Equivalent PyTorch:
 
@@ -30,18 +30,18 @@ def linear_cross_entropy(
     Args:
         hidden: `[N, H]` or `[B, T, H]`.
         weight: `[V, H]`.
-        labels: `[N]` or `[B, T]`, token ids.
-        temperature: what logits are divided by, a number or one a token.
-        reduction: of the log-probs (not negated): `"none"`, `"sum"` or `"mean"`.
-        dist_process_group: None: the head is whole, not split over ranks.
+        labels: `[N]` or `[B, T]`, int64 token ids.
+        temperature: divides the logits; a number, or a tensor with one value per token.
+        reduction: `"none"`, `"sum"` or `"mean"` of the log-probs, which are not negated.
+        dist_process_group: must be None, as heads split over ranks are not supported.
         head_options: `mask`, `bias`, `backward`, ... of `linear_logprobs`.
 
     Returns:
-        `logprobs` and `entropy`, float32, in the shape of the labels (verl's are flat);
-        `logprobs` 0-d if reduced.
+        `logprobs` and `entropy` (nats), float32, in the shape of the labels (verl's are flat);
+        `logprobs` is 0-d if reduced.
 
     Raises:
-        ValueError, TypeError: as `linear_logprobs`.
+        TypeError, ValueError: as in `linear_logprobs`; a process group.
     """
     if dist_process_group is not None:
         raise ValueError(

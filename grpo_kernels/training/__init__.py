@@ -1,18 +1,34 @@
 """A lean GRPO loop: `Trainer(config, model, tokenizer, problems, held_out).train()`."""
 
-from .config import TrainingConfig, parse_config
+import warnings
+from typing import Any
+
+from . import requirements  # noqa: F401, first: it says what is missing
+from .command_line import parse_config
+from .config import TrainingConfig
 from .data import load as load_problems
-from .loading import load_model
-from .rollout import Completion, Rollout, Sampling
+from .loading import load_model, resolve_model, upper_half
+from .rollout import Completion, Rollout, SamplingParams
+from .samples import Samples
 from .trainer import Trainer
 
 __all__ = [
     "Completion",
     "Rollout",
-    "Sampling",
+    "Samples",
+    "SamplingParams",
     "Trainer",
     "TrainingConfig",
     "load_model",
     "load_problems",
     "parse_config",
+    "resolve_model",
+    "upper_half",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Sampling":
+        warnings.warn("Sampling is called SamplingParams now", DeprecationWarning, stacklevel=2)
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

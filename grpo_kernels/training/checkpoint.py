@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there.
 
-Written into a folder of another name, flushed to the disk and renamed at the end, so that neither a
-kill nor a full disk leaves half of one or takes the one before.
+Each is written to a folder with another name, flushed to the disk, and renamed at the end: neither
+a kill nor a full disk leaves half of one, or takes the one before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-# What a run may change when it goes on: how long, how often something is told or kept, and how the
-# work is cut into pieces.
+from . import demo_model, ranks
+
+# Options that may change when a run goes on: how long, how often something is logged or saved, and
+# how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
     "trackers", "micro_batch_size",
@@ -29,9 +30,9 @@ _STATE, _REFERENCE, _WEIGHTS = "state.json", "reference.pt", "trained.pt"
 
 
 def trained_weights_only(accelerator: Accelerator) -> None:
-    """Keeps frozen weights out of checkpoints: they come with the model.
+    """Keeps frozen weights out of checkpoints, as they come with the model.
 
-    Where weights are sharded (FSDP, ZeRO-3) accelerate writes the shards itself, all of them.
+    Where weights are sharded (FSDP, ZeRO-3), accelerate writes all the shards itself.
     """
 
     def keep(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -64,7 +65,7 @@ def _named(accelerator: Accelerator, model: Any) -> Any:
 def save(
     accelerator: Accelerator, folder: Path, state: Mapping[str, Any], reference: Any = None
 ) -> str | None:
-    """Writes the checkpoint of `state["step"]`; what went wrong, or None."""
+    """Writes the checkpoint of `state["step"]`; returns the error, or None."""
     checkpoints = folder / "checkpoints"
     final = checkpoints / _name(state["step"])
     scratch = checkpoints / f".{final.name}.tmp"
@@ -82,31 +83,29 @@ def save(
                 torch.save(weights, scratch / _REFERENCE)
             (scratch / _STATE).write_text(json.dumps(state))
 
-    problem = _problem(accelerator, start) or _problem(accelerator, write)
+    error = _error_of(accelerator, start) or _error_of(accelerator, write)
     if accelerator.is_main_process:
-        if problem is None:
-            problem = _put(scratch, final)
-        if problem is not None:
+        if error is None:
+            error = _commit(scratch, final)
+        if error is not None:
             shutil.rmtree(scratch, ignore_errors=True)
     accelerator.wait_for_everyone()
-    return problem
+    return error
 
 
-def _problem(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
-    """What went wrong in any of the processes, the same for all of them; None: nothing."""
-    problem: str | None = None
+def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
+    """Does the work and returns the first error in any process, the same in all; None: no error."""
+    text: str | None = None
     try:
         work()
     # A full disk is an OSError to Python, a RuntimeError to torch, another error to safetensors.
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if accelerator.num_processes > 1:
-        problem = next((p for p in gather_object([problem]) if p is not None), None)
-    return problem
+        text = f"{type(error).__name__}: {error}"
+    return ranks.reduce(accelerator, text, lambda texts: next(filter(None, texts), None))
 
 
-def _put(scratch: Path, final: Path) -> str | None:
-    """Flushes the files and gives their folder its name."""
+def _commit(scratch: Path, final: Path) -> str | None:
+    """Flushes the files and gives their folder its final name."""
     try:
         for path in scratch.rglob("*"):
             if path.is_file():
@@ -126,12 +125,12 @@ def latest(folder: Path) -> Path | None:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors."""
+    """The state that was saved beside the tensors."""
     return json.loads((path / _STATE).read_text())
 
 
 def load(accelerator: Accelerator, path: Path, reference: Any = None) -> None:
-    """Puts the tensors and the random states back."""
+    """Restores the tensors and the random states."""
     accelerator.load_state(str(path))
     if reference is not None and (path / _REFERENCE).exists():
         saved = torch.load(path / _REFERENCE, map_location="cpu", weights_only=True)
@@ -139,25 +138,30 @@ def load(accelerator: Accelerator, path: Path, reference: Any = None) -> None:
 
 
 def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: int) -> None:
-    """Refuses to go on with other options than the checkpoint was made with.
+    """Refuses to go on with options other than the checkpoint's.
 
     Raises:
-        ValueError: naming each, with both values.
+        ValueError: names each such option with both values.
     """
-    before = state["config"]
+    # Checkpoints of version 0.1 have the folder of the demo's model in the place of its name.
+    alias = {str(demo_model.cache_folder()): demo_model.MODEL}
+    before, config = (
+        {**options, "model": alias.get(options["model"], options["model"])}
+        for options in (state["config"], config)
+    )
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
-        told = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)
-        raise ValueError(f"resume: expected the options of the checkpoint; got others: {told}")
-    # Where something depends on it, the number of steps is more than where to stop.
+        changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)
+        raise ValueError(f"resume: expected the options of the checkpoint; got others: {changed}")
+    # With these options a step depends on the number of steps.
     by_steps = [
         name for name, ends in (("schedule", "constant"), ("num_iterations", 1))
         if config[name] != ends
     ]  # fmt: skip
     if by_steps and config["steps"] != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']}, which {by_steps[0]} = {config[by_steps[0]]!r} "
-            f"goes by; got {config['steps']}"
+            f"steps: expected {before['steps']}, on which {by_steps[0]} = {config[by_steps[0]]!r} "
+            f"depends; got {config['steps']}"
         )
     if state["processes"] != processes:
         raise ValueError(
@@ -167,7 +171,7 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
 
 
 def prune(accelerator: Accelerator, folder: Path, keep: set[int]) -> None:
-    """Deletes all checkpoints but these."""
+    """Deletes all checkpoints but those of these steps."""
     if accelerator.is_main_process:
         for step, path in _whole(folder).items():
             if step not in keep:
@@ -184,3 +188,13 @@ def _whole(folder: Path) -> dict[int, Path]:
     return {
         int(match[1]): path for path, match in found.items() if match and (path / _STATE).exists()
     }
+
+
+def save_model(accelerator: Accelerator, policy: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes the model inside the policy, and its tokenizer, for `from_pretrained`."""
+    model = accelerator.unwrap_model(policy).model
+    state = accelerator.get_state_dict(policy)
+    if accelerator.is_main_process:
+        state = {name.removeprefix("model."): value for name, value in state.items()}
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)

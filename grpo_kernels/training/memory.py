@@ -1,10 +1,10 @@
-r"""Will it fit? What a run needs at its peak, from the model's config alone.
+r"""Will it fit? Predicts the peak memory of a run from the model's config alone.
 
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
         --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24]
 
-Takes the options of a run. No weights are downloaded: the model is built without memory, and what
-a forward would keep for its backward is counted tensor by tensor as it is kept.
+Takes the options of a run. No weights are downloaded: the model is built without memory, and every
+tensor that a forward would keep for its backward is counted as it is kept.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..integrations.head import head_of
+from ..hf_head import head_of
 from ..row_plan import default_chunk_bytes
-from .config import DTYPES, TrainingConfig, parse_config
-from .loading import finding, prepared
+from .command_line import parse_config
+from .config import DTYPES, TrainingConfig
+from .loading import explain_missing_model, resolve_model, set_trainable
 from .policy import Batch, Policy
 
 GIB = 2**30
@@ -29,19 +30,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes on one process."""
+    """Bytes in one process."""
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    activations: int  # that the body's forward keeps for the backward of one micro-batch
-    backward: int  # gradients of activations on their way
-    head: int  # of this library, in that micro-batch
-    eager_head: int  # the same with logits that are there in full
-    accumulates: bool  # whether the gradients of a micro-batch are there in the next one's forward
+    activations: int  # kept by the body's forward for the backward of a micro-batch
+    backward: int  # gradients of activations, while they are needed
+    head: int  # this library's head, in that micro-batch
+    eager_head: int  # the same with materialized logits
+    accumulates: bool  # whether gradients are held during a forward
     cache: int  # keys and values while sampling
-    sampling: int  # logits and what sampling makes of them
+    sampling: int  # logits, and copies that sampling makes of them
 
     @property
     def state(self) -> int:
@@ -49,19 +50,19 @@ class Prediction:
 
     @property
     def training_peak(self) -> int:
-        """Of the head's work and of the backward of the body, the larger."""
+        """The larger of two: while the head works, and in the backward of the body."""
         return self._training_peak(self.head)
 
     def _training_peak(self, head: int) -> int:
         working = self.activations + max(head, self.backward)
         if self.accumulates:
             return self.state + self.gradients + working
-        # The backward makes gradients as it gives activations back.
+        # The backward makes gradients as it frees activations.
         return self.state + max(self.gradients, working)
 
     @property
     def peak(self) -> int:
-        """Of training and of sampling, the larger."""
+        """The larger of training's and sampling's."""
         return max(self.state + self.cache + self.sampling, self.training_peak)
 
     @property
@@ -85,7 +86,7 @@ class Prediction:
 def predict(
     config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None
 ) -> Prediction:
-    """Of a run on one process, with prompts and completions as long as they may be."""
+    """Predicts a run in one process, with prompts and completions as long as they may be."""
     with torch.device("meta"):
         model = _model(config, model_config)
     weights = sum(map(_bytes, model.parameters()))
@@ -102,7 +103,7 @@ def predict(
     layers = text.num_hidden_layers
     tokens = _tokens(config, policy)
     if config.gradient_checkpointing:
-        # The input of each layer, and one layer's activations made again.
+        # The input of each layer, and the activations of one layer, recomputed.
         activations = layers * tokens * H * width + activations // layers
     d_weight = 4 * V * H if head.weight.requires_grad else 0
     chunk = min(4 * N * V, default_chunk_bytes(V * H, "cuda" if gpu else "cpu", gpu_bytes))
@@ -117,7 +118,7 @@ def predict(
         optimizer=2 * gradients,
         reference=gradients if has_reference else 0,
         activations=activations,
-        # Those of a layer's widest part: its gate and its product, for all tokens.
+        # In a layer's widest part: the gate and what it gates, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
         head=chunk + d_weight + N * H * width,
         eager_head=3 * 4 * N * V + d_weight,
@@ -131,14 +132,14 @@ def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, DTYPES[config.dtype])
-    return prepared(AutoModelForCausalLM.from_config(model_config, dtype=dtype), config)
+    return set_trainable(AutoModelForCausalLM.from_config(model_config, dtype=dtype), config)
 
 
 def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
     """Bytes of the tensors that the backward of the body needs, each storage once.
 
-    The forward runs on tensors that have shapes and no memory, on a CPU's kernels: those of a GPU
-    keep the same for attention (queries, keys, values, output, log-sum-exp).
+    The forward runs on tensors without memory, by a CPU's kernels; a GPU's keep the same for
+    attention (queries, keys, values, output, log-sum-exp).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -147,7 +148,7 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
     seen: dict[int, torch.Tensor] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        # Kept, so that no other storage takes its place.
+        # Kept alive, so that no other storage gets its address.
         seen.setdefault(x.untyped_storage()._cdata, x)
         return x
 
@@ -179,7 +180,7 @@ def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
 
 def _tokens(config: TrainingConfig, policy: Policy) -> int:
     rows = config.micro_batch_size
-    prompts = -(-rows // config.num_generations) if policy.not_shared is None else rows
+    prompts = -(-rows // config.num_generations) if policy.shares_prompts else rows
     return prompts * config.max_prompt_length + rows * config.max_completion_length
 
 
@@ -195,8 +196,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(argv)
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
     try:
-        with finding(config.model):
-            model_config = AutoConfig.from_pretrained(config.model)
+        name = resolve_model(config.model)
+        with explain_missing_model(name):
+            model_config = AutoConfig.from_pretrained(name)
     except OSError as error:
         sys.exit(str(error))
     prediction = predict(config, model_config, gpu_bytes=gpu_bytes)

@@ -1,4 +1,4 @@
-"""Numbers of micro-batches, updates and processes, put together into those of a step."""
+"""Metrics of micro-batches, updates and processes, merged into those of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .rewards import weighted_sum
+from .samples import Samples
+
 
 class Clock:
-    """Seconds of the parts of a step, by name."""
+    """Seconds that the parts of a step took, by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,12 +30,41 @@ class Clock:
         self.seconds[name] += time.perf_counter() - start
 
 
-def of_update(
+def of_samples(
+    samples: Samples, names: Sequence[str], weights: Sequence[float], group_size: int,
+    gather: Callable[[Tensor], Tensor],
+) -> dict[str, float]:  # fmt: skip
+    """Metrics of a rollout, over all processes.
+
+    Args:
+        samples: those of this process.
+        names: of the reward functions.
+        weights: of the reward functions; empty: 1 each.
+        group_size: completions per prompt.
+        gather: returns the rows of all processes.
+    """
+    rewards = gather(samples.rewards)
+    lengths = gather(torch.tensor(samples.lengths).double())
+    ended = gather(torch.tensor([float(c.ended) for c in samples.completions]))
+    total = weighted_sum(rewards, weights)
+    groups = total.view(-1, group_size)
+    row = {"reward": float(total.mean()), "reward_std": float(groups.std(1).mean())}
+    for name, column in zip(names, rewards.T, strict=True):
+        row[f"reward/{name}"] = float(column.nanmean())
+    if samples.correct:
+        row["accuracy"] = float(gather(torch.tensor(samples.correct).double()).mean())
+    row["groups_equal"] = float((groups.amax(1) == groups.amin(1)).double().mean())
+    row["completion_length"] = float(lengths.mean())
+    row["truncated"] = 1 - float(ended.mean())
+    return row
+
+
+def merge_micro_batches(
     parts: Sequence[Mapping[str, Tensor]], gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """One dict of the micro-batches' of all processes: means by tokens, and extremes.
+    """Merges the metrics of an update's micro-batches: means over tokens, and extremes.
 
-    `parts` are 0-d tensors by name, as many on each process; `gather` gives the rows of all.
+    `parts` are 0-d tensors by name, equally many on each process; `gather` returns the rows of all.
     """
     names = sorted({name for part in parts for name in part})
     absent = torch.zeros((), device=parts[0]["tokens"].device)
@@ -46,39 +78,40 @@ def of_update(
     for name, column in zip(names, rows.T, strict=True):
         if name == "tokens" or not len(column):
             continue
-        if together(name) is mean:
+        if reducer_for(name) is mean:
             merged[name] = float((column * tokens).sum() / tokens.sum())
         else:
-            merged[name] = together(name)(column.tolist())
+            merged[name] = reducer_for(name)(column.tolist())
     if "ess" in merged:
-        # (sum r)^2 / (N sum r^2), of the parts' own.
+        # (sum r)^2 / (N sum r^2), from the same of each part.
         ratio, ess = (rows[:, names.index(name)] for name in ("ratio_mean", "ess"))
         squares = (tokens * ratio**2 / ess).sum()
         merged["ess"] = float((tokens * ratio).sum() ** 2 / (tokens.sum() * squares))
     return merged
 
 
-def of_step(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the updates on one rollout; what some of them do not have is of the others."""
+def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merges the metrics of a rollout's updates; one that some lack is averaged over the rest."""
     row = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
-        row[name] = sum(values) if name == "tokens" else together(name)(values)
+        row[name] = sum(values) if name == "tokens" else reducer_for(name)(values)
     return row
 
 
 def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
     return sum(values) / len(values)
 
 
-def together(name: str) -> Callable[[Sequence[float]], float]:
-    """How values of this name are put together."""
+def reducer_for(name: str) -> Callable[[Sequence[float]], float]:
+    """The function that merges values of this name: the mean, or an extreme."""
     last = name.replace("/", "_").rsplit("_", 1)[-1]
     return {"max": max, "min": min}.get(last, mean)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process held at most so far."""
+    """The most bytes that this process has held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,7 +1,7 @@
 """`Policy`: a causal language model whose loss, log-probs and samples all come from its forward.
 
-What wraps a model (DDP, FSDP, ZeRO-3) gathers weights and reduces gradients around the forward of
-the wrapped module alone. So everything that needs the weights happens inside this one.
+DDP, FSDP and ZeRO-3 gather weights and reduce gradients around the forward of the module they wrap,
+and nowhere else. So everything that needs the weights happens inside this one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from ..integrations.head import head_of, register_with_zero3, unadapted
-from ..layout import to_device as placed
+from ..hf_head import base_model, head_of, register_with_zero3
+from ..layout import to_device
 from .rollout import end_tokens, pad
 
 
@@ -25,21 +25,22 @@ class Batch:
 
     prompts: Tensor  # [U, P], int64, padded on the left
     prompt_mask: Tensor  # [U, P], int64
-    of: Tensor  # [B], int64: whose prompt is which row of `prompts`
+    prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
     mask: Tensor  # [B, T], int64
 
     @staticmethod
     def of_rows(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_id: int,
-        device: Any = None,
+        prompts: Sequence[Sequence[int]], prompt_of: Sequence[int],
+        completions: Sequence[Sequence[int]], pad_id: int, device: Any = None,
     ) -> Batch:  # fmt: skip
-        """Of one prompt a completion; those that are equal are kept once."""
-        places: dict[tuple[int, ...], int] = {}
-        of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-        prompt_ids, prompt_mask = pad(list(places), pad_id, left=True, device=device)
+        """Pads completions, and those prompts that are one's, `prompts[prompt_of[i]]`."""
+        places: dict[int, int] = {}
+        rows = [places.setdefault(p, len(places)) for p in prompt_of]
+        used = [prompts[p] for p in places]
+        prompt_ids, prompt_mask = pad(used, pad_id, left=True, device=device)
         ids, mask = pad(completions, pad_id, device=device)
-        return Batch(prompt_ids, prompt_mask, placed(torch.tensor(of), device), ids, mask)
+        return Batch(prompt_ids, prompt_mask, to_device(torch.tensor(rows), device), ids, mask)
 
 
 class Policy(nn.Module):
@@ -54,9 +55,14 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
-        # By which accelerate tells what FSDP is to shard one by one.
-        self._no_split_modules = getattr(unadapted(model), "_no_split_modules", None)
+        # Tells accelerate which layers FSDP is to shard one by one.
+        self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
         register_with_zero3(self, head_of(model).weight)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt is encoded once for its completions; `not_shared` says why not."""
+        return self.not_shared is None
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
         methods: dict[str, Callable[..., Any]] = {
@@ -68,7 +74,10 @@ class Policy(nn.Module):
     def loss(
         self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """`fused_grpo_loss` of the completions, whose options it takes; `[B, T]` log-probs."""
+        """The loss of the completions, its metrics, and their `[B, T]` log-probs.
+
+        `options` are those of `fused_grpo_loss`.
+        """
         hidden, head = self.hidden(batch), head_of(self.model)
         out = fused_grpo_loss(
             hidden, head.weight, batch.completions, advantages, batch.mask, config=config,
@@ -78,7 +87,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def logps(self, batch: Batch, temperature: float, entropy: bool = False) -> Any:
-        """`linear_logprobs` of the completions: `[B, T]` log-probs, and entropy if asked for."""
+        """`[B, T]` log-probs of the completions, and their entropy if it is wanted."""
         hidden, head = self.hidden(batch), head_of(self.model)
         out = linear_logprobs(
             hidden, head.weight, batch.completions, mask=batch.mask, temperature=temperature,
@@ -94,8 +103,8 @@ class Policy(nn.Module):
             "input_ids": ids.repeat_interleave(count, 0),
             "attention_mask": mask.repeat_interleave(count, 0),
         }
-        if count > 1 and ids.shape[1] > 1 and self.not_shared is None:
-            # All but the last token of the prompts, once a prompt; generate goes on from there.
+        if count > 1 and ids.shape[1] > 1 and self.shares_prompts:
+            # All but the last token of each prompt, encoded once; generate goes on from there.
             cache = self._encode(ids[:, :-1], mask[:, :-1]).past_key_values
             cache.batch_repeat_interleave(count)
             inputs["past_key_values"] = cache
@@ -104,25 +113,25 @@ class Policy(nn.Module):
     def hidden(self, batch: Batch) -> Tensor:
         """The states that predict the tokens of the completions: `[B, T, H]`."""
         T = batch.completions.shape[1]
-        prompt_mask = batch.prompt_mask[batch.of]
+        prompt_mask = batch.prompt_mask[batch.prompt_of]
         attention = torch.cat([prompt_mask, batch.mask], 1)[:, :-1]
-        if self.not_shared is not None:
-            ids = torch.cat([batch.prompts[batch.of], batch.completions], 1)[:, :-1]
+        if not self.shares_prompts:
+            ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)[:, :-1]
             states = self._body(
                 input_ids=ids, attention_mask=attention, position_ids=positions(attention),
                 use_cache=False,
             )  # fmt: skip
             return states.last_hidden_state[:, -T:]
         if T == 1:
-            # With one more, which does not count: where weights are sharded, every process has to
-            # run every layer as often as the others, whose completions may be longer.
+            # Add a masked token: where weights are sharded, every process has to run every layer as
+            # often as the others, whose completions may be longer.
             completions, mask = (
                 nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.mask)
             )
             return self.hidden(replace(batch, completions=completions, mask=mask))[:, :1]
         encoded = self._encode(batch.prompts, batch.prompt_mask)
-        first = encoded.last_hidden_state[batch.of, -1:]
-        encoded.past_key_values.batch_select_indices(batch.of)
+        first = encoded.last_hidden_state[batch.prompt_of, -1:]
+        encoded.past_key_values.batch_select_indices(batch.prompt_of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,
             position_ids=positions(attention)[:, 1 - T :],
@@ -137,13 +146,14 @@ class Policy(nn.Module):
 
     @property
     def _body(self) -> Any:
-        return unadapted(self.model).base_model
+        return base_model(self.model).base_model
 
 
 def without_dropout(policy: Policy) -> Policy:
-    """In evaluation mode, where log-probs are the policy's and not those of a part of it.
+    """Puts the policy into evaluation mode, so that log-probs are its own and not a thinned net's.
 
-    Layers are checkpointed in training mode alone: they stay in it, and what is in them does not.
+    Layers that are checkpointed stay in training mode, without which they would not be; the modules
+    inside them do not.
     """
     policy.eval()
     for module in policy.modules():
@@ -153,16 +163,16 @@ def without_dropout(policy: Policy) -> Policy:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Of tokens among those that count: padding on the left takes none."""
+    """Position ids, which padding on the left does not advance."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def why_not_shared(model: Any) -> str | None:
-    """Why the model's cache can not carry a prompt over to its completions; None if it can."""
+    """The reason why a cache cannot carry a prompt over to its completions; None if it can."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    model = unadapted(model)
+    model = base_model(model)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing keeps no cache"
     if getattr(model, "_is_stateful", False):

@@ -1,4 +1,4 @@
-"""A run as one looks at it: lines in the terminal, and `report.html`, which needs nothing else.
+"""What one sees of a run: lines in the terminal, and `report.html`, a page that needs no network.
 
 python -m grpo_kernels.training.report runs/NAME
 """
@@ -23,10 +23,10 @@ _SMOOTH = 5
 
 
 def line(row: Row) -> str:
-    """A step in one line."""
+    """A step's row in one line of text."""
     parts = [f"{row['step']:5d}  reward {row['reward']:.3f}"]
     for name, text in (
-        ("right", "right {:.0%}"),
+        ("accuracy", "accuracy {:.0%}"),
         ("kl", "kl {:.4f}"),
         ("entropy", "entropy {:.2f}"),
     ):
@@ -45,15 +45,16 @@ _PHASES = ("generate", "reward", "score", "train")
 
 
 def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
-    """The best and the worst completion of the first groups."""
+    """Rows of `samples.jsonl`: the best and the worst completion of the first groups."""
     shown = []
     for start in range(0, min(len(samples.texts), _SHOWN // 2 * group_size), group_size):
         group = range(start, start + group_size)
         by_advantage = sorted(group, key=lambda i: float(samples.advantages[i]))
+        problem = samples.problems[samples.prompt_of[start]]
         for i in dict.fromkeys((by_advantage[-1], by_advantage[0])):
             shown.append({
-                "prompt": samples.problems[i]["prompt"], "completion": samples.texts[i],
-                "answer": samples.problems[i].get("answer"),
+                "prompt": problem["prompt"], "completion": samples.texts[i],
+                "answer": problem.get("answer"),
                 "reward": float(samples.totals[i]),
                 "advantage": float(samples.advantages[i]),
                 "ended": samples.completions[i].ended,
@@ -62,6 +63,7 @@ def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
 
 
 def sample_table(rows: Sequence[Row]) -> str:
+    """Rows of `samples.jsonl` as text, one line per completion."""
     lines = []
     for row in rows:
         question = _shortened(_text_of(row["prompt"]), 60, end=True)
@@ -85,14 +87,14 @@ def _text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
 
 
 def flat(config: TrainingConfig) -> dict[str, Any]:
-    """The config as trackers take it."""
+    """The config in the types that trackers take."""
     return {
         k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in asdict(config).items()
     }
 
 
 def summary(folder: Path) -> str:
-    """How a run ended."""
+    """Says how a run ended, from its logs."""
     rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
     first, last = (sum(r["reward"] for r in some) / len(some) for some in (rows[:5], rows[-5:]))
     text = f"Reward {first:.3f} (first 5 steps) -> {last:.3f} (last 5)"
@@ -106,7 +108,7 @@ def summary(folder: Path) -> str:
 
 
 def write(folder: Path) -> Path:
-    """Makes `report.html` of what the folder's logs have so far."""
+    """Makes `report.html` from the logs in the folder, however many steps they have."""
     rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
     samples = logs.read(folder / "samples.jsonl")
     config = json.loads((folder / "config.json").read_text())
@@ -134,7 +136,7 @@ def picture(folder: Path) -> Path:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for name, label in (("reward", "reward"), ("right", "share of right answers")):
+    for name, label in (("reward", "reward"), ("accuracy", "accuracy while sampling")):
         known = [(r["step"], r[name]) for r in rows if _has(r, name)]
         if known:
             steps, values = zip(*known, strict=True)
@@ -188,7 +190,7 @@ def _numbers(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     facts = {
         "steps": f"{last['step']:,}",
         "reward, last 5 steps": f"{_smooth([r['reward'] for r in rows])[-1]:.3f}",
-        "seconds a step": f"{sum(r['seconds'] for r in rows) / len(rows):.1f}",
+        "seconds per step": f"{sum(r['seconds'] for r in rows) / len(rows):.1f}",
         "peak memory": f"{max(r['peak_memory_gib'] for r in rows):.2f} GiB",
     }
     if evaluations:
@@ -275,8 +277,8 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     panels: dict[str, Callable[[Any], None]] = {
         "reward, mean of 5 steps": lines("reward", *functions, smooth=True)
     }
-    if _has(rows[-1], "right"):
-        panels["share of right answers while sampling"] = lines("right", smooth=True)
+    if _has(rows[-1], "accuracy"):
+        panels["accuracy while sampling"] = lines("accuracy", smooth=True)
     if evaluations:
         panels["held-out accuracy, 95 % interval"] = accuracy
     for title, names in (
@@ -288,7 +290,7 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     ):  # fmt: skip
         if any(_has(r, name) for r in rows for name in names):
             panels[title] = lines(*names)
-    panels["seconds a step"] = split
+    panels["seconds per step"] = split
     panels["peak memory, GiB"] = lines("peak_memory_gib")
     pictures = "".join(_svg(title, draw) for title, draw in panels.items())
     return f'<h2>Curves</h2><div class="plots">{pictures}</div>'
@@ -327,10 +329,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m grpo_kernels.training.report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("folder", type=Path, help="of a run")
+    parser.add_argument("folder", type=Path, help="folder of a run")
     folder = parser.parse_args(argv).folder
     if not (folder / "config.json").exists():
-        parser.error(f"folder: expected that of a run, with config.json; got {folder}")
+        parser.error(f"folder: expected a run's folder, with config.json; got {folder}")
     print(write(folder))
 
 

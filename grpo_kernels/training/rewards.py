@@ -1,8 +1,8 @@
 """Reward functions: what a completion is worth.
 
-A reward function takes `(prompts, completions, **columns)`, lists of one entry a completion, where
-the columns are those of the problems (`answer`, say), and returns a list of floats, None where it
-does not apply. A problem that has a column `rewards` is judged by the functions named there alone.
+A reward function takes `(prompts, completions, **columns)`, lists with one entry per completion;
+the columns are those of the problems (`answer`, say). It returns a list of floats, None where it
+does not apply. A problem with a column `rewards` is judged by the functions named there alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 Reward = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# No number that is an answer is longer, and none of these takes long to read.
+# No number that is an answer is longer; reading one of this length takes no time.
 _LONGEST = 100
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
 
 
 def answer_of(completion: str) -> str | None:
-    """What stands between the answer tags; None unless there is exactly one pair of them."""
+    """The text between the answer tags; None unless there is exactly one pair of them."""
     if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
         return None
     rest = completion.partition("<answer>")[2]
@@ -36,9 +36,9 @@ def answer_of(completion: str) -> str | None:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
+    """Reads a text as a number: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
 
-    ASCII digits only: of the others some are digits and some are exponents.
+    Only ASCII digits count: some others are exponents.
     """
     if len(text) > _LONGEST:
         return None
@@ -51,7 +51,7 @@ def number_of(text: str) -> Fraction | None:
     return (-1 if "-" in match[1] + match[2] else 1) * above / below
 
 
-def is_right(completion: str, answer: str) -> bool:
+def is_correct(completion: str, answer: str) -> bool:
     """Whether the tagged answer is the right one, as text or as a number."""
     given = answer_of(completion)
     if given is None:
@@ -66,23 +66,23 @@ def answer(
     """2.0 for the right answer in `<answer>` tags, 1.5 for one that is numerically equal."""
     given = [answer_of(text) for text in completions]
     return [
-        2.0 if mine == right.strip() else 1.5 * is_right(text, right)
+        2.0 if mine == right.strip() else 1.5 * is_correct(text, right)
         for mine, text, right in zip(given, completions, answer, strict=True)
     ]
 
 
 def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that is there once."""
+    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once."""
     return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in completions]
 
 
 def addition(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """For completions that are an answer alone: 0.2 a tag, 0.1 for a number, 0.5 for the right one.
+    """For an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
 
-    A tag that is there once counts wherever it is; the number counts at the beginning only, so that
-    of a list of guesses the first alone is worth something.
+    A tag that appears exactly once counts anywhere; the number counts only at the beginning, so
+    that of several guesses the first alone is worth something.
     """
     rewards = []
     for text, right in zip(completions, answer, strict=True):
@@ -96,7 +96,7 @@ def addition(
 def math_equal(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """2.0 where `math-verify` finds the tagged answer equal to the right one, as expressions."""
+    """2.0 where `math-verify` finds the tagged answer equal to the right one as an expression."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -108,7 +108,7 @@ def math_equal(
         given = answer_of(text)
         if given is None or len(given) > _LONGEST:
             return False
-        return is_right(text, right) or bool(verify(parse(f"${right}$"), parse(f"${given}$")))
+        return is_correct(text, right) or bool(verify(parse(f"${right}$"), parse(f"${given}$")))
 
     return [2.0 * equal(text, right) for text, right in zip(completions, answer, strict=True)]
 
@@ -120,7 +120,7 @@ def reasoning_gym(
     entry: Sequence[Mapping[str, Any]],
     **_: Any,
 ) -> list[float]:
-    """What the task's own judge gives the tagged answer, 0 to 1, times 2."""
+    """Twice the score, 0 to 1, that the task's own judge gives the tagged answer."""
     from reasoning_gym import get_score_answer_fn
 
     given = [answer_of(text) for text in completions]
@@ -139,8 +139,10 @@ REWARDS: dict[str, Reward] = {
 }
 
 
-def named(names: Sequence[str], more: Mapping[str, Reward] | None = None) -> dict[str, Reward]:
-    """The reward functions of these names, of the caller's own (`more`) and of the library's."""
+def resolve_rewards(
+    names: Sequence[str], more: Mapping[str, Reward] | None = None
+) -> dict[str, Reward]:
+    """The reward functions with these names, from the caller's own (`more`) and the library's."""
     known = {**REWARDS, **(more or {})}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -151,10 +153,10 @@ def named(names: Sequence[str], more: Mapping[str, Reward] | None = None) -> dic
 def reward_table(
     rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]], completions: Sequence[str]
 ) -> list[list[float]]:
-    """`[B][R]`: what each function gives each completion; NaN where it does not apply.
+    """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
 
-    A function sees the completions it is asked for alone, with the columns that any of their
-    problems has, None where one does not.
+    A function sees only the completions that it judges, with every column that one of their
+    problems has, None where another lacks it.
     """
     table = [[math.nan] * len(rewards) for _ in problems]
     for place, (name, function) in enumerate(rewards.items()):
@@ -167,7 +169,7 @@ def reward_table(
         values = list(function(prompts, [completions[i] for i in asked], **columns))
         if len(values) != len(asked):
             raise ValueError(
-                f"reward function {name}: expected {len(asked)} values, one a completion; "
+                f"reward function {name}: expected {len(asked)} values, one per completion; "
                 f"got {len(values)}"
             )
         for i, value in zip(asked, values, strict=True):
@@ -175,8 +177,8 @@ def reward_table(
     return table
 
 
-def weighed(rewards: Tensor, weights: Sequence[float]) -> Tensor:
-    """`[B]`: sums of `[B, R]` rewards by their weights (empty: 1 each), those that apply."""
+def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """`[B]` weighted sums of the `[B, R]` rewards that apply; no weights: 1 each."""
     given = torch.tensor(weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
     return (rewards.nan_to_num() * given).sum(1)
 
@@ -184,7 +186,7 @@ def weighed(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 def _columns(
     name: str, function: Reward, problems: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """The columns of problems, of which a function without `**columns` gets those it names."""
+    """The problems' columns for a function: all of them, or those it names if it has no `**`."""
     there = sorted(set().union(*problems) - {"prompt"})
     parameters = list(inspect.signature(function).parameters.values())[2:]
     kinds = inspect.Parameter

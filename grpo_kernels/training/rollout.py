@@ -1,4 +1,4 @@
-"""Who samples completions: a protocol, and transformers' `generate` behind it."""
+"""Sampling completions: what a rollout is, and those that transformers makes possible."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 
-from ..integrations.head import evaluating
-from ..layout import to_device as placed
+from ..hf_head import evaluating
+from ..layout import to_device
+from . import ranks
+from .config import TrainingConfig
+from .data import Problem, PromptEncoder
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How to sample: `temperature` 0 takes the likeliest word, `top_k` 0 considers all."""
+class SamplingParams:
+    """How to sample: `temperature` 0 takes the likeliest token, `top_k` 0 considers all."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -27,24 +31,24 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens sampled, up to and including the one that ended it."""
+    """The tokens that were sampled, up to and including the one that ended them."""
 
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
-    logps: list[float] | None = None  # of the tokens, as the sampler saw them
+    logps: list[float] | None = None  # one per token, under the policy that sampled
 
 
 class Rollout(Protocol):
-    """Samples from the policy as it is now: in this process, or on a server.
+    """Samples from the policy as it is now, in this process or on a server.
 
-    A server's implementation sends it the weights first, where they have changed: a step makes one
+    An implementation for a server first sends it the weights if they have changed: a step makes one
     call, an evaluation several.
     """
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        """`count` completions of each prompt of token ids, those of a prompt one after another."""
+        """`count` completions per prompt, given as token ids; those of a prompt are neighbors."""
         ...
 
 
@@ -59,32 +63,32 @@ def pad(
         place = slice(longest - len(row), longest) if left else slice(len(row))
         ids[i, place] = torch.tensor(row, dtype=torch.int64)
         mask[i, place] = 1
-    return placed(ids, device), placed(mask, device)
+    return to_device(ids, device), to_device(mask, device)
 
 
 class GenerateRollout:
-    """`model.generate`, with the prompt of a group encoded once where the cache allows it.
+    """`model.generate`, which encodes the prompt of a group once where the cache allows it.
 
-    `policy` is the wrapped `Policy`: to generate inside its forward is what lets FSDP and ZeRO-3
-    gather the weights.
+    `policy` is the wrapped `Policy`: FSDP and ZeRO-3 gather weights around its forward only, so
+    generation happens inside it.
     """
 
     def __init__(self, policy: Any, tokenizer: Any, *, synced: bool = False) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
-        # Under sharded weights every process takes part until the last is done.
+        # With sharded weights every process takes part until the last is done.
         self.synced = synced
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         device = next(self.policy.parameters()).device
         ids, mask = pad(prompts, self.tokenizer.pad_token_id, left=True, device=device)
         options: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": self.tokenizer.pad_token_id,
-            # A model's own default may differ; then the samples would not be the policy's.
+            # A model's own default may differ, and the samples would not be the policy's.
             "repetition_penalty": 1.0,
             "do_sample": sampling.temperature > 0,
             "synced_gpus": self.synced,
@@ -100,12 +104,71 @@ class GenerateRollout:
         return [completion(row, eos, sampling, self.tokenizer) for row in rows]
 
 
-# Prompts that are encoded together, in continuous batching.
+class Sampler:
+    """Completions of problems by a rollout, which is held to its contract."""
+
+    def __init__(
+        self, rollout: Rollout, encode: PromptEncoder, config: TrainingConfig,
+        accelerator: Accelerator,
+    ) -> None:  # fmt: skip
+        self.rollout, self.encode, self.config = rollout, encode, config
+        self.accelerator = accelerator
+
+    def __call__(
+        self, problems: Sequence[Problem], count: int, temperature: float
+    ) -> list[Completion]:
+        """`count` completions per problem; those of a problem are neighbors."""
+        c = self.config
+        sampling = SamplingParams(
+            c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop)
+        )
+        with self.accelerator.autocast():
+            done = self.rollout([self.encode(problem) for problem in problems], count, sampling)
+        if len(done) != len(problems) * count:
+            raise ValueError(
+                f"rollout: expected {count} completions of {len(problems)} prompts; got {len(done)}"
+            )
+        if not all(c.token_ids for c in done):
+            raise ValueError("rollout: expected at least one token in every completion; got none")
+        return done
+
+    def texts(self, completions: Sequence[Completion]) -> list[str]:
+        ids = [c.token_ids for c in completions]
+        return list(self.encode.tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Refuses options that the library's own rollouts cannot honor."""
+    check_has_logps(config, False)
+    if config.rollout == "continuous_batching" and ranks.sharding(accelerator):
+        raise ValueError("rollout: expected generate with sharded weights; got continuous_batching")
+
+
+def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
+    """Refuses a correction by log-probs that the rollout does not report."""
+    if config.is_correction != "none" and not has_logps:
+        raise ValueError(
+            f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
+            f"{config.is_correction!r}"
+        )
+
+
+def make_rollout(
+    config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
+) -> Rollout:
+    """The rollout that `config.rollout` names."""
+    if config.rollout == "continuous_batching":
+        return ContinuousBatchingRollout(accelerator.unwrap_model(policy).model, tokenizer)
+    synced = ranks.sharding(accelerator) is not None
+    return GenerateRollout(policy, tokenizer, synced=synced)
+
+
+# Tokens that continuous batching works on at once, at least.
 _LEAST_BATCH_TOKENS = 512
 
 
 class ContinuousBatchingRollout:
-    """transformers' continuous batching: rows that end make room for others at once."""
+    """transformers' continuous batching: a row that ends makes room for another at once."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         if not hasattr(model, "generate_batch"):
@@ -118,7 +181,7 @@ class ContinuousBatchingRollout:
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -132,12 +195,12 @@ class ContinuousBatchingRollout:
             pad_token_id=self.tokenizer.pad_token_id, **options,
         )  # fmt: skip
         inputs = [list(prompt) for prompt in prompts for _ in range(count)]
-        # Room for all of them: else it would take what memory there is, which training needs.
+        # Room for exactly these: by default it takes all free memory, which training needs.
         longest = max(map(len, inputs)) + sampling.max_new_tokens
         batching = ContinuousBatchingConfig()
-        # Shapes change from step to step, and what graphs hold training needs.
+        # Shapes change from step to step, and training needs the memory that graphs would hold.
         batching.use_cuda_graph = False
-        # What versions before 5.23 call its size.
+        # Versions before 5.23 call it block_size.
         page = getattr(batching, "page_size", None) or batching.block_size
         batching.num_blocks = len(inputs) * (-(-longest // page) + 1)
         batching.max_batch_tokens = max(_LEAST_BATCH_TOKENS, len(inputs))
@@ -145,7 +208,7 @@ class ContinuousBatchingRollout:
             results = self.model.generate_batch(
                 inputs, generation_config=generation, continuous_batching_config=batching
             )
-        # By request, in the order of their numbers.
+        # Requests are numbered in the order of the inputs.
         ordered = sorted(results.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
         if len(ordered) != len(inputs):
             raise RuntimeError(f"expected {len(inputs)} completions; got {len(ordered)}")
@@ -162,9 +225,9 @@ def end_tokens(model: Any) -> list[int]:
 
 
 def completion(
-    row: Sequence[int], eos: Sequence[int], sampling: Sampling, tokenizer: Any
+    row: Sequence[int], eos: Sequence[int], sampling: SamplingParams, tokenizer: Any
 ) -> Completion:
-    """What counts of a row that may be padded: up to the first end, be it a token or a string."""
+    """Cuts a row, which may be padded, after its first end: a token, or a stop string."""
     ends = set(eos)
     length = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
     ended = length > 0 and row[length - 1] in ends
@@ -176,7 +239,7 @@ def completion(
 
 
 def _stopped_after(row: Sequence[int], stop: Sequence[str], tokenizer: Any) -> int | None:
-    """The smallest number of tokens whose text has a stop string; by halving, as texts grow."""
+    """The smallest number of tokens whose text has a stop string, by bisection."""
 
     def stops(length: int) -> bool:
         text = tokenizer.decode(row[:length], skip_special_tokens=False)

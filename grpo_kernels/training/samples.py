@@ -1,75 +1,104 @@
-"""What a step sampled, and how it is cut into micro-batches."""
+"""`Samples`: what a step sampled, and what is known of it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..layout import to_device
 from .data import Problem
-from .rollout import Completion
+from .micro_batches import Plan, Size, plan_micro_batches
+from .policy import Batch
+from .rollout import Completion, pad
 
 
 @dataclass
 class Samples:
-    """What one process sampled in a step: `B` completions, those of a prompt together."""
+    """What one process sampled in a step: `B` completions of `P` prompts, those of one together."""
 
-    problems: list[Problem]
-    prompts: list[list[int]]
-    completions: list[Completion]
-    texts: list[str]
+    problems: list[Problem]  # [P]
+    prompts: list[list[int]]  # [P], token ids
+    prompt_of: list[int]  # [B], index into `prompts`
+    completions: list[Completion]  # [B]
+    texts: list[str]  # [B]
     rewards: Tensor  # [B, R], NaN where a function does not apply
-    totals: Tensor  # [B], of the rewards, weighed
+    totals: Tensor  # [B], weighted sums of the rewards
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
-    right: list[bool]  # empty where problems have no answer
+    correct: list[bool]  # [B], or empty where problems have no answer
     old_logps: Tensor | None = None  # [B, T], as all that follow
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
     entropy_threshold: Tensor | None = None  # 0-d
-    logps: Tensor | None = None  # of the last update that saw them, 0 where none did
+    logps: Tensor | None = None  # in the last update that saw them, 0 where none did
 
     @cached_property
-    def counted(self) -> list[int]:
-        """How many tokens of each completion count."""
+    def token_counts(self) -> list[int]:
+        """The number of tokens of each completion that the mask keeps."""
         counts: list[int] = self.mask.sum(1).tolist()
         return counts
 
     @cached_property
     def has_advantage(self) -> list[bool]:
-        """Whether that of each completion is not 0."""
+        """Whether each completion's advantage differs from 0."""
         nonzero: list[bool] = (self.advantages != 0).tolist()
         return nonzero
 
     @property
     def lengths(self) -> list[int]:
+        """The number of tokens of each completion."""
         return [len(c.token_ids) for c in self.completions]
 
+    def size(self, rows: Sequence[int]) -> Size:
+        """How many completions these rows are, and how many tokens of theirs count."""
+        return Size(len(rows), sum(self.token_counts[i] for i in rows))
 
-def micro_batches(
-    rows: Sequence[int], size: int, prompts: Sequence[Sequence[int]], lengths: Sequence[int],
-    *, shared: bool,
-) -> list[list[int]]:  # fmt: skip
-    """Rows in parts of at most `size`: by length, or by prompt and length, as takes fewer tokens.
+    def micro_batches(self, rows: Sequence[int], size: int, *, shared: bool) -> Plan:
+        """These rows in micro-batches of at most `size`; see `plan_micro_batches`."""
+        prompt_lengths = [len(prompt) for prompt in self.prompts]
+        return plan_micro_batches(
+            rows, size, self.prompt_of, prompt_lengths, self.lengths, shared=shared
+        )
 
-    Completions of one prompt together save encoding it again, completions of one length padding.
-    """
-    group_length: dict[tuple[int, ...], int] = defaultdict(int)
-    keys = {i: tuple(prompts[i]) for i in rows}
-    for i in rows:
-        group_length[keys[i]] = max(group_length[keys[i]], lengths[i])
+    def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
+        """These rows as a batch, and their numbers, both on the mask's device.
 
-    def tokens(part: Sequence[int]) -> int:
-        longest = max(len(keys[i]) for i in part)
-        encoded = len({keys[i] for i in part}) if shared else len(part)
-        return encoded * longest + len(part) * max(lengths[i] for i in part)
+        No rows give the last completion, all of it masked: it takes part and counts for nothing.
+        """
+        chosen, device = rows or [len(self.completions) - 1], self.mask.device
+        batch = Batch.of_rows(
+            self.prompts, [self.prompt_of[i] for i in chosen],
+            [self.completions[i].token_ids for i in chosen], pad_id, device,
+        )  # fmt: skip
+        where = to_device(torch.tensor(chosen), device)
+        mask = self.mask[where, : batch.mask.shape[1]]
+        return replace(batch, mask=mask if rows else torch.zeros_like(mask)), where
 
-    orders = (
-        sorted(rows, key=lambda i: (lengths[i], keys[i], i)),
-        sorted(rows, key=lambda i: (group_length[keys[i]], keys[i], lengths[i], i)),
-    )
-    plans = [[list(o[i : i + size]) for i in range(0, len(o), size)] for o in orders]
-    return min(plans, key=lambda plan: sum(map(tokens, plan)))
+    def other_logps(self, where: Tensor, T: int) -> dict[str, Any]:
+        """The first `T` log-probs of these rows by other policies; options of `fused_grpo_loss`."""
+        logps = {
+            "old_logps": self.old_logps, "ref_logps": self.ref_logps,
+            "sampling_logps": self.sampling_logps,
+        }  # fmt: skip
+        return {name: None if x is None else x[where, :T] for name, x in logps.items()}
+
+
+def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
+    """`[B, T]`, int64: 1 for tokens that count, which those of truncated completions may not."""
+    mask = pad([[1] * len(c.token_ids) for c in completions], 0)[0]
+    return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
+
+
+def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | None:
+    """`[B, T]` log-probs that the rollout reported, on the mask's device; None if it did not."""
+    logps = torch.zeros(mask.shape)
+    for row, completion in zip(logps, completions, strict=True):
+        if completion.logps is None:
+            return None
+        row[: len(completion.logps)] = torch.tensor(completion.logps)
+    return logps.to(mask.device)

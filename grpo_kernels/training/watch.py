@@ -1,15 +1,20 @@
-"""Warnings that name a cause and what to do, from what the steps and evaluations told."""
+"""Warnings that name a cause and a remedy, from the rows of steps and evaluations."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .config import TrainingConfig
 from .evaluate import Evaluation
+from .samples import Samples
 
-# Steps over which something is "always" so; steps before the same warning comes again.
+# Steps that count as "always", and steps until a warning is repeated.
 WINDOW = 5
 QUIET = 20
 LARGE_RATIO = 10.0
@@ -24,19 +29,19 @@ class Watch:
         self.config = config
         self.rows: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self.evaluations: list[tuple[float, float, float]] = []  # accuracy, high, mean reward
-        self.told: dict[str, int] = {}
+        self.last_told: dict[str, int] = {}  # step by kind of warning
         self.rewards: list[float] = []
         self.first_entropy: float | None = None
 
-    def spike(self, row: dict[str, Any]) -> str | None:
-        """The metric by which a token moved so far that one wants to see it."""
+    def spike(self, row: Mapping[str, Any]) -> str | None:
+        """The metric, if any, that says a token moved suspiciously far."""
         for name, large in (("ratio_max", LARGE_RATIO), ("kl_max", LARGE_KL)):
             if row.get(name, 0.0) > large:
                 return name
         return None
 
     def after_step(self, row: dict[str, Any], worst_token: str | None = None) -> list[str]:
-        """What is wrong; each thing again only after a while."""
+        """Warnings about the step; the same one comes again only after `QUIET` steps."""
         self.rows.append(row)
         self.rewards.append(row["reward"])
         entropy = row.get("entropy")
@@ -77,13 +82,13 @@ class Watch:
             )
         fresh = [
             name for name in found
-            if row["step"] - self.told.get(name, -QUIET) >= QUIET or name == "gradient"
+            if row["step"] - self.last_told.get(name, -QUIET) >= QUIET or name == "gradient"
         ]  # fmt: skip
-        self.told |= {name: row["step"] for name in fresh}
+        self.last_told |= {name: row["step"] for name in fresh}
         return [found[name] for name in fresh]
 
     def after_evaluation(self, evaluation: Evaluation) -> str | None:
-        """Whether rewards went up while the answers got worse."""
+        """A warning if rewards rose while the answers got worse."""
         recent = self.rewards[-WINDOW:]
         mean = sum(recent) / len(recent) if recent else math.nan
         self.evaluations.append((evaluation.accuracy, evaluation.high, mean))
@@ -105,14 +110,31 @@ class Watch:
         return entropy < LOW_ENTROPY and entropy < 0.2 * self.first_entropy
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Everything to remember, as JSON takes it, for a checkpoint."""
         return {
-            "rows": list(self.rows), "evaluations": self.evaluations, "told": self.told,
+            "rows": list(self.rows), "evaluations": self.evaluations, "told": self.last_told,
             "rewards": self.rewards, "first_entropy": self.first_entropy,
         }  # fmt: skip
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave."""
         self.rows = deque(state["rows"], maxlen=WINDOW)
         self.evaluations = [(a, b, c) for a, b, c in state["evaluations"]]
-        self.told, self.rewards = state["told"], state["rewards"]
+        self.last_told, self.rewards = state["told"], state["rewards"]
         self.first_entropy = state["first_entropy"]
+
+
+def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[float, str]:
+    """The token whose log-prob is furthest from `against`, `[B, T]`: how far, and in words."""
+    if samples.logps is None:
+        return 0.0, ""
+    seen = (samples.mask != 0) & (samples.logps != 0)
+    gaps = torch.where(seen, samples.logps - against, 0.0).abs()
+    i, t = divmod(int(gaps.argmax()), gaps.shape[1])
+    ids = samples.completions[i].token_ids
+    token, before = (tokenizer.decode(some) for some in ([ids[t]], ids[max(0, t - 8) : t]))
+    words = (
+        f"token {t} {token!r} after {before!r}: log-prob {float(against[i, t]):.2f} -> "
+        f"{float(samples.logps[i, t]):.2f}"
+    )
+    return float(gaps[i, t]), words

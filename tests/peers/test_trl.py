@@ -355,7 +355,7 @@ else:
     import grpo_kernels.integrations.trl as integration
     from trl.trainer import grpo_trainer
     assert not hasattr(grpo_trainer, "BaseTunerLayer")
-    with integration._our_head({}):
+    with integration._replace_lm_head({}):
         assert not hasattr(grpo_trainer, "BaseTunerLayer")
     print("refused")
 """

@@ -37,7 +37,7 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        for part in filter(None, (trainer.policy, trainer.reference)):
+        for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
             # The whole, and each of the two layers.
             assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2

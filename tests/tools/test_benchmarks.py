@@ -175,7 +175,7 @@ def test_synthetic_logits_have_the_profile_of_a_language_model():
     """Entropy, tail and peak of the demo model's own samples, at another vocabulary."""
     told = profile(make("dense", (512, 20_011, 192)))
     entropy, words, below = (float(re.search(p, told)[1]) for p in (
-        r"entropy ([\d.]+)", r"; (\d+) words", r"2\^-12, ([\d.]+) of",
+        r"entropy ([\d.]+)", r"; (\d+) tokens per row", r"2\^-12, ([\d.]+) of",
     ))  # fmt: skip
     assert 2 < entropy < 4 and 80 < words < 250 and below < 0.12
     assert float(re.search(r"entropy ([\d.]+)", profile(make("flat", (256, 5003, 64))))[1]) > 7
@@ -267,7 +267,7 @@ def test_a_lora_on_the_head_is_measured_both_ways():
     command = [sys.executable, "-m", "benchmarks.lora_head", "--shapes", "128,101,32"]
     run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
     told = re.findall(r"^(.+?) +[\d.]+ s .* MiB$", run.stdout.decode(), re.M)
-    assert told == ["no adapter", "product added", "weight made"], run.stderr.decode()
+    assert told == ["no adapter", "added to the logits", "merged into W"], run.stderr.decode()
 
 
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
@@ -291,7 +291,7 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
         assert result["status"] == status, step
         assert ("result" in result) == (status == "ok")
     absent = on_gpu.Step("absent", 60, ["no-such-tool"])
-    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not there"
+    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not installed"
     needy = on_gpu.Step("needy", 60, [sys.executable], packages=("torch", "no-such-package"))
     assert on_gpu.run(needy, tmp_path, 60, {})["status"] == "no-such-package is not installed"
     time.sleep(3)

@@ -69,6 +69,17 @@ def test_fails(damage, message):
     assert result.returncode == 1 and f"{message}" in result.stderr, result.stderr
 
 
+def test_a_table_that_is_not_the_stored_one_is_seen():
+    from benchmarks.compile_report import differences
+
+    rows = [f"| {kernel} | {arch} | 2 | 8-9 |" for kernel in "ab" for arch in ("sm_80", "sm_90")]
+    stored, few = "\n".join(["# Title", "", *rows]), [rows[0], rows[2].replace("9", "99")]
+    assert differences(stored, ["", "", *rows], ["sm_80", "sm_90"]) == []
+    assert differences(stored, ["", "", rows[0], rows[2]], ["sm_80"]) == []
+    changed = differences(stored, ["", "", *few], ["sm_80"])
+    assert changed == [f"- {rows[2]}", f"+ {few[1]}"]
+
+
 def test_a_hidden_nan_is_seen():
     code = """
 clean = report.Usage(8, 0, 0, 0)

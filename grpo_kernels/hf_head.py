@@ -1,0 +1,280 @@
+"""Finds the LM head of a Hugging Face model and what the model does to its output.
+
+    logits = softcap(logit_scale * (hidden @ weight.T + lora_a_out @ lora_b.T + bias))
+
+`lora_a_out` and `lora_b` come from PEFT's LoRA on the head, if there is one. Model families name
+the scale and the softcap differently in their configs; `check_logits` compares the result with the
+model's own logits, so that a model that does something else is refused.
+
+Nothing here imports transformers: a model is known by its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .reference import linear_logits
+
+# Config fields with a softcap, and the model types that have them (as of transformers 5.23).
+SOFTCAP_FIELDS = (
+    "final_logit_softcapping",  # gemma2, gemma3, gemma3n, gemma4, nanochat, ...
+    "logits_soft_cap",  # recurrent_gemma
+)
+# Config fields that logits are multiplied by.
+SCALE_FIELDS = (
+    "logit_scale",  # cohere, cohere2
+    "output_multiplier",  # muse_glimmer, muse_spark
+    "lm_head_multiplier",  # falcon_h1
+)
+# The config field that logits are divided by: granite, granitemoe, granitemoehybrid, ...
+SCALING_FIELD = "logits_scaling"
+# Model types that multiply logits by SCALING_FIELD.
+SCALING_IS_A_FACTOR = ("hyperclovax",)
+# Config fields that a model type has but does not use.
+UNUSED_FIELDS = {"mpt": "logit_scale"}
+# The options of `linear_logprobs` that an integration passes on for its caller.
+HEAD_OPTIONS = ("temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes")
+# `check_logits` allows this share of the largest logit: more than bf16 rounds, less than a scale.
+_CHECK_TOLERANCE = 0.05
+
+
+class Head(NamedTuple):
+    """The LM head: its linear layer, and what happens to that layer's output."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    logit_scale: float
+    adapters: tuple[Adapter, ...] = ()
+
+    def arguments(self, hidden: Tensor) -> dict[str, Any]:
+        """Returns the head's arguments of `fused_grpo_loss` and `linear_logprobs` but the weight.
+
+        Args:
+            hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
+        """
+        low_rank = None
+        if self.adapters:
+            a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
+            lora_b = torch.cat([full_tensor(adapter.lora_b) for adapter in self.adapters], 1)
+            low_rank = (a_out, lora_b)
+        return {
+            "bias": full_tensor(self.bias),
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "low_rank": low_rank,
+        }
+
+
+class Adapter(NamedTuple):
+    """A LoRA, which adds `scaling * lora_a(dropout(hidden)) @ lora_b.T` to the logits."""
+
+    lora_a: nn.Module  # [..., H] -> [..., r]
+    lora_b: Tensor  # [V, r]
+    scaling: float
+    dropout: nn.Module
+
+    def lora_a_out(self, hidden: Tensor) -> Tensor:
+        """Returns `scaling * lora_a(dropout(hidden))`, `[..., r]`."""
+        weight = next(self.lora_a.parameters())
+        hidden = self.dropout(hidden.to(weight.dtype))
+        if hasattr(weight, "full_tensor"):
+            return self.scaling * nn.functional.linear(hidden, full_tensor(weight))
+        # Calls the module: ZeRO-3 gathers its weight in a hook around the call.
+        return self.scaling * self.lora_a(hidden)
+
+
+def base_model(model: Any) -> Any:
+    """Returns the transformers model inside a PEFT one (its layers hold the adapters)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_prompt_learning(model: Any) -> bool:
+    """Returns True for a PEFT model that puts virtual tokens before the prompt."""
+    config = getattr(model, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def head_of(model: Any) -> Head:
+    """Returns the head of a transformers or PEFT model in its present state.
+
+    Raises:
+        ValueError: the output layer is not a linear layer of floating-point weights, or has an
+            adapter that is not plain LoRA.
+    """
+    model = base_model(model)
+    config = model.config.get_text_config()
+    layer, adapters = _split_adapters(model.get_output_embeddings())
+    if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
+        raise ValueError(
+            "model: expected an output layer that is a torch.nn.Linear with floating-point "
+            f"weights; got {type(layer).__name__}"
+        )
+    softcaps = (getattr(config, name, None) for name in SOFTCAP_FIELDS)
+    softcap = next((cap for cap in softcaps if cap is not None), None)
+    return Head(layer.weight, layer.bias, softcap, _logit_scale(config), adapters)
+
+
+def _logit_scale(config: Any) -> float:
+    model_type = config.model_type
+    for name in SCALE_FIELDS:
+        value = getattr(config, name, None)
+        if value is not None and UNUSED_FIELDS.get(model_type) != name:
+            return float(value)
+    scaling = float(getattr(config, SCALING_FIELD, None) or 1.0)
+    return scaling if model_type.startswith(SCALING_IS_A_FACTOR) else 1.0 / scaling
+
+
+def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
+    """Splits PEFT's wrapper into the layer in use and its active adapters."""
+    if hasattr(layer, "modules_to_save"):  # PEFT trains a copy of the layer
+        off = layer.disable_adapters or not layer.active_adapters
+        active = layer.original_module if off else layer.modules_to_save[layer.active_adapters[0]]
+        return active, ()
+    if not hasattr(layer, "base_layer"):
+        return layer, ()
+    if layer.disable_adapters:
+        if layer.merged:
+            layer.unmerge()
+        return layer.base_layer, ()
+    if layer.merged:
+        return layer.base_layer, ()
+    names = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
+    plain = hasattr(layer, "lora_A") and not any(
+        name in getattr(layer, "lora_variant", {})  # since PEFT 0.16
+        or getattr(layer, "use_dora", {}).get(name)
+        or getattr(layer, "lora_bias", {}).get(name)
+        for name in names
+    )
+    if not plain or not isinstance(layer.base_layer, nn.Linear):
+        raise ValueError(
+            "model: expected no adapter on the output layer, or LoRA without a bias and without "
+            f"variants such as DoRA; got {type(layer).__module__}.{type(layer).__name__}"
+        )
+    adapters = (
+        Adapter(
+            lora_a=layer.lora_A[name],
+            lora_b=layer.lora_B[name].weight,
+            scaling=layer.scaling[name],
+            dropout=layer.lora_dropout[name],
+        )
+        for name in names
+    )
+    return layer.base_layer, tuple(adapters)
+
+
+@torch.no_grad()
+def check_logits(model: Any, ids: Tensor | None = None) -> None:
+    """Compares the logits that `head_of` leads to with the model's own.
+
+    Args:
+        model: a transformers or PEFT model whose weights are not sharded.
+        ids: `[1, T]`, token ids of a prompt; None takes a few from the middle of the vocabulary.
+
+    Raises:
+        ValueError: the logits differ, as the model does something to them that is not known here.
+    """
+    model, head = base_model(model), head_of(model)
+    device, V = head.weight.device, head.weight.shape[0]
+    if ids is None:
+        ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    with evaluating(model):
+        expected = model(input_ids=ids, use_cache=False).logits.to(device).double()
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = hidden.to(device, head.weight.dtype)
+        logits = linear_logits(hidden, head.weight, **head.arguments(hidden)).double()
+    error = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not error < _CHECK_TOLERANCE:
+        raise ValueError(
+            "model: expected logits that are a linear layer of the last hidden states, scaled and "
+            f"capped as the config says; those of {type(model).__name__} are off by {error:.1%}"
+        )
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Returns True if the values are spread over ranks (ZeRO-3, FSDP2) or not loaded (meta)."""
+    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor") or weight.is_meta
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts every module in eval mode within a `with` block, then restores each one's own mode.
+
+    In training mode, layers with gradient checkpointing take no key-value cache.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def register_with_zero3(module: nn.Module, weight: Tensor) -> None:
+    """Makes ZeRO-3 gather `weight` around the forward of `module`, which uses it from outside."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(module, weight)
+
+
+def full_tensor(parameter: Any) -> Any:
+    """Returns FSDP2's parameter gathered from all ranks; any other value as it is.
+
+    FSDP2 shows a parameter that it has not gathered as this rank's shard. The gradient of the
+    gathered one is averaged over ranks, as FSDP2 averages its own.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    placements = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=placements)
+
+
+def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Multiplies advantages by the importance-sampling weights of another sampler.
+
+    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
+    of 0 a surrogate is linear in the advantage.
+
+    Args:
+        advantages: `[B]` or `[B, T]`.
+        weights: `[B]`, `[B, 1]` or `[B, T]`, >= 0.
+        mask: `[B, T]`.
+
+    Returns:
+        `[B, T]`, the shape of the mask.
+    """
+    advantages, weights = (x[:, None] if x.ndim == 1 else x for x in (advantages, weights))
+    return (advantages * weights).expand(mask.shape)
+
+
+def check_head_options(options: dict[str, Any], *, reused: bool = False) -> None:
+    """Checks the names in `options` against `HEAD_OPTIONS`.
+
+    Args:
+        options: keyword arguments for `linear_logprobs` or `fused_grpo_loss`.
+        reused: whether several calls will get them, which excludes an int as `seed`.
+
+    Raises:
+        TypeError: an unknown name.
+        ValueError: an int as the seed of several calls.
+    """
+    unknown = sorted(options.keys() - set(HEAD_OPTIONS))
+    if unknown:
+        raise TypeError(
+            f"{unknown[0]}: expected one of {', '.join(HEAD_OPTIONS)}; got {unknown[0]!r}"
+        )
+    if reused and isinstance(options.get("seed"), int):
+        raise ValueError(
+            "seed: expected a torch.Generator, or None for torch's default one, as an int would "
+            f"draw the same columns in every call; got {options['seed']}"
+        )

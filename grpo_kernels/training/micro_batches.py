@@ -1,0 +1,97 @@
+"""Micro-batches: which completions go together, and what each part's loss counts for.
+
+Whatever the parts are, on however many processes, their gradients add up to that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..config import GRPOLossConfig
+
+Plan = list[list[int]]
+
+
+class Size(NamedTuple):
+    """How much of a batch counts: its completions, and their tokens that are not masked."""
+
+    rows: int
+    tokens: int
+
+
+def equal_parts(count: int, parts: int) -> Plan:
+    """The numbers below `count`, a multiple of `parts`, in parts of equal length."""
+    size = count // parts
+    return [list(range(start, start + size)) for start in range(0, count, size)]
+
+
+def plan_micro_batches(
+    rows: Sequence[int], size: int, prompt_of: Sequence[int], prompt_lengths: Sequence[int],
+    lengths: Sequence[int], *, shared: bool,
+) -> Plan:  # fmt: skip
+    """Cuts rows into parts of at most `size`, sorted by length or by prompt.
+
+    Completions of one length save padding; completions of one prompt save encoding it again where
+    prompts are `shared`. The order that leaves fewer tokens is taken.
+
+    Args:
+        rows: the completions that take part.
+        size: rows of a part, at most.
+        prompt_of: index of each completion's prompt; like `lengths`, of all completions.
+        prompt_lengths: tokens of each prompt.
+        lengths: tokens of each completion.
+        shared: whether a prompt is encoded once for its completions in a part.
+    """
+    group_length: dict[int, int] = defaultdict(int)
+    for i in rows:
+        group_length[prompt_of[i]] = max(group_length[prompt_of[i]], lengths[i])
+
+    def tokens(part: Sequence[int]) -> int:
+        prompts = {prompt_of[i] for i in part}
+        encoded = len(prompts) if shared else len(part)
+        longest = max(prompt_lengths[p] for p in prompts)
+        return encoded * longest + len(part) * max(lengths[i] for i in part)
+
+    orders = (
+        sorted(rows, key=lambda i: (lengths[i], prompt_of[i], i)),
+        sorted(rows, key=lambda i: (group_length[prompt_of[i]], prompt_of[i], lengths[i], i)),
+    )
+    plans = [[list(o[i : i + size]) for i in range(0, len(o), size)] for o in orders]
+    return min(plans, key=lambda plan: sum(map(tokens, plan)))
+
+
+def pad_plan(plan: Plan, count: int) -> Plan:
+    """Adds empty parts up to `count`, at least one in all.
+
+    Every rank needs as many as the rank with the most: each part is a collective call.
+    """
+    return [*plan, *([] for _ in range(max(1, count) - len(plan)))]
+
+
+def loss_share(config: GRPOLossConfig, part: Size, whole: Size, world: int) -> float:
+    """The factor of a part's loss with which the parts' gradients add up to that of the whole.
+
+    Args:
+        config: says what the loss is averaged over.
+        part: one micro-batch of one process.
+        whole: the update, over all processes.
+        world: the number of processes, whose gradients are averaged, not summed.
+    """
+    if config.effective_aggregation == "dapo":  # its denominator is the whole's already
+        return 1.0
+    if config.effective_aggregation == "bnpo":
+        return world * (part.tokens / max(whole.tokens, 1))
+    return world * (part.rows / max(whole.rows, 1))
+
+
+def config_of_part(
+    config: GRPOLossConfig, share: float, part: Size, whole: Size, world: int
+) -> GRPOLossConfig:
+    """The config of a part whose loss counts `share`: its mean entropy counts by tokens."""
+    if not config.entropy_coef or not share:
+        return config
+    by_tokens = world * part.tokens / max(whole.tokens, 1)
+    return replace(config, entropy_coef=config.entropy_coef * by_tokens / share)

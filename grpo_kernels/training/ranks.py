@@ -1,0 +1,81 @@
+"""Processes: what they are made of, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from .config import TrainingConfig
+
+_T = TypeVar("_T")
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    """The processes of a run, of whose number and kind everything that can be checked is.
+
+    Raises:
+        ImportError: a tracker that is not installed.
+        ValueError: options that this number or kind of processes cannot honor.
+    """
+    accelerator = Accelerator(
+        mixed_precision=_precision(config), log_with=config.trackers or None,
+        project_dir=str(config.folder),
+    )  # fmt: skip
+    found = {str(tracker) for tracker in accelerator.log_with}
+    missing = [name for name in config.trackers if name not in found | {"all"}]
+    if missing:
+        raise ImportError(f"trackers: {missing[0]} is not installed: pip install {missing[0]}")
+    world = accelerator.num_processes
+    if config.prompts_per_step % (world * config.minibatches):
+        raise ValueError(
+            f"prompts_per_step: expected a multiple of processes times minibatches, {world} * "
+            f"{config.minibatches}; got {config.prompts_per_step}"
+        )
+    if sharding(accelerator) == "DEEPSPEED" and config.num_iterations > 1:
+        raise ValueError(
+            f"num_iterations: expected 1 with DeepSpeed, which shards the policy and not the "
+            f"reference; got {config.num_iterations}"
+        )
+    return accelerator
+
+
+def sharding(accelerator: Accelerator) -> str | None:
+    """What shards the weights: `"FSDP"`, `"DEEPSPEED"`, or None where every process has all."""
+    kind = accelerator.distributed_type.value
+    return kind if kind in ("FSDP", "DEEPSPEED") else None
+
+
+def configure_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Fills in DeepSpeed's config; DeepSpeed clips and steps itself."""
+    accelerator.state.deepspeed_plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "train_batch_size": config.micro_batch_size * accelerator.num_processes,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def gather(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """The rows of all processes, in the order of their ranks, on the CPU."""
+    if accelerator.num_processes == 1:
+        return rows.cpu()
+    return accelerator.gather(rows.to(accelerator.device)).cpu()
+
+
+def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], Any]) -> Any:
+    """`function` of the list of every process's value; with one process the value itself."""
+    if accelerator.num_processes == 1:
+        return value
+    return function(gather_object([value]))
+
+
+def _precision(config: TrainingConfig) -> str:
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"

@@ -1,0 +1,60 @@
+"""The policy that the KL is to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from . import ranks
+from .config import TrainingConfig
+from .policy import Policy
+
+
+class ReferenceModel:
+    """A frozen copy of the model as it was; with LoRA, the model itself without its adapters."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, config: TrainingConfig) -> None:
+        self.accelerator = accelerator
+        self.copy: Any = None if config.lora_rank else self._copy_of(model, config.share_prompts)
+
+    def _copy_of(self, model: nn.Module, share_prompts: bool) -> Any:
+        """A copy on the device, sharded as the policy will be.
+
+        Parameters that are frozen in both are shared, unless each is to be sharded.
+        """
+        sharded = ranks.sharding(self.accelerator) is not None
+        frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
+        copied = copy.deepcopy(model, {id(p): p for p in frozen}).eval().requires_grad_(False)
+        policy = Policy(copied, share_prompts=share_prompts)
+        if self.accelerator.is_fsdp2:
+            from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+            return fsdp2_prepare_model(self.accelerator, policy)
+        return policy.to(self.accelerator.device)
+
+    @contextmanager
+    def active(self, policy: Any) -> Iterator[Any]:
+        """The reference as a `Policy`, for as long as the context lasts."""
+        if self.copy is not None:
+            yield self.copy
+            return
+        with self.accelerator.unwrap_model(policy).model.disable_adapter():
+            yield policy
+
+    @torch.no_grad()
+    def refresh(self, policy: Any) -> None:
+        """Makes the copy equal to the policy as it is now."""
+        unwrap = self.accelerator.unwrap_model
+        policy, reference = unwrap(policy), unwrap(self.copy)
+        for module in (*policy.modules(), *reference.modules()):
+            # Under FSDP2 a root stays gathered after its forward.
+            if hasattr(module, "reshard"):
+                module.reshard()
+        for mine, theirs in zip(policy.parameters(), reference.parameters(), strict=True):
+            theirs.copy_(mine)

@@ -1,0 +1,25 @@
+"""The packages of the extra `train`, without which nothing here works; imported first."""
+
+from __future__ import annotations
+
+import importlib.util
+
+# Names to install, by the module that they are imported as.
+NEEDED = {
+    "accelerate": "accelerate", "datasets": "datasets", "matplotlib": "matplotlib",
+    "tqdm": "tqdm", "transformers": "transformers", "yaml": "pyyaml",
+}  # fmt: skip
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ImportError:
+        return True
+
+
+_missing = [package for module, package in NEEDED.items() if _is_missing(module)]
+if _missing:
+    raise ImportError(
+        f"grpo_kernels.training needs {', '.join(_missing)}: pip install 'grpo_kernels[train]'"
+    )

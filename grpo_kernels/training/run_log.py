@@ -1,0 +1,142 @@
+"""`RunLog`: everything a run tells, on the terminal, in its folder and to trackers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from . import logs, ranks, report
+from .config import TrainingConfig
+from .evaluate import Evaluation
+from .samples import Samples
+from .watch import Watch, worst_token
+
+
+class RunLog:
+    """Called by every process; the main one prints and writes."""
+
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator, tokenizer: Any) -> None:
+        self.config, self.accelerator, self.tokenizer = config, accelerator, tokenizer
+        self.main = accelerator.is_main_process
+        self.watch = Watch(config)
+        self.logs = logs.Logs(config.folder)
+        self.progress: Any = None
+
+    def open(self, last_step: int) -> None:
+        """Makes the run's folder, with nothing in it from after the step that is gone on from."""
+        config = self.config
+        if self.main:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            logs.truncate(config.folder, last_step)
+            text = json.dumps(asdict(config), indent=1)
+            (config.folder / "config.json").write_text(text + "\n")
+        if config.trackers:
+            self.accelerator.init_trackers(config.name, config=report.flat(config))
+
+    def introduce(self, policy: Any, problems: int, held_out: int) -> None:
+        """Says what is trained on how many problems, and what one should know of it."""
+        config, accelerator = self.config, self.accelerator
+        policy = accelerator.unwrap_model(policy)
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        self.say(
+            f"{config.model} on {accelerator.device}, {accelerator.num_processes} process(es): "
+            f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "
+            f"out; results in {config.folder}/"
+        )
+        if config.dtype == "bf16" and not config.lora_rank:
+            self.say(
+                "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype fp32 "
+                "(its GEMMs are bf16 with precision), lora_rank, or a large learning_rate"
+            )
+        if config.share_prompts and not policy.shares_prompts:
+            self.say(f"Prompts are encoded with each completion: {policy.not_shared}")
+
+    def start(self, step: int) -> None:
+        """Begins to count steps, from this one."""
+        self.progress = tqdm(
+            total=self.config.steps, initial=step, desc=self.config.name, disable=not self.main,
+            dynamic_ncols=True,
+        )  # fmt: skip
+
+    def step(self, row: dict[str, Any], samples: Samples) -> None:
+        """Writes and prints a step's row, to which its warnings are added."""
+        warnings = self.watch.after_step(row, self._worst_token(row, samples))
+        if warnings:
+            row["warnings"] = warnings
+        if not self.main:
+            return
+        self._append("metrics.jsonl", row)
+        self._track({k: v for k, v in row.items() if isinstance(v, (int, float))}, row["step"])
+        self.progress.update()
+        for warning in warnings:
+            self.warn(warning)
+        self.say(report.line(row))
+        if row["step"] == 1 or row["step"] % self.config.show_every == 0:
+            shown = report.sample_rows(samples, self.config.num_generations)
+            for sample in shown:
+                self._append("samples.jsonl", {"step": row["step"], **sample})
+            self.say(report.sample_table(shown))
+            self._write_report()
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Writes and prints an evaluation and its answers."""
+        warning = self.watch.after_evaluation(evaluation)
+        if not self.main:
+            return
+        self._append("evaluations.jsonl", evaluation.summary(step))
+        for answer in evaluation.answers:
+            self._append("answers.jsonl", {"step": step, **answer})
+        self.say(f"{step:5d}  {evaluation}")
+        if warning:
+            self.warn(warning)
+        self._track({"held_out_accuracy": evaluation.accuracy}, step)
+
+    def finish(self) -> None:
+        """Writes the report and the picture, and says how the run ended."""
+        self.progress.close()
+        if self.main:
+            self._write_report()
+            report.picture(self.config.folder)
+            self.say(report.summary(self.config.folder))
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def say(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text)
+
+    def warn(self, text: str) -> None:
+        self.say(f"      warning: {text}")
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        error = self.logs.append(name, row)
+        if error is not None:
+            self.warn(
+                f"{name} was not written ({error}); its rows are kept and written when there is "
+                f"room in {self.config.folder}"
+            )
+
+    def _track(self, values: Mapping[str, float], step: int) -> None:
+        if self.config.trackers:
+            self.accelerator.log(values, step=step)
+
+    def _write_report(self) -> None:
+        try:
+            report.write(self.config.folder)
+        except OSError as error:
+            self.warn(f"no report ({type(error).__name__}: {error})")
+
+    def _worst_token(self, row: Mapping[str, Any], samples: Samples) -> str | None:
+        """The token, of all processes, that made the step's ratio or KL spike, in words."""
+        spike = self.watch.spike(row)
+        against = {"ratio_max": samples.old_logps, "kl_max": samples.ref_logps}.get(spike or "")
+        if against is None:
+            return None
+        found = worst_token(samples, against, self.tokenizer)
+        worst: tuple[float, str] = ranks.reduce(self.accelerator, found, max)
+        return worst[1]

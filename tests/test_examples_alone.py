@@ -1,0 +1,67 @@
+"""Examples can be copied out: each is one file that needs nothing but installed packages."""
+
+import ast
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_imports_no_neighbor(path):
+    assert "sys.path" not in path.read_text()
+    others = {"examples", "benchmarks", "tests", *(other.stem for other in EXAMPLES)}
+    assert not {name.split(".")[0] for name in imports_of(path)} & others
+
+
+def test_benchmarks_import_no_example():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert not any(name.startswith("examples") for name in imports_of(path)), path.name
+
+
+@pytest.mark.slow
+def test_a_copied_example_runs(tiny_model, tmp_path):
+    copied = shutil.copy(ROOT / "examples" / "train_additions.py", tmp_path / "mine.py")
+    options = ["--steps", "1", "--prompts_per_step", "2", "--num_generations", "2"]
+    run = subprocess.run(
+        [sys.executable, copied, "--model", str(tiny_model), *options],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "runs" / "demo" / "report.html").exists()
+
+
+def test_the_minimal_one_is_minimal():
+    path = ROOT / "examples" / "minimal_grpo.py"
+    assert len(path.read_text().splitlines()) <= 120
+    ours = {name for name in imports_of(path) if name.startswith("grpo_kernels")}
+    calls = ("GRPOLossConfig", "fused_grpo_loss", "group_advantages", "linear_logprobs")
+    assert ours == {f"grpo_kernels.{name}" for name in calls}
+
+
+def test_the_minimal_one_learns(tiny_model, capsys):
+    """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
+    run = runpy.run_path(str(ROOT / "examples" / "minimal_grpo.py"))
+    run["main"].__globals__["reward"] = lambda text, total: sum(c < "@" for c in text) / 10
+    options = ["--model", str(tiny_model), "--steps", "20", "--learning-rate", "1e-2"]
+    history = run["main"](options)
+    assert len(history) == 20 and sum(history[-5:]) > 1.25 * sum(history[:5]) > 0
+    assert "ratio_max" in capsys.readouterr().out
