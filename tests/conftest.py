@@ -10,6 +10,7 @@ with a softcap fail, and all do once `_load_logits` reads the columns past V as 
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model code of others may well rely on what torch.empty returns being finite."""
     monkeypatch.undo()
+
+
+@pytest.fixture
+def curves() -> Iterator[pytest.MonkeyPatch]:
+    """Reports come without drawings, until the test undoes it."""
+    from tests.support.trainer_runs import no_curves
+
+    with no_curves() as patch:
+        yield patch
 
 
 @pytest.fixture(scope="session")

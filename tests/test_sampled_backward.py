@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.workloads import make
 from grpo_kernels import column_sampling, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.backends import torch_backend
-from grpo_kernels.inputs import ColumnSampling
 from tests.support.batches import (
     HEAD,
     OBJECTIVES,
@@ -206,92 +205,6 @@ def test_entropy_of_linear_logprobs(all_kept):
         assert relative_error(sampled, exact) < 2e-4
 
 
-@pytest.fixture(scope="module", params=("dense", "rollout"))
-def workload(request):
-    w = make(request.param, (1024, 20_011, 64))
-    return w, head_gradients(w)[0]
-
-
-def head_gradients(w, **options):
-    hidden, weight = w.hidden.clone().requires_grad_(), w.weight.clone().requires_grad_()
-    out = fused_grpo_loss(
-        hidden, weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps, **options
-    )
-    out.loss.backward()
-    return {"hidden": hidden.grad, "weight": weight.grad}, out.metrics
-
-
-@pytest.mark.parametrize("tolerance", (0.04, 0.07, 0.12))
-def test_noise_is_what_was_predicted_and_asked_for(tolerance, workload):
-    w, exact = workload
-    observed, predicted = [], []
-    for seed in range(6):
-        drawn, metrics = head_gradients(w, backward="sampled", tolerance=tolerance, seed=seed)
-        errors = [relative_error(drawn[name], exact[name]) for name in exact]
-        observed.append(max(errors))
-        predicted.append(metrics["gradient_noise"].item())
-        assert metrics["dense_blocks"] == 0 and 0.005 < metrics["columns_kept"] < 1 / 3
-    observed, predicted = (sum(x) / len(x) for x in (observed, predicted))
-    assert observed == pytest.approx(predicted, rel=0.2)
-    assert tolerance / 2 < observed < 1.5 * tolerance
-
-
-def test_a_smaller_tolerance_keeps_more(workload):
-    w, _ = workload
-    kept = [
-        head_gradients(w, backward="sampled", tolerance=t, seed=0)[1]["columns_kept"].item()
-        for t in (0.2, 0.1, 0.05, 0.02)
-    ]
-    assert kept == sorted(kept) and kept[0] < kept[-1] / 4
-
-
-def test_a_flat_softmax_goes_dense():
-    w = make("flat", (256, 5003, 64))
-    drawn, metrics = head_gradients(w, backward="sampled")
-    assert metrics["dense_blocks"] == metrics["columns_kept"] == 1
-    assert metrics["gradient_noise"] == 0
-    for name, expected in head_gradients(w)[0].items():
-        assert relative_error(drawn[name], expected) < 1e-6
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
-    """Of 12 flat chunks four are scored: after the first one is not, then two, then four."""
-    scored = []
-    real = torch_backend.column_scores
-
-    def counted(logits, *args):
-        scored.append(len(logits))
-        return real(logits, *args)
-
-    monkeypatch.setattr(torch_backend, "column_scores", counted)
-    w = make("flat", (12 * 16, 5003, 64))
-    options = {"config": config(loss_type=loss_type), "chunk_bytes": 16 * 5003 * 4}
-    drawn, metrics = head_gradients(w, backward="sampled", **options)
-    assert scored == [16] * 4
-    assert metrics["dense_blocks"] == metrics["columns_kept"] == 1
-    for name, expected in head_gradients(w, **options)[0].items():
-        assert relative_error(drawn[name], expected) < 1e-6
-
-
-def test_chunks_are_sampled_again_after_dense_ones():
-    asked = ColumnSampling(0.5, 0)
-    sampler = column_sampling.ColumnSampler(asked, 100, torch.device("cpu"))
-    blocks, targets = [slice(0, 4)], torch.zeros(4, dtype=torch.int64)
-    flat, peaked = torch.ones(1, 100), torch.full((1, 100), 1e-9)
-    peaked[0, :3] = 1.0
-    seen = []
-    for squares in (flat, flat, flat, flat, flat, peaked, peaked, flat, peaked, peaked):
-        if sampler.should_skip_scoring(blocks):
-            seen.append("skipped")
-        else:
-            samples, _ = sampler.sample(squares, targets, blocks, 1e4)
-            seen.append("dense" if samples[0] is None else "sampled")
-    expected = ["dense", "skipped", "dense", "skipped", "skipped", "sampled", "sampled", "dense"]
-    assert seen == [*expected, "skipped", "sampled"]
-    assert sampler.metrics()["dense_blocks"] == pytest.approx(0.7)
-
-
 def test_numbers_of_numpy_are_numbers(batch):
     given = {"seed": np.int64(3), "tolerance": np.float32(0.25), "backward": "sampled"}
     run = run_fused(batch, exact=False, **given)
@@ -394,53 +307,6 @@ def test_rows_of_nan_that_need_no_gradient_stay_out(batch, monkeypatch):
     for exact, sampled in zip(*gradients, strict=True):
         assert relative_error(sampled, exact) < 0.2
         assert sampled[2].abs().max() == 0 or sampled.dim() == 2
-
-
-def test_a_block_of_infinite_gradients_leaves_the_others_alone(batch):
-    squares = torch.rand(3, 50)
-    squares[1, 7] = math.inf
-    blocks = [slice(0, 2), slice(2, 4), slice(4, 6)]
-    targets = torch.tensor([1, 2, 3, 4, 5, 6])
-    kept, dense = column_sampling.keep_probabilities(squares, targets, blocks, 0.3)
-    others = [0, 2]
-    alone, _ = column_sampling.keep_probabilities(
-        squares[others], targets[[0, 1, 4, 5]], blocks[:2], 0.3
-    )
-    assert dense.tolist() == [False, True, False] or dense.all()
-    assert torch.equal(kept[others], alone) and (kept[1] == 1).all()
-
-
-@pytest.mark.parametrize("frozen", (("weight",), ("hidden",)))
-def test_what_is_frozen_does_not_change_the_budget(frozen, workload):
-    """Over several chunks, which correct for the noise that those before have shown."""
-    w, _ = workload
-    kept = {}
-    for parts in ((), frozen):
-        hidden = w.hidden.clone().requires_grad_("hidden" not in parts)
-        weight = w.weight.clone().requires_grad_("weight" not in parts)
-        out = fused_grpo_loss(
-            hidden, weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
-            backward="sampled", tolerance=0.1, seed=0, chunk_bytes=4 * 20_011 * 130,
-        )  # fmt: skip
-        kept[parts] = out.metrics["columns_kept"].item()
-    assert kept[frozen] == pytest.approx(kept[()], rel=0.5)
-
-
-@pytest.mark.parametrize("softcap", (None, 30.0))
-def test_noise_with_rows_of_the_weight_alike(softcap):
-    """A common part, which the row sums take care of; not with a softcap, and then it counts."""
-    w = make("dense", (512, 5003, 64))
-    w.weight += (
-        2 * w.weight.norm(dim=1).mean() * torch.nn.functional.normalize(torch.ones(64), dim=0)
-    )
-    exact, _ = head_gradients(w, softcap=softcap)
-    found = [
-        head_gradients(w, softcap=softcap, backward="sampled", tolerance=0.1, seed=seed)
-        for seed in range(8)
-    ]
-    errors = [max(relative_error(d[name], exact[name]) for name in d) for d, _ in found]
-    predicted = [metrics["gradient_noise"].item() for _, metrics in found]
-    assert sum(errors) == pytest.approx(sum(predicted), rel=0.25)
 
 
 def test_another_default_dtype(batch):

@@ -5,12 +5,11 @@ import math
 import random
 import re
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss
+from grpo_kernels import fused_grpo_loss
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.hf_head import head_of
 from grpo_kernels.training import (
@@ -23,169 +22,11 @@ from grpo_kernels.training import (
 )
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import plan_micro_batches
-from grpo_kernels.training.policy import Batch, Policy, positions, why_not_shared
-from grpo_kernels.training.rollout import (
-    ContinuousBatchingRollout,
-    GenerateRollout,
-    SamplingParams,
-    completion,
-)
-from tests.support.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.support.trainer_runs import config_of, no_curves, noise, rows_of, trainer_of
+from grpo_kernels.training.policy import Batch, Policy, positions
+from tests.support.tiny_models import make_tokenizer
+from tests.support.trainer_runs import assert_same_grads, config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
-
-
-@pytest.fixture
-def curves():
-    with no_curves() as patch:
-        yield patch
-
-
-def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
-    draw = random.Random(seed)
-    completions = [[draw.randrange(1, V) for _ in range(n)] for n in lengths]
-    return Batch.of_rows(prompts, [i % 2 for i in range(len(lengths))], completions, 0)
-
-
-def loss_and_grads(policy, batch, advantages, config):
-    policy.zero_grad()
-    loss, _, logps = policy("loss", batch, advantages, config)
-    loss.backward()
-    return loss.detach(), logps, {n: p.grad.clone() for n, p in policy.named_parameters()}
-
-
-def assert_same_grads(mine, expected, tolerance):
-    largest = max(float(g.norm()) for g in expected.values())
-    assert largest > 0
-    for name, grad in expected.items():
-        error = float((mine[name] - grad).norm())
-        assert error <= tolerance * max(float(grad.norm()), 1e-3 * largest), (name, error)
-
-
-# The policy
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompts_change_nothing(family):
-    """Loss, log-probs and every gradient, for models that share and for those that fall back."""
-    model = make_model(family).train()
-    batch, advantages = random_batch(), torch.randn(6, generator=torch.Generator().manual_seed(1))
-    shared, apart = Policy(model), Policy(model, share_prompts=False)
-    assert (shared.not_shared is None) == FAMILIES[family].shares, shared.not_shared
-    loss, logps, grads = loss_and_grads(shared, batch, advantages, GRPOLossConfig())
-    expected_loss, expected_logps, expected = loss_and_grads(
-        apart, batch, advantages, GRPOLossConfig()
-    )
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logps, expected_logps, rtol=1e-4, atol=1e-5)
-    assert_same_grads(grads, expected, 1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_the_models_own(family):
-    """The shift, the padding, the positions and the head, against logits of each row alone."""
-    model = make_model(family).eval()
-    batch = random_batch()
-    logps, entropy = Policy(model)("logps", batch, 0.8, True)
-    for i, length in enumerate(batch.mask.sum(1).tolist()):
-        prompt = batch.prompts[batch.prompt_of[i]][batch.prompt_mask[batch.prompt_of[i]] == 1]
-        ids = torch.cat([prompt, batch.completions[i, :length]])[None]
-        with torch.no_grad():
-            log_p = (model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.8).log_softmax(-1)
-        expected = log_p.gather(-1, batch.completions[i, :length, None]).squeeze(-1)
-        torch.testing.assert_close(logps[i, :length], expected, rtol=1e-4, atol=2e-5)
-        expected = -(log_p.exp() * log_p).sum(-1)
-        torch.testing.assert_close(entropy[i, :length], expected, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generation_goes_on_from_a_shared_prompt(family):
-    model, tokenizer = make_model(family), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    together = GenerateRollout(Policy(model), tokenizer)(prompts, 3, sampling)
-    apart = GenerateRollout(Policy(model, share_prompts=False), tokenizer)(prompts, 3, sampling)
-    assert together == apart and len(together) == 6
-    assert together[0] == together[1] == together[2] != together[3]
-    alone = [GenerateRollout(Policy(model), tokenizer)([p], 1, sampling)[0] for p in prompts]
-    assert alone == [together[0], together[3]]
-
-
-def test_gradient_checkpointing_falls_back():
-    model = make_model("llama").train()
-    expected = loss_and_grads(Policy(model), random_batch(), torch.ones(6), GRPOLossConfig())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model)
-    assert "checkpointing" in policy.not_shared
-    mine = loss_and_grads(policy, random_batch(), torch.ones(6), GRPOLossConfig())
-    assert_same_grads(mine[2], expected[2], 1e-4)
-
-
-def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path)
-    model, tokenizer = load_model(config)
-    forward = model.forward
-
-    def scaled(*args, **kwargs):
-        out = forward(*args, **kwargs)
-        out.logits = 3 * out.logits
-        return out
-
-    model.forward = scaled
-    with pytest.raises(ValueError, match="model: expected logits that are a linear layer"):
-        Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
-
-
-# Completions
-
-
-class Words:
-    """A tokenizer of one letter a token."""
-
-    pad_token_id = 0
-
-    def decode(self, ids, **_):
-        return "".join("|" if i == 0 else chr(96 + i) for i in ids)
-
-
-@pytest.mark.parametrize(
-    ("row", "stop", "expected"),
-    (
-        ([7, 0, 0, 0], (), ([7, 0], True)),
-        ([7, 8, 9, 0], (), ([7, 8, 9, 0], True)),
-        ([7, 8, 9, 10], (), ([7, 8, 9, 10], False)),
-        ([0, 0, 0, 0], (), ([0], True)),
-        ([7, 5, 0, 0], (), ([7, 5], True)),  # several tokens end it
-        ([1, 2, 3, 0, 0], ("bc",), ([1, 2, 3], True)),  # padded with the end's token
-        ([1, 2, 3, 4], ("bc",), ([1, 2, 3], True)),
-        ([1, 2, 0, 3, 2, 3], ("bc",), ([1, 2, 0], True)),  # the token comes first
-        ([1, 2, 4], ("bc",), ([1, 2, 4], False)),
-    ),
-)
-def test_a_completion_ends_once(row, stop, expected):
-    done = completion(row, [0, 5], SamplingParams(8, stop=stop), Words())
-    assert (done.token_ids, done.ended) == expected
-
-
-def test_stop_strings_end_generation():
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    rollout = GenerateRollout(Policy(model), tokenizer)
-    full = rollout([[7, 8, 9]], 1, SamplingParams(8, temperature=0.0))[0]
-    string = tokenizer.decode(full.token_ids[2:3])
-    assert string.isascii() or len(string) == 1
-    done = rollout([[7, 8, 9]], 1, SamplingParams(8, temperature=0.0, stop=(string,)))[0]
-    assert done.ended and done.token_ids == full.token_ids[: len(done.token_ids)]
-    assert len(done.token_ids) <= 3
-
-
-def test_continuous_batching_samples_the_same(tiny_model, tmp_path):
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
-    assert ContinuousBatchingRollout(model, tokenizer)(prompts, 2, sampling) == expected
-    config = config_of(tiny_model, tmp_path, rollout="continuous_batching", steps=1)
-    row = rows_of(trainer_of(config).train())[0]
-    assert row["grad_norm"] > 0 and row["completion_length"] > 1
 
 
 # Micro-batches, minibatches and ranks add up
@@ -547,68 +388,6 @@ def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
     assert "the update was left out" in capsys.readouterr().out
 
 
-# Going on
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):
-    from accelerate import Accelerator
-
-    config = config_of(tiny_model, tmp_path, steps=3, save_every=1)
-    trainer = trainer_of(config)
-    original, calls = Accelerator.save_state, []
-
-    def full(self, folder, **options):
-        calls.append(folder)
-        if len(calls) == 2:
-            Path(folder, "half").write_text("x")
-            raise OSError(28, "No space left on device")
-        return original(self, folder, **options)
-
-    monkeypatch.setattr(Accelerator, "save_state", full)
-    folder = trainer.train()
-    assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000003"]
-    assert len(rows_of(folder)) == 3
-
-
-def test_what_is_half_written_is_no_checkpoint(tiny_model, tmp_path):
-    from grpo_kernels.training import checkpoint
-
-    folder = trainer_of(config_of(tiny_model, tmp_path, save_every=1)).train()
-    whole = checkpoint.latest(folder)
-    assert whole.name == "step-000002"
-    (folder / "checkpoints" / "step-000009").mkdir()
-    (folder / "checkpoints" / ".step-000010.tmp").mkdir()
-    assert checkpoint.latest(folder) == whole
-
-
-def test_checkpoints_hold_what_is_trained(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, trainable=r"layers\.1\.", steps=1)
-    folder = trainer_of(config).train()
-    saved = torch.load(folder / "checkpoints" / "step-000001" / "trained.pt", weights_only=True)
-    assert saved and all("layers.1." in name for name in saved)
-    assert not list(folder.rglob("model.safetensors"))
-
-
-def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
-    trainer_of(config_of(tiny_model, tmp_path)).train()
-    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
-        trainer_of(config_of(tiny_model, tmp_path)).train()
-    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
-        load_model(config_of("not there", tmp_path))
-    assert config_of(tiny_model, tmp_path).unused().name == "t-2"
-    before = (tmp_path / "t" / "config.json").read_text()
-    other = config_of(tiny_model, tmp_path, resume=True, trainable="layers", steps=3)
-    with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
-        trainer_of(other).train()
-    assert (tmp_path / "t" / "config.json").read_text() == before
-    other = config_of(tiny_model, tmp_path, resume=True, learning_rate=1e-3, steps=3)
-    with pytest.raises(ValueError, match=r"learning_rate: was 0\.01, is 0\.001"):
-        trainer_of(other).train()
-    folder = trainer_of(config_of(tiny_model, tmp_path, resume=True, steps=3)).train()
-    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
-
-
 # Options
 
 
@@ -665,8 +444,3 @@ def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path):
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
         load_model(config_of(tmp_path / "nowhere", tmp_path))
-
-
-def test_why_not_shared_names_the_reason():
-    assert why_not_shared(make_model("llama")) is None
-    assert "Sliding" in why_not_shared(make_model("gemma2"))

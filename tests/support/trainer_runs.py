@@ -40,3 +40,11 @@ def rows_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "peak_memory")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def assert_same_grads(mine, expected, tolerance):
+    largest = max(float(g.norm()) for g in expected.values())
+    assert largest > 0
+    for name, grad in expected.items():
+        error = float((mine[name] - grad).norm())
+        assert error <= tolerance * max(float(grad.norm()), 1e-3 * largest), (name, error)

@@ -208,7 +208,7 @@ DAMAGES = [
     ),
     *_in(
         "column_sampling.py",
-        "test_sampled_backward",
+        "test_column_sampling test_sampled_backward",
         ("ranks draw alike",
          "seed += 0x9E3779B97F4A7C15 * distributed.get_rank()", "pass"),
         ("the targets' columns are drawn like the others",
@@ -241,7 +241,7 @@ DAMAGES = [
     # The trainer.
     *_in(
         "training/policy.py",
-        "test_training",
+        "test_policy test_training",
         ("completions are scored by the state after them",
          "return states.last_hidden_state[:, -T:]",
          "return states.last_hidden_state.roll(-1, 1)[:, -T:]"),
@@ -250,11 +250,17 @@ DAMAGES = [
          "return (torch.ones_like(mask).cumsum(1) - 1).clamp(min=0)"),
     ),
     *_in(
+        "training/micro_batches.py",
+        "test_micro_batches test_training",
+        ("micro-batches are averaged over one process",
+         "return world * (part.tokens / max(whole.tokens, 1))",
+         "return part.tokens / max(whole.tokens, 1)"),
+    ),
+    *_in(
         "training/trainer.py",
         "test_training",
-        ("micro-batches are averaged over one rank",
-         "share = world * self._share(", "share = self._share("),
         ("num_items is that of one process",
-         'options["num_items"] = all_tokens / world', 'options["num_items"] = all_tokens'),
+         'options["num_items"] = tokens / self.accelerator.num_processes',
+         'options["num_items"] = tokens'),
     ),
 ]  # fmt: skip

@@ -1,0 +1,72 @@
+"""That a run can be taken up again, and from what."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels.training import (
+    load_model,
+)
+from tests.support.trainer_runs import config_of, rows_of, trainer_of
+
+pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):
+    from accelerate import Accelerator
+
+    config = config_of(tiny_model, tmp_path, steps=3, save_every=1)
+    trainer = trainer_of(config)
+    original, calls = Accelerator.save_state, []
+
+    def full(self, folder, **options):
+        calls.append(folder)
+        if len(calls) == 2:
+            Path(folder, "half").write_text("x")
+            raise OSError(28, "No space left on device")
+        return original(self, folder, **options)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    folder = trainer.train()
+    assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000003"]
+    assert len(rows_of(folder)) == 3
+
+
+def test_what_is_half_written_is_no_checkpoint(tiny_model, tmp_path):
+    from grpo_kernels.training import checkpoint
+
+    folder = trainer_of(config_of(tiny_model, tmp_path, save_every=1)).train()
+    whole = checkpoint.latest(folder)
+    assert whole.name == "step-000002"
+    (folder / "checkpoints" / "step-000009").mkdir()
+    (folder / "checkpoints" / ".step-000010.tmp").mkdir()
+    assert checkpoint.latest(folder) == whole
+
+
+def test_checkpoints_hold_what_is_trained(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, trainable=r"layers\.1\.", steps=1)
+    folder = trainer_of(config).train()
+    saved = torch.load(folder / "checkpoints" / "step-000001" / "trained.pt", weights_only=True)
+    assert saved and all("layers.1." in name for name in saved)
+    assert not list(folder.rglob("model.safetensors"))
+
+
+def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
+    trainer_of(config_of(tiny_model, tmp_path)).train()
+    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+        trainer_of(config_of(tiny_model, tmp_path)).train()
+    with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+        load_model(config_of("not there", tmp_path))
+    assert config_of(tiny_model, tmp_path).unused().name == "t-2"
+    before = (tmp_path / "t" / "config.json").read_text()
+    other = config_of(tiny_model, tmp_path, resume=True, trainable="layers", steps=3)
+    with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
+        trainer_of(other).train()
+    assert (tmp_path / "t" / "config.json").read_text() == before
+    other = config_of(tiny_model, tmp_path, resume=True, learning_rate=1e-3, steps=3)
+    with pytest.raises(ValueError, match=r"learning_rate: was 0\.01, is 0\.001"):
+        trainer_of(other).train()
+    folder = trainer_of(config_of(tiny_model, tmp_path, resume=True, steps=3)).train()
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
