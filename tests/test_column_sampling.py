@@ -101,7 +101,7 @@ def test_chunks_are_sampled_again_after_dense_ones():
     assert sampler.metrics()["dense_blocks"] == pytest.approx(0.7)
 
 
-def test_a_block_of_infinite_gradients_leaves_the_others_alone(batch):
+def test_a_block_of_infinite_gradients_leaves_the_others_alone():
     squares = torch.rand(3, 50)
     squares[1, 7] = math.inf
     blocks = [slice(0, 2), slice(2, 4), slice(4, 6)]
