@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks.training_jobs import train
+from tests.support.ranks import JOB_S
 from tests.support.trainer_runs import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +76,20 @@ def assert_same_rows(both, alone):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_launched_as_users_do(tiny_model, tmp_path):
+    """By torchrun, from the command line, to an end without an error."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    options = {
+        "model": tiny_model, "output": tmp_path, "name": "t", "steps": 2, "prompts_per_step": 2,
+        "num_generations": 2, "eval_size": 3, "max_completion_length": 5,
+    }  # fmt: skip
+    given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "examples.train_additions", *given],
+        cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
+        timeout=JOB_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [row["step"] for row in rows_of(tmp_path / "t")] == [1, 2]
