@@ -5,7 +5,14 @@ import sys
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, lm_head, reference
+from grpo_kernels import (
+    fused_grpo_loss,
+    grpo_loss,
+    head_gradients,
+    linear_logprobs,
+    lm_head,
+    reference,
+)
 from tests.support.batches import make_batch, packed, relative_error
 
 CHUNK = 4 * 1003 * 5
@@ -171,7 +178,8 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
         acc.copy_(product if beta == 0 else acc * beta + product)
 
     monkeypatch.setattr(lm_head, "mm", mm)
-    monkeypatch.setattr(lm_head, "addmm", addmm)
+    for module in (lm_head, head_gradients):
+        monkeypatch.setattr(module, "addmm", addmm)
     module = sys.modules["grpo_kernels.linear_logprobs"]
     monkeypatch.setattr(module, "gemm_dtype", lambda *_: torch.float16)
     batch = make_batch(B=6, T=11)
