@@ -52,7 +52,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def is_correct(completion: str, answer: str) -> bool:
-    """Whether the tagged answer is the right one, as text or as a number."""
+    """True if the tagged answer equals the right one, as text or as a number."""
     given = answer_of(completion)
     if given is None:
         return False
@@ -186,7 +186,7 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 def _columns(
     name: str, function: Reward, problems: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """The problems' columns for a function: all of them, or those it names if it has no `**`."""
+    """The columns that a function takes: all of them, or without `**columns` those it names."""
     there = sorted(set().union(*problems) - {"prompt"})
     parameters = list(inspect.signature(function).parameters.values())[2:]
     kinds = inspect.Parameter
