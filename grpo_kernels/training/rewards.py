@@ -79,7 +79,7 @@ def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list
 def addition(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """For an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
+    """Rewards an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
 
     A tag that appears exactly once counts anywhere; the number counts only at the beginning, so
     that of several guesses the first alone is worth something.
