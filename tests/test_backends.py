@@ -109,7 +109,7 @@ def test_no_logit_near_zero(offset, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
 def test_in_place(backend, dtype, device):
-    """Writes to the memory of the logits, also in a narrower dtype, with NaN in the rows' padding."""
+    """Writes on the logits' memory, also in a narrower dtype, with NaN in the rows' padding."""
     V, pad = 9001, 7
     logits, targets, transform = tile(5, V, device, pad=pad + V % 2)
     grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)
