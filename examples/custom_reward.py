@@ -29,11 +29,12 @@ def brief(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[
 
 
 def full_stop(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    """1 for a full stop at the end, else 0."""
     return [float(text.rstrip().endswith(".")) for text in completions]
 
 
 def contains(completion: str, answer: str) -> bool:
-    """Whether evaluations count an answer as correct; it earns no reward here."""
+    """True if evaluations count the answer as correct; it earns no reward here."""
     return answer.lower() in completion.lower()
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels import GRPOLossConfig, fused_grpo_loss, group_advantages, linear_logprobs
 
-PROMPT = "31 + 45 = <answer>76</answer>\n{} + {} ="
+PROMPT = "2 + 3 = <answer>5</answer>\n6 + 8 = <answer>14</answer>\n{} + {} ="
 PROMPTS, GROUP, LENGTH = 4, 8, 10  # per rollout; completions of each; their tokens, at most
 UPDATES = 2  # optimizer steps per rollout
 

@@ -1,4 +1,4 @@
-"""From rewards to advantages, and the KL for those who take it out of the reward.
+"""Advantages from rewards, and the per-token KL for those who subtract it from the reward.
 
 With R the reward of a completion, and mean and std (of n - 1) over the completions of its group:
 

@@ -1,4 +1,4 @@
-"""From hidden states to the GRPO loss and its gradients, without ever holding the logits.
+"""The GRPO loss and its gradients from hidden states, without ever holding the logits.
 
 For a token-local objective the gradient of a token's log-prob follows from that token alone, so a
 chunk of logits can be computed, used for loss and gradient, and overwritten: one pass, three GEMMs.

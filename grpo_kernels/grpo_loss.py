@@ -1,4 +1,4 @@
-"""From log-probs to the GRPO loss: ratio, clip, KL and masked mean, with their gradient.
+"""The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
 The formulas are in `grpo_kernels.objective`. One kernel, or autograd where the objective is not
 token-local, gives value and gradient; the backward multiplies the gradient by the loss's.

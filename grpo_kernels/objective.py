@@ -47,7 +47,7 @@ _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which of `count` sequences each token belongs to: `ids`, int64 `[N]`."""
+    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`."""
 
     ids: Tensor
     count: int
@@ -218,7 +218,7 @@ def policy_loss(
 
 
 def token_local(config: GRPOLossConfig, inputs: LossInputs) -> bool:
-    """Whether a token's gradient follows from that token and these inputs alone."""
+    """True if a token's gradient follows from that token and these inputs alone."""
     reason = config.two_pass_reason(
         has_old_logps=inputs.old_logps is not None,
         has_entropy_threshold=inputs.entropy_threshold is not None,
@@ -454,7 +454,7 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, but on devices that have none."""
+    """Widens to float64, except on devices that have none."""
     return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
 
 

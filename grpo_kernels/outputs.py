@@ -1,4 +1,4 @@
-"""What the public calls return."""
+"""The results of the public calls."""
 
 from __future__ import annotations
 

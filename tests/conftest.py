@@ -43,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What lies in a folder is slow; with many examples, what hypothesis draws is, too."""
+    """Marks tests in folders as slow and, with many examples, those that hypothesis draws."""
     reason = None
     if not torch.cuda.is_available():
         reason = "no CUDA device"
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: trainers collect garbage often, and need not look at that."""
+    """Freezes imported modules: trainers collect garbage often, and need not look at those."""
     gc.collect()
     gc.freeze()
 

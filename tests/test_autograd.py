@@ -1,4 +1,4 @@
-"""How the calls behave inside the machinery of training."""
+"""The calls inside the machinery of training."""
 
 import pytest
 import torch

@@ -63,7 +63,7 @@ def assert_backends_agree(logits, targets, transform, *, entropy):
 
 
 def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
-    """What the sampled backward asks for, from the whole gradient."""
+    """The column scores, computed from the whole gradient."""
     count, V = logits.shape
     blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
     expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
@@ -109,7 +109,7 @@ def test_no_logit_near_zero(offset, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
 def test_in_place(backend, dtype, device):
-    """On the memory of the logits, also in a narrower dtype, with NaN in the rows' padding."""
+    """Writes on the logits' memory, also in a narrower dtype, with NaN in the rows' padding."""
     V, pad = 9001, 7
     logits, targets, transform = tile(5, V, device, pad=pad + V % 2)
     grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)

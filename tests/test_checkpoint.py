@@ -1,4 +1,4 @@
-"""That a run can be taken up again, and from what."""
+"""Checkpoints: what is stored, and that a run goes on from it."""
 
 from pathlib import Path
 

@@ -65,7 +65,7 @@ def test_a_flat_softmax_goes_dense():
 
 @pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
 def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
-    """Of 12 flat chunks four are scored: after the first one is not, then two, then four."""
+    """Four of 12 flat chunks are scored: after the first, one is skipped, then two, then four."""
     scored = []
     real = torch_backend.column_scores
 
@@ -117,7 +117,7 @@ def test_a_block_of_infinite_gradients_leaves_the_others_alone():
 
 @pytest.mark.parametrize("frozen", (("weight",), ("hidden",)))
 def test_what_is_frozen_does_not_change_the_budget(frozen, workload):
-    """Over several chunks, which correct for the noise that those before have shown."""
+    """Samples several chunks, each corrected for the noise that those before have shown."""
     w, _ = workload
     kept = {}
     for parts in ((), frozen):

@@ -1,4 +1,4 @@
-"""What `GRPOLossConfig` refuses, and what it says about passes and sequences."""
+"""The options `GRPOLossConfig` refuses, and its answers about passes and sequences."""
 
 import dataclasses
 

@@ -52,7 +52,7 @@ def test_padded(loss_type, option, backend):
     cases(OBJECTIVES, BACKENDS, ("padded", "packed"), fast=differs),
 )
 def test_objectives(objective, backend, layout):
-    """In one pass or two, as the objective has it."""
+    """Compares with the fused call, in one pass or two, as the objective has it."""
     batch = make_batch(B=6, T=11)
     batch = packed(batch) if layout == "packed" else batch
     expect_equal(batch, objective_options(objective), backend=backend, chunk_bytes=CHUNK)
@@ -85,7 +85,7 @@ def test_linear_logprobs_then_grpo_loss(objective):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision(option, dtype):
-    """No further from float64 of the same inputs than the gradient's own rounding.
+    """The error is no more than the gradient's own rounding.
 
     The scale on the loss is a power of two, as AMP's is: d_hidden is stored in the dtype of hidden,
     so another factor rounds it once more.
@@ -164,7 +164,7 @@ def test_cuda(backend, loss_type, option, dtype):
 @pytest.mark.parametrize("scale", (1.0, 1 / 3, 65536.0))
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp16", "bf16"))
 def test_cuda_many_tokens(dtype, scale):
-    """What averages out over a real number of tokens: bf16's gradient error is its rounding's."""
+    """Errors average out over a real number of tokens: bf16's is that of its rounding."""
     batch = make_batch(B=64, T=64, H=256, V=5003).to("cuda", dtype)
     options = {"config": config(), "old_logps": True, "num_items": 131_072, "scale": scale}
     # A scale that is no power of two rounds dH once more.
@@ -400,7 +400,7 @@ def test_default_config_is_dapo():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strided_and_expanded_inputs(backend):
-    """What a trainer slices or expands has strides of its own, 0 among them."""
+    """Slices and expanded tensors have strides of their own, 0 among them."""
     batch = make_batch()
     wide = {
         k: torch.stack([v, v + 7], -1)[..., 0]

@@ -155,7 +155,7 @@ LEVELS = {
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_gradient_of_the_kl_far_from_the_reference(estimator, level, clamp, backend):
-    """With d = ref - logp the terms e^d of r (KL + KL') cancel; what is left must be exact."""
+    """At d = ref - logp the terms e^d of r (KL + KL') cancel; what is left must be exact."""
     d = torch.linspace(-20, 20, 161).reshape(-1, 1)
     if level == "sequence":  # also of equal tokens, whose terms cancel as one token's do
         d = torch.cat([d.expand(-1, 3), d.roll(1) + torch.arange(3)], 1)

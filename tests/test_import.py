@@ -1,4 +1,4 @@
-"""What importing the package costs, what it must not drag in, and who may import whom."""
+"""The cost of importing the package, and the rules about who may import whom."""
 
 import ast
 import os

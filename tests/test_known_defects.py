@@ -27,7 +27,7 @@ def test_columns_past_the_vocabulary_do_not_enter(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_running_maximum_starts_at_minus_infinity(backend):
-    """From 0, exp of every logit around -500 is 0 and the logsumexp is log 0."""
+    """Logits around -500: without a shift their exp is 0 and the logsumexp log 0."""
     batch = make_batch(logit_offset=-500.0)
     actual, expected = fused_and_exact(batch, backend, bias=True)
     assert (actual.logps - expected.logps).abs().max() < 2e-4

@@ -168,7 +168,7 @@ def test_entropy_is_none_unless_asked_for():
 
 @pytest.mark.parametrize("N", (1, 131_072))
 def test_half_precision_products_keep_small_gradients(N, monkeypatch):
-    """As on a GPU, where the gradient of the logits is float16: 1 / N times p is far below it."""
+    """Imitates a GPU's float16 gradient of the logits, for which 1 / N times p is far too small."""
 
     def mm(a, b, *, out):
         out.copy_(a.float() @ b.float())

@@ -141,7 +141,7 @@ def test_sampled_gradients_are_unbiased(call):
 
 
 def test_the_noise_of_an_adapter_alone():
-    """With all else frozen, it is what is planned for and what is told."""
+    """Noise is planned for and reported of `lora_b` where all else is frozen."""
     batch = make_batch(B=8, T=16)
     leaves = operands(batch, frozen=("hidden", "weight", "bias", "inner"))
     _, wanted = run(batch, exactly(leaves), reference, config=config())

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 
 @pytest.fixture(autouse=True)
 def without_the_one_transfer(monkeypatch):
-    """And without the looks at values that only a CPU takes."""
+    """Replaces the transfer, and the looks at values that only a CPU takes."""
 
     def plan_rows(wanted, with_grad, checks, *, num_tokens, **_):
         return RowPlan(None, num_tokens, num_tokens, 4)

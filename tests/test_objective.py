@@ -283,7 +283,7 @@ def test_every_loss_type_is_tried():
 
 
 def test_off_policy_by_old_logps():
-    """Where the sampler's log-probs are not known, the old policy is the sampler."""
+    """The old policy stands in for a sampler whose log-probs are not known."""
     old = torch.zeros(3, 2)
     logps = torch.tensor([[-0.1, -0.5], [-0.1, -0.1], [-0.5, -0.5]], requires_grad=True)
     advantages = torch.tensor([-1.0, -1.0, 1.0])
@@ -297,7 +297,7 @@ def test_off_policy_by_old_logps():
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_clamp_keeps_the_log_ratio_within_20(estimator, backend):
-    """Of d = 30 it makes 20, without a gradient, before any exp."""
+    """The clamp turns d = 30 into 20, without a gradient, before any exp."""
     logps = torch.tensor([[-31.0, -1.0, -1.0]], requires_grad=True)
     ref = torch.tensor([[-1.0, -31.0, -1.5]])
     cfg = config(
@@ -315,7 +315,7 @@ def test_kl_clamp_keeps_the_log_ratio_within_20(estimator, backend):
 
 
 def test_vespo_log_weight_ends_at_20():
-    """Of the token and of the sequence; seen with a decay that lets so large a weight count."""
+    """Bounds per token and per sequence, seen with a decay that lets so large a weight count."""
     cfg = config(loss_type="vespo", vespo_k_pos=0.5, vespo_lambda_pos=1e-9)
     for log_ratios, log_w in (([25.0], 20), ([15.0, 15.0], 20), ([25.0, -8.0], 12)):
         old = torch.full((1, len(log_ratios)), -40.0)

@@ -108,7 +108,7 @@ def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
 
 
 class Words:
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one letter per token."""
 
     pad_token_id = 0
 

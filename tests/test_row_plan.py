@@ -1,4 +1,4 @@
-"""Which rows are worked on, in which order, and how many at a time."""
+"""The plan of rows: which are worked on, in which order, and how many at a time."""
 
 import pytest
 import torch

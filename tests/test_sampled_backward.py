@@ -53,7 +53,7 @@ def draws(batch, count, **options):
 
 @pytest.fixture(params=(FEW, pytest.param(MANY, marks=pytest.mark.slow)))
 def count(request):
-    """How many draws; a bias that few cannot tell from chance shows with many."""
+    """The number of draws; a bias that few cannot tell from chance shows with many."""
     return request.param
 
 
@@ -102,7 +102,7 @@ def test_unbiased_packed(batch, count):
 
 @pytest.mark.parametrize(("objective", "dense_share"), (("dapo", 0.12), ("gspo", 0.23)))
 def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, count, monkeypatch):
-    """Several blocks a chunk, some dense: those of the states that favour no word."""
+    """Several blocks per chunk, some dense: those of the states that favor no word."""
     monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 5)
     monkeypatch.setattr(column_sampling, "_DENSE_SHARE", dense_share)
     mixed = replace(batch, hidden=batch.hidden.clone())
@@ -182,7 +182,7 @@ def test_half_precision(dtype, all_kept):
 
 
 def test_entropy_of_linear_logprobs(all_kept):
-    """And logsumexp, whose gradient is none of the log-prob's."""
+    """Includes logsumexp, whose gradient is not part of the log-prob's."""
     batch = make_batch()
     g = torch.Generator().manual_seed(1)
     weights = torch.randn(3, *batch.targets.shape, generator=g)
@@ -350,7 +350,7 @@ def test_unbiased_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backward", "waits"), (("exact", 1), ("sampled", 2)))
 def test_waits_for_a_gpu(backward, waits):
-    """For the row counts; and, a chunk, for how many columns are kept."""
+    """Waits once for the row counts, and once per chunk for the count of kept columns."""
     w = make("dense", (1024, 5003, 64), "cuda")
     w.hidden.requires_grad_()
     w.weight.requires_grad_()

@@ -82,7 +82,7 @@ def test_ignored_constants(field, monkeypatch):
 @pytest.mark.parametrize("damage", (0.0, -1.0, 0.98), ids=("zero", "flip", "two_percent_less"))
 @pytest.mark.parametrize("objective", ("gspo", "vespo", "cispo", "is_sequence_mask", "top_entropy"))
 def test_damaged_objective(objective, damage, backend, monkeypatch):
-    """In one pass and in two."""
+    """Damages the loss's gradient, in one pass and in two."""
     options = objective_options(objective)
     if backend is triton_backend and options["config"].one_pass:
         used, name = backend, "policy_loss"

@@ -274,7 +274,7 @@ def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
 
 
 def test_dropout_is_off(tmp_path):
-    """Or old log-probs, and those of the reference, would be of other policies."""
+    """Dropout would make old and reference log-probs those of other policies."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

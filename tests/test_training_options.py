@@ -159,3 +159,5 @@ def test_a_missing_extra_is_named():
     packages = ", ".join(NEEDED[module] for module in missing)
     expected = f"grpo_kernels.training needs {packages}: pip install 'grpo_kernels[train]'"
     assert run.stdout.strip() == expected
+    extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("]")[0]
+    assert all(f'"{package}>=' in extra for package in NEEDED.values())

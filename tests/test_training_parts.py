@@ -1,4 +1,4 @@
-"""What the trainer is made of: rewards, data, warnings, memory, options from a command line."""
+"""The trainer's parts: rewards, data, warnings, memory, command-line options."""
 
 import json
 import math

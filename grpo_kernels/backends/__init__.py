@@ -55,7 +55,7 @@ class TokenStats(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """What the gradient of each row of logits is made of, float32 `[C]`.
+    """The parts of the gradient of each row of logits, float32 `[C]`.
 
         dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
 

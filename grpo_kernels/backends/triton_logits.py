@@ -415,7 +415,7 @@ def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tens
 
 
 def _gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
-    """In the order of the kernels; entropy counts where it has a gradient."""
+    """Per-row pointers in the kernels' order; the entropy's only where it has a gradient."""
     entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
     per_row = (grads.logps, grads.logsumexp, grads.d_logps, grads.d_softmax, *entropies)
     return tuple(unused if x is None else x for x in per_row)

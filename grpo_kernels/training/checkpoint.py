@@ -94,7 +94,7 @@ def save(
 
 
 def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
-    """Does the work and returns the first error in any process, the same in all; None: no error."""
+    """Does the work; returns the first error in any process, or None, and the same in all."""
     text: str | None = None
     try:
         work()
@@ -119,7 +119,7 @@ def _commit(scratch: Path, final: Path) -> str | None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The last whole checkpoint of a run."""
+    """The folder of a run's last whole checkpoint."""
     whole = _whole(folder)
     return whole[max(whole)] if whole else None
 

@@ -1,4 +1,4 @@
-"""Options from flags or a YAML file, with answers for those that are misspelled or another's."""
+"""Options from flags or a YAML file; misspelled ones and TRL's are answered with the right ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import KINDS, TrainingConfig
 
-# What stands here for options that TRL's users type: the name of one of ours, or a sentence.
+# Answers to options that TRL's users type: one of ours, with a remark if needed, or a sentence.
 _OF_TRL = {
     "model_name_or_path": "model",
     "torch_dtype": "dtype",
@@ -103,7 +103,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     """The options in a file.
 
     Raises:
-        ValueError: it cannot be read, or has an option that there is not.
+        ValueError: it cannot be read, or has an unknown option.
     """
     import yaml
 
@@ -128,7 +128,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 
 
 def _explain(given: str) -> str:
-    """What to type in the place of an option that there is not."""
+    """Says what to type instead of an unknown option."""
     dashes = "--" if given.startswith("-") else ""
     name = given.lstrip("-").replace("-", "_")
     if name in _OF_TRL:
@@ -139,7 +139,7 @@ def _explain(given: str) -> str:
     known += [f"no_{f.name}" for f in fields(TrainingConfig) if dashes and f.default is True]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if not close:
-        # Such as --step or --lr, or one of several words.
+        # A part of a name, such as --rate.
         close = [k for k in known if k.startswith(name) or name in k.split("_")]
     if close:
         return f"{given}: did you mean {' or '.join(dashes + k for k in close[:3])}?"

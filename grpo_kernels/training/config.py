@@ -1,4 +1,4 @@
-"""`TrainingConfig`: everything that a run is made of, in one dataclass."""
+"""`TrainingConfig`: all options of a run in one dataclass."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class TrainingConfig:
         return Path(self.output) / self.name
 
     def unused(self) -> TrainingConfig:
-        """The same run under a numbered name, if there is one of that name that is not resumed."""
+        """The config under a name that is not taken, `name-2` say, unless its run is resumed."""
         number, config = 1, self
         while not self.resume and config.folder.exists():
             number += 1
@@ -234,7 +234,7 @@ class TrainingConfig:
         return self.learning_rate * warm * falls[self.schedule]
 
     def starts_iteration(self, step: int) -> bool:
-        """Whether this step, counted from 1, is the first of an iteration after the first."""
+        """True for the first step of every iteration but the first; steps count from 1."""
         count = self.num_iterations
         return step - 1 in {round(i * self.steps / count) for i in range(1, count)}
 

@@ -54,7 +54,7 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 class PromptEncoder:
-    """Token ids of a problem's prompt, which is tokenized once however often it is asked for."""
+    """Tokenizes the prompts of problems, each once."""
 
     def __init__(self, tokenizer: Any, *, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
@@ -95,7 +95,7 @@ def short_enough(
 
 
 def shuffled_epochs(count: int, seed: int) -> Iterator[int]:
-    """Indices below `count` without end: every epoch all of them, in an order of its own."""
+    """Yields indices below `count` without end: in every epoch all of them, newly shuffled."""
     epoch = 0
     while True:
         order = list(range(count))

@@ -45,7 +45,7 @@ def evaluate(
     problems: Sequence[Problem], sampler: Sampler, rewards: Mapping[str, Reward],
     is_correct: Callable[[str, str], bool], config: TrainingConfig, accelerator: Accelerator,
 ) -> Evaluation:  # fmt: skip
-    """Answers each problem once, at `config.eval_temperature`; every process takes a part."""
+    """Answers each problem once, at `config.eval_temperature`; processes share the work."""
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
     # Equally many per process; of those that come twice the second is dropped at the end.
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
-    """The evaluation that these answers make, each with `correct` and `reward`."""
+    """Sums up answers, each of which has `correct` and `reward`."""
     count, correct = len(answers), sum(answer["correct"] for answer in answers)
     low, high = wilson_interval(correct, count)
     reward = sum(answer["reward"] for answer in answers) / count

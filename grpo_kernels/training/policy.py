@@ -34,7 +34,7 @@ class Batch:
         prompts: Sequence[Sequence[int]], prompt_of: Sequence[int],
         completions: Sequence[Sequence[int]], pad_id: int, device: Any = None,
     ) -> Batch:  # fmt: skip
-        """Pads completions, and those prompts that are one's, `prompts[prompt_of[i]]`."""
+        """Pads completions and their prompts, `prompts[prompt_of[i]]`."""
         places: dict[int, int] = {}
         rows = [places.setdefault(p, len(places)) for p in prompt_of]
         used = [prompts[p] for p in places]
@@ -61,7 +61,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt is encoded once for its completions; `not_shared` says why not."""
+        """True if a prompt is encoded once for its completions; else `not_shared` says why not."""
         return self.not_shared is None
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class Policy(nn.Module):
 
 
 def without_dropout(policy: Policy) -> Policy:
-    """Puts the policy into evaluation mode, so that log-probs are its own and not a thinned net's.
+    """Puts the policy into evaluation mode, as dropout would make every log-prob another policy's.
 
     Layers that are checkpointed stay in training mode, without which they would not be; the modules
     inside them do not.

@@ -1,4 +1,4 @@
-"""Processes: what they are made of, and what they tell each other."""
+"""Processes: setting them up, and exchanging values between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
-    """The processes of a run, of whose number and kind everything that can be checked is.
+    """Sets up the processes of a run, and checks that the options suit them.
 
     Raises:
         ImportError: a tracker that is not installed.
@@ -45,7 +45,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 
 
 def sharding(accelerator: Accelerator) -> str | None:
-    """What shards the weights: `"FSDP"`, `"DEEPSPEED"`, or None where every process has all."""
+    """`"FSDP"` or `"DEEPSPEED"` if it shards the weights; None if every process has them all."""
     kind = accelerator.distributed_type.value
     return kind if kind in ("FSDP", "DEEPSPEED") else None
 
@@ -69,7 +69,7 @@ def gather(accelerator: Accelerator, rows: Tensor) -> Tensor:
 
 
 def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], Any]) -> Any:
-    """`function` of the list of every process's value; with one process the value itself."""
+    """Applies `function` to the list of all processes' values; one process keeps its value."""
     if accelerator.num_processes == 1:
         return value
     return function(gather_object([value]))

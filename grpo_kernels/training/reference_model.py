@@ -1,4 +1,4 @@
-"""The policy that the KL is to."""
+"""`ReferenceModel`: the policy from which the KL is measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .policy import Policy
 
 
 class ReferenceModel:
-    """A frozen copy of the model as it was; with LoRA, the model itself without its adapters."""
+    """A frozen copy of the model; with LoRA no copy, but the model without its adapters."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, config: TrainingConfig) -> None:
         self.accelerator = accelerator

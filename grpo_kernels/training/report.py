@@ -1,4 +1,4 @@
-"""What one sees of a run: lines in the terminal, and `report.html`, a page that needs no network.
+"""Views of a run: lines in the terminal, and `report.html`, a page that needs no network.
 
 python -m grpo_kernels.training.report runs/NAME
 """

@@ -1,4 +1,4 @@
-"""The packages of the extra `train`, without which nothing here works; imported first."""
+"""Checks, before anything else is imported, that the packages of the extra `train` are there."""
 
 from __future__ import annotations
 

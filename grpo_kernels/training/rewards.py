@@ -52,7 +52,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def is_correct(completion: str, answer: str) -> bool:
-    """Whether the tagged answer is the right one, as text or as a number."""
+    """True if the tagged answer equals the right one, as text or as a number."""
     given = answer_of(completion)
     if given is None:
         return False
@@ -79,7 +79,7 @@ def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list
 def addition(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """For an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
+    """Rewards an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
 
     A tag that appears exactly once counts anywhere; the number counts only at the beginning, so
     that of several guesses the first alone is worth something.
@@ -186,7 +186,7 @@ def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 def _columns(
     name: str, function: Reward, problems: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """The problems' columns for a function: all of them, or those it names if it has no `**`."""
+    """The columns that a function takes: all of them, or without `**columns` those it names."""
     there = sorted(set().union(*problems) - {"prompt"})
     parameters = list(inspect.signature(function).parameters.values())[2:]
     kinds = inspect.Parameter

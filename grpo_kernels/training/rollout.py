@@ -1,4 +1,4 @@
-"""Sampling completions: what a rollout is, and those that transformers makes possible."""
+"""Sampling of completions: the `Rollout` protocol, and two implementations by transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .data import Problem, PromptEncoder
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample: `temperature` 0 takes the likeliest token, `top_k` 0 considers all."""
+    """Sampling options: `temperature` 0 takes the likeliest token, `top_k` 0 considers all."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -105,7 +105,7 @@ class GenerateRollout:
 
 
 class Sampler:
-    """Completions of problems by a rollout, which is held to its contract."""
+    """Samples completions of problems by a rollout, and checks what comes back."""
 
     def __init__(
         self, rollout: Rollout, encode: PromptEncoder, config: TrainingConfig,
@@ -133,6 +133,7 @@ class Sampler:
         return done
 
     def texts(self, completions: Sequence[Completion]) -> list[str]:
+        """Decodes completions, without special tokens."""
         ids = [c.token_ids for c in completions]
         return list(self.encode.tokenizer.batch_decode(ids, skip_special_tokens=True))
 

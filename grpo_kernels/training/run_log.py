@@ -1,4 +1,4 @@
-"""`RunLog`: everything a run tells, on the terminal, in its folder and to trackers."""
+"""`RunLog`: output of a run, to the terminal, to its folder and to trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .watch import Watch, worst_token
 
 
 class RunLog:
-    """Called by every process; the main one prints and writes."""
+    """Prints and writes, in the main process; every process makes the same calls."""
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator, tokenizer: Any) -> None:
         self.config, self.accelerator, self.tokenizer = config, accelerator, tokenizer
@@ -28,7 +28,7 @@ class RunLog:
         self.progress: Any = None
 
     def open(self, last_step: int) -> None:
-        """Makes the run's folder, with nothing in it from after the step that is gone on from."""
+        """Makes the run's folder; removes rows of steps after `last_step`."""
         config = self.config
         if self.main:
             config.folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ class RunLog:
             self.accelerator.init_trackers(config.name, config=report.flat(config))
 
     def introduce(self, policy: Any, problems: int, held_out: int) -> None:
-        """Says what is trained on how many problems, and what one should know of it."""
+        """Prints the run's first lines: what is trained, on how many problems, where."""
         config, accelerator = self.config, self.accelerator
         policy = accelerator.unwrap_model(policy)
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -57,14 +57,14 @@ class RunLog:
             self.say(f"Prompts are encoded with each completion: {policy.not_shared}")
 
     def start(self, step: int) -> None:
-        """Begins to count steps, from this one."""
+        """Shows the progress bar, at this step."""
         self.progress = tqdm(
             total=self.config.steps, initial=step, desc=self.config.name, disable=not self.main,
             dynamic_ncols=True,
         )  # fmt: skip
 
     def step(self, row: dict[str, Any], samples: Samples) -> None:
-        """Writes and prints a step's row, to which its warnings are added."""
+        """Writes and prints a step's row, after adding warnings to it."""
         warnings = self.watch.after_step(row, self._worst_token(row, samples))
         if warnings:
             row["warnings"] = warnings
@@ -107,10 +107,12 @@ class RunLog:
             tracker.finish()
 
     def say(self, text: str) -> None:
+        """Prints above the progress bar."""
         if self.main:
             tqdm.write(text)
 
     def warn(self, text: str) -> None:
+        """Prints a warning."""
         self.say(f"      warning: {text}")
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -132,7 +134,7 @@ class RunLog:
             self.warn(f"no report ({type(error).__name__}: {error})")
 
     def _worst_token(self, row: Mapping[str, Any], samples: Samples) -> str | None:
-        """The token, of all processes, that made the step's ratio or KL spike, in words."""
+        """Describes the token, of all processes, that made the ratio or the KL spike."""
         spike = self.watch.spike(row)
         against = {"ratio_max": samples.old_logps, "kl_max": samples.ref_logps}.get(spike or "")
         if against is None:

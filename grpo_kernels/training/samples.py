@@ -1,4 +1,4 @@
-"""`Samples`: what a step sampled, and what is known of it."""
+"""`Samples`: the completions of a step, with rewards, advantages and log-probs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rollout import Completion, pad
 
 @dataclass
 class Samples:
-    """What one process sampled in a step: `B` completions of `P` prompts, those of one together."""
+    """One process's part of a rollout: `B` completions of `P` prompts, sorted by prompt."""
 
     problems: list[Problem]  # [P]
     prompts: list[list[int]]  # [P], token ids
@@ -45,7 +45,7 @@ class Samples:
 
     @cached_property
     def has_advantage(self) -> list[bool]:
-        """Whether each completion's advantage differs from 0."""
+        """True for each completion whose advantage is not 0."""
         nonzero: list[bool] = (self.advantages != 0).tolist()
         return nonzero
 
@@ -55,20 +55,20 @@ class Samples:
         return [len(c.token_ids) for c in self.completions]
 
     def size(self, rows: Sequence[int]) -> Size:
-        """How many completions these rows are, and how many tokens of theirs count."""
+        """The number of these rows, and of their tokens that the mask keeps."""
         return Size(len(rows), sum(self.token_counts[i] for i in rows))
 
     def micro_batches(self, rows: Sequence[int], size: int, *, shared: bool) -> Plan:
-        """These rows in micro-batches of at most `size`; see `plan_micro_batches`."""
+        """Cuts rows into micro-batches of at most `size`; see `plan_micro_batches`."""
         prompt_lengths = [len(prompt) for prompt in self.prompts]
         return plan_micro_batches(
             rows, size, self.prompt_of, prompt_lengths, self.lengths, shared=shared
         )
 
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
-        """These rows as a batch, and their numbers, both on the mask's device.
+        """Makes a batch of rows; returns it and the row numbers, on the mask's device.
 
-        No rows give the last completion, all of it masked: it takes part and counts for nothing.
+        Without rows it is the last completion, all masked: a forward that counts for nothing.
         """
         chosen, device = rows or [len(self.completions) - 1], self.mask.device
         batch = Batch.of_rows(
@@ -80,7 +80,7 @@ class Samples:
         return replace(batch, mask=mask if rows else torch.zeros_like(mask)), where
 
     def other_logps(self, where: Tensor, T: int) -> dict[str, Any]:
-        """The first `T` log-probs of these rows by other policies; options of `fused_grpo_loss`."""
+        """Options of `fused_grpo_loss`: the first `T` log-probs of rows under other policies."""
         logps = {
             "old_logps": self.old_logps, "ref_logps": self.ref_logps,
             "sampling_logps": self.sampling_logps,
@@ -89,7 +89,7 @@ class Samples:
 
 
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
-    """`[B, T]`, int64: 1 for tokens that count, which those of truncated completions may not."""
+    """`[B, T]`, int64: 1 for tokens, 0 for padding and, if wanted, truncated completions."""
     mask = pad([[1] * len(c.token_ids) for c in completions], 0)[0]
     return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
 

@@ -1,4 +1,4 @@
-"""The loop: sample, judge, compare within groups, step. Read `Trainer.train_step` first."""
+"""The training loop: sample, judge, compare within groups, step. Begin with `train_step`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Trainer:
     # Sampling and judging
 
     def _sample(self, problems: Sequence[Problem], clock: metrics.Clock) -> Samples:
-        """This process's part of a rollout, with rewards and advantages."""
+        """Samples this process's part of a rollout, with rewards and advantages."""
         config, device, rank = self.config, self.accelerator.device, self.accelerator.process_index
         G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
@@ -198,7 +198,7 @@ class Trainer:
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`[B, T]` log-probs by the policy, and its entropies (0 unless they are wanted)."""
+        """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
         for part in plan:
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
@@ -211,7 +211,7 @@ class Trainer:
         return logps, entropies
 
     def _entropy_threshold(self, samples: Samples, entropy: Tensor) -> Tensor:
-        """The quantile over all processes, which no micro-batch could know by itself."""
+        """The quantile of entropies over all processes, which no micro-batch knows by itself."""
         values = ranks.reduce(self.accelerator, entropy[samples.mask != 0].cpu(), torch.cat)
         q = 1 - self.config.top_entropy_quantile
         return masked_quantile(values, torch.ones_like(values), q).to(entropy.device)
@@ -219,13 +219,13 @@ class Trainer:
     # Updates
 
     def _plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
-        """These rows in micro-batches, as many in every process."""
+        """Cuts rows into micro-batches, equally many in every process."""
         shared = self.accelerator.unwrap_model(self.policy).shares_prompts
         plan = samples.micro_batches(rows, self.config.micro_batch_size, shared=shared)
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
     def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
-        """One optimizer step, of this number in the rollout, on these rows of every process."""
+        """Takes the rollout's optimizer step `number`, on these rows of every process."""
         config, accelerator = self.config, self.accelerator
         rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
@@ -267,14 +267,14 @@ class Trainer:
         }  # fmt: skip
 
     def _has_gradient(self, samples: Samples, row: int) -> bool:
-        """Whether a completion takes part in the update at all."""
+        """False for a completion that the update may leave out."""
         c = self.config
         if not c.skip_untrained or c.beta or c.entropy_coef:
             return True
         return samples.has_advantage[row] and samples.token_counts[row] > 0
 
     def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
-        """Options of `fused_grpo_loss` that all micro-batches of an update share."""
+        """Options of `fused_grpo_loss` for every micro-batch of an update."""
         config, options = self.config, dict[str, Any]()
         if config.loss().effective_aggregation == "dapo":
             options["num_items"] = tokens / self.accelerator.num_processes
@@ -285,7 +285,7 @@ class Trainer:
         return options
 
     def _optimizer_step(self) -> float:
-        """Clips the gradient and steps, unless it is not finite; returns its norm."""
+        """Clips the gradient and, if it is finite, steps; returns its norm."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -300,7 +300,7 @@ class Trainer:
     def _row(
         self, samples: Samples, updates: list[dict[str, float]], clock: metrics.Clock
     ) -> dict[str, Any]:
-        """The step's metrics, means over all processes."""
+        """The step's row of metrics, over all processes."""
         c = self.config
         row = {"step": self.step} | metrics.of_samples(
             samples, list(self.rewards), c.reward_weights, c.num_generations, self._gather
@@ -321,7 +321,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> bool:
-        """Answers the held-out problems; returns whether better than ever since the start."""
+        """Answers the held-out problems; returns True for the best accuracy of the training."""
         if not self.held_out:
             return False
         set_seed(self._seed("evaluation"))
@@ -335,7 +335,7 @@ class Trainer:
     # The run's folder
 
     def _open_folder(self) -> None:
-        """Makes the folder, or takes up the run that is in it."""
+        """Makes the run's folder, or resumes the run in it."""
         config = self.config
         found = checkpoint.latest(config.folder) if config.resume else None
         state = {} if found is None else checkpoint.state_of(found)
@@ -369,13 +369,13 @@ class Trainer:
             )
 
     def _refreshed_reference(self) -> Any:
-        """The reference where it is not the model as it was loaded; it belongs in checkpoints."""
+        """The reference if checkpoints need it, because it is refreshed during the run."""
         return self.reference.copy if self.reference and self.config.num_iterations > 1 else None
 
     # What a run begins with
 
     def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
-        """The policy and its optimizer, as the processes need them."""
+        """Wraps policy and optimizer for the processes."""
         config = self.config
         policy = without_dropout(Policy(model, share_prompts=config.share_prompts))
         check_logits(policy.model, torch.tensor([self.encode(self.train_problems[0])]))
@@ -390,7 +390,7 @@ class Trainer:
         return policy, optimizer
 
     def _seed(self, what: str) -> int:
-        """A seed of its own for everything that is drawn, per step and process."""
+        """The seed of one kind of draws, different in every step and process."""
         text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
         return random.Random(text).getrandbits(31)
 

@@ -23,7 +23,7 @@ LOW_ENTROPY = 0.05
 
 
 class Watch:
-    """Looks at each step's row and at each evaluation."""
+    """Looks at every step's row and at every evaluation for signs of trouble."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
@@ -34,7 +34,7 @@ class Watch:
         self.first_entropy: float | None = None
 
     def spike(self, row: Mapping[str, Any]) -> str | None:
-        """The metric, if any, that says a token moved suspiciously far."""
+        """The name of the metric by which a token moved suspiciously far, or None."""
         for name, large in (("ratio_max", LARGE_RATIO), ("kl_max", LARGE_KL)):
             if row.get(name, 0.0) > large:
                 return name
@@ -110,14 +110,14 @@ class Watch:
         return entropy < LOW_ENTROPY and entropy < 0.2 * self.first_entropy
 
     def state(self) -> dict[str, Any]:
-        """Everything to remember, as JSON takes it, for a checkpoint."""
+        """The state for a checkpoint, as JSON takes it."""
         return {
             "rows": list(self.rows), "evaluations": self.evaluations, "told": self.last_told,
             "rewards": self.rewards, "first_entropy": self.first_entropy,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave."""
+        """Restores a state."""
         self.rows = deque(state["rows"], maxlen=WINDOW)
         self.evaluations = [(a, b, c) for a, b, c in state["evaluations"]]
         self.last_told, self.rewards = state["told"], state["rewards"]
@@ -125,7 +125,7 @@ class Watch:
 
 
 def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[float, str]:
-    """The token whose log-prob is furthest from `against`, `[B, T]`: how far, and in words."""
+    """The token whose log-prob moved the most from `against`, `[B, T]`: how far, and in words."""
     if samples.logps is None:
         return 0.0, ""
     seen = (samples.mask != 0) & (samples.logps != 0)

@@ -132,7 +132,7 @@ def test_the_same_as_liger(drawn):
 
 
 def test_something_is_clipped_and_everything_has_a_gradient():
-    """Of the batches drawn above."""
+    """The arguments of a batch drawn above."""
     given = {"shape": (5, 9), "seed": 3, "old": True, "ratio": "token", "num_items": None,
              "reference": "logps", "bias": True}  # fmt: skip
     options = {"loss_type": "dapo", "use_ref_model": True, "epsilon_low": 0.1}

@@ -65,7 +65,7 @@ def options_of(loss_type, level, delta, beta, correction):
 
 
 class OneProcess:
-    """As much of an accelerator as TRL's loss asks for."""
+    """The part of an accelerator that TRL's loss asks for."""
 
     num_processes = 1
 
@@ -145,7 +145,7 @@ def trl_lines(begin, end):
 
 
 def importance_weights(cfg, old, sampling, mask):
-    """What TRL's generation step hands to its loss: [B, T] or [B, 1]."""
+    """The inputs that TRL's generation step hands to its loss: [B, T] or [B, 1]."""
     trainer = SimpleNamespace(
         vllm_importance_sampling_mode=cfg.is_correction,
         vllm_importance_sampling_clip_min=cfg.is_clip_min,
@@ -165,7 +165,7 @@ def importance_weights(cfg, old, sampling, mask):
 
 
 def by_trl(cfg, batch, num_items=None, *, head=False) -> Result:
-    """With gradients for log-probs and entropy, or with `head` for hidden and weight."""
+    """Runs TRL with gradients for log-probs and entropy, or with `head` for hidden and weight."""
     if head:
         leaves = {
             name: getattr(batch, name).double().nan_to_num().requires_grad_()

@@ -75,7 +75,7 @@ def test_families(family):
 
 
 def test_families_differ_from_a_plain_head():
-    """Else a table that nobody reads would pass."""
+    """Checks that the table is read at all."""
     scaled = {name for name in FAMILIES if head_of(family_model(name)).logit_scale != 1.0}
     capped = {name for name in FAMILIES if head_of(family_model(name)).softcap is not None}
     assert scaled == {"cohere", "cohere2", "granite", "granitemoe", "hyperclovax", "falcon_h1"}
@@ -184,7 +184,7 @@ def test_arguments_by_position():
 
 
 def test_accelerate_leaves_it_alone():
-    """What it wraps it unwraps, by `__wrapped__`; and it looks at the signature."""
+    """PEFT unwraps a forward by `__wrapped__`, and reads its signature."""
     import inspect
 
     from accelerate.utils import extract_model_from_parallel
@@ -256,7 +256,7 @@ def test_two_loras_on_the_head():
 
 
 def test_lora_on_the_head_makes_no_weight():
-    """Nor its gradient: nothing of the head's size beyond the one chunk of logits."""
+    """Nothing has the size of the head but one chunk of logits."""
     from grpo_kernels.head_gradients import HeadGradients
 
     model = with_lora(family_model("qwen2"), **LORAS["head"])

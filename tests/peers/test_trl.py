@@ -54,7 +54,7 @@ CASES = {
 
 
 def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=False, **options):
-    """What a run logged, the losses unrounded, and the weights it ends with."""
+    """The rows that a run logged, the losses unrounded, and the weights it ends with."""
     given = {k: options.pop(k) for k in ("peft_config", "head_options") if k in options}
     losses = []
 
@@ -199,7 +199,7 @@ def advantages_of_tokens(trainer, inputs):
 
 
 def pixels(trainer, inputs):
-    """Of one image a prompt, in four patches."""
+    """Pixels of one image per prompt, in four patches."""
     g = torch.Generator().manual_seed(1)
     prompts = inputs["prompt_ids"].clone()
     prompts[:, -4:] = 3
@@ -239,7 +239,7 @@ def test_patched(tmp_path):
 
 
 def test_lora_on_the_head_is_trained(tmp_path):
-    """Which TRL's own head, reading the layer's weight alone, leaves out."""
+    """TRL's own head reads the layer's weight alone and leaves the adapter out."""
     lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
     *_, weights = trained(FusedGRPOTrainer, tmp_path, peft_config=lora)
     outer = [w for name, w in weights.items() if "lm_head.lora_B" in name]
@@ -266,7 +266,7 @@ def test_patched_twice():
 
 
 def few_tokens(trainer, inputs):
-    """As where all completions but one have been cut and are masked."""
+    """All completions but one have been cut and are masked."""
     return {"num_items_in_batch": torch.tensor(1.0)}
 
 

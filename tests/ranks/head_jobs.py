@@ -10,7 +10,7 @@ from tests.support.ranks import WORLD
 
 
 def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
-    """Of a loss of this rank's half of a batch, by what wraps the model."""
+    """Gradients of a loss over this rank's half of a batch, for each wrapper of the model."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -75,7 +75,7 @@ def scored(labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: str, output: str, options: dict) -> tuple[list, dict[str, torch.Tensor]]:
-    """What TRL's trainer logs, and its weights, by any number of ranks.
+    """The rows that TRL's trainer logs, and its weights, on any number of ranks.
 
     Completions depend on their prompt alone, so that any number sees the same.
     """

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 def environment_of(config):
-    """What `accelerate launch` would set for this config file."""
+    """The environment that `accelerate launch` would set for this config file."""
     from accelerate.commands.launch import (
         _validate_launch_command,
         launch_command_parser,

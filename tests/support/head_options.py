@@ -46,7 +46,7 @@ def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
 
 
 def differs(objective, backend, layout):
-    """Whether a backend or a layout is a case of its own for this objective.
+    """True if a backend or a layout is a case of its own for this objective.
 
     Triton has the token-local ones alone; to be packed matters where sequences are told apart.
     """

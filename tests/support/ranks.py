@@ -48,7 +48,7 @@ class Ranks:
         self.jobs = self.starts = 0
 
     def __call__(self, job: str, *args: Any, environment: dict[str, str] | None = None) -> list:
-        """What the job returns on each rank."""
+        """The job's result on each rank."""
         if not self.processes:
             self._start()
         self.jobs += 1

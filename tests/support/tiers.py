@@ -1,4 +1,4 @@
-"""Which of many cases the fast tier runs."""
+"""The choice of cases that the fast tier runs."""
 
 from collections.abc import Callable, Iterable
 from itertools import product

@@ -1,4 +1,4 @@
-"""What the runs of TRL's trainer have in common."""
+"""Helpers that runs of TRL's trainer share."""
 
 import functools
 import tempfile
@@ -32,7 +32,7 @@ def prompts(count=24):
 
 
 def decided_model(family):
-    """That has its favourites, the end of a completion among them."""
+    """A model with favourite tokens, the end of a completion among them."""
     model = llava() if family == "llava" else family_model(family)
     with torch.no_grad():
         head = model.get_output_embeddings().weight
@@ -43,7 +43,7 @@ def decided_model(family):
 
 @functools.cache
 def folder_of(family):
-    """Of the model, stored, as TRL loads its reference from there."""
+    """The folder of the stored model, from which TRL loads its reference."""
     folder = tempfile.mkdtemp()
     model = decided_model(family)
     # With it generate fails, in transformers; TRL asks for the routers' logits itself.

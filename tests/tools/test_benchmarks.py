@@ -25,7 +25,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """What is not about the processes of their own does not wait for them to start."""
+    """Runs contenders in this process: tests about other things need not wait for new ones."""
     monkeypatch.setattr(measure, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
     monkeypatch.setattr(measure, "keep_memory", lambda: None)  # here it would last
 
@@ -124,7 +124,7 @@ def test_no_round_begins_after_the_limit(tiny, one_process):
 
 
 def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
-    """At most four times, and not where fresh memory is what is measured."""
+    """Repeats at most four times, and not where fresh memory is what is measured."""
     w, steps = make("dense", (64, 101, 16)), []
 
     def counted(w):
@@ -242,7 +242,7 @@ def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling
 
 
 def test_tune_times_only_what_is_right(monkeypatch):
-    """In the interpreter, as it is set for the tests."""
+    """Tunes in the interpreter, which the tests set."""
     good = list(tune.rows(4, 300, torch.device("cpu"), 1))
     assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
     moved = {row["kernel"]: row["bytes"] for row in good}

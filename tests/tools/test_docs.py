@@ -55,7 +55,7 @@ def test_every_page_with_code_is_run():
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_imports_exist(page):
-    """Those in tables and diffs, too, which are not run."""
+    """Imports in tables and diffs count, too, though they are not run."""
     text = (ROOT / page).read_text()
     for module, name in re.findall(r"from (grpo_kernels[\w.]*) import (\w+)", text):
         API["find"](module, name)

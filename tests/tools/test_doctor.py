@@ -1,4 +1,4 @@
-"""What the doctor says of a machine that is well, and of ones that are not."""
+"""The doctor's verdict on a machine that is well, and on ones that are not."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_all_is_well(capsys):
 
 
 def test_the_sampled_backward_is_looked_at():
-    """Not its dense blocks."""
+    """The check sees sampled columns, not dense blocks."""
     errors = doctor.measure_errors("sampled", torch.float32, torch.device("cpu"))
     assert 1e-2 < errors.d_weight < doctor.SAMPLED_TOLERANCE
 
