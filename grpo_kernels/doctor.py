@@ -45,7 +45,7 @@ PACKAGES = (
     Package("torch", ">=2.10", "everything"),
     Package("triton", ">=3.6", "kernels on a GPU"),
     Package("transformers", ">=5.0", "attach_fused_head, training"),
-    Package("accelerate", ">=1.0", "training"),
+    Package("accelerate", ">=1.10", "training"),
     Package("datasets", ">=3.0", "training"),
     Package("peft", ">=0.15", "LoRA"),
     Package("trl", "==1.16", "FusedGRPOTrainer, patch_trl"),
