@@ -71,7 +71,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(allocate):
         def allocate_poisoned(*args, **kwargs):
             x = allocate(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
+            if x.is_floating_point():
+                x.detach().fill_(float("nan"))
+            return x
 
         return allocate_poisoned
 

@@ -172,7 +172,10 @@ class ContinuousBatchingRollout:
     """transformers' continuous batching: a row that ends makes room for another at once."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        if not hasattr(model, "generate_batch"):
+        import transformers
+
+        known = hasattr(transformers, "ContinuousBatchingConfig")
+        if not known or not hasattr(model, "generate_batch"):
             raise ValueError(
                 "rollout: expected generate, as this version of transformers has no continuous "
                 "batching for this model; got continuous_batching"
