@@ -61,7 +61,8 @@ def test_the_minimal_one_learns(tiny_model, capsys):
     """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
     run = runpy.run_path(str(ROOT / "examples" / "minimal_grpo.py"))
     run["main"].__globals__["reward"] = lambda text, total: sum(c < "@" for c in text) / 10
-    options = ["--model", str(tiny_model), "--steps", "20", "--learning-rate", "1e-2"]
+    options = ["--model", str(tiny_model), "--steps", "30", "--learning-rate", "3e-2"]
     history = run["main"](options)
-    assert len(history) == 20 and sum(history[-5:]) > 1.25 * sum(history[:5]) > 0
+    # Twice as much with any of several seeds.
+    assert len(history) == 30 and sum(history[-5:]) > 1.4 * sum(history[:5]) > 0
     assert "ratio_max" in capsys.readouterr().out

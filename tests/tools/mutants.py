@@ -1,11 +1,11 @@
 """Damages the sources, one line at a time, and expects the fast tier to object.
 
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
-    python -m tests.tools.mutants --only softcap  those whose description has the word
-    python -m tests.tools.mutants --write         and put the table into docs/testing.md
+    python -m tests.tools.mutants --only softcap  those with the word in description or path
+    python -m tests.tools.mutants --write         puts the table into docs/testing.md, too
 
-Each damage is made in a copy of the tree. The tests that are named with it run first; those of the
-whole fast tier, if these saw nothing.
+Each damage is made in a copy of the tree. The test modules that are named with it run first; the
+whole fast tier, if these saw nothing. Undamaged, the tier must be green.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,15 +28,16 @@ from tests.tools.tables import write_table
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
-PYTEST = (
-    "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly",
-)  # fmt: skip
-TESTS_FAILED = 1  # pytest's exit status; 2 and above are errors of another kind
+PYTEST = ("-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider")
+PASSED, FAILED = 0, 1  # exit statuses of pytest; others are errors of its own
+NOT_SEEN = "NOT SEEN"
 
 
 class Result(NamedTuple):
+    """The test that failed first, if one did; the end of pytest's output, if it broke."""
+
     damage: Damage
-    seen_by: str  # the test that failed first, or ""
+    seen_by: str
     seconds: float
     error: str = ""
 
@@ -48,69 +50,93 @@ def damaged(text: str, damage: Damage) -> str:
     return text.replace(damage.old, damage.new)
 
 
-def check(damages: list[Damage]) -> None:
+def check(damages: Iterable[Damage]) -> None:
+    """Refuses damages that do not fit the sources or name no tests."""
     for damage in damages:
-        changed = damaged((ROOT / "grpo_kernels" / damage.path).read_text(), damage)
-        compile(changed, damage.path, "exec")
+        source = (ROOT / "grpo_kernels" / damage.path).read_text()
+        compile(damaged(source, damage), damage.path, "exec")
         for name in damage.tests:
-            if not (ROOT / "tests" / f"{name.split('::')[0]}.py").exists():
-                raise ValueError(f"{damage.what}: no tests/{name}.py")
+            if not (ROOT / "tests" / f"{name}.py").exists():
+                raise ValueError(f"{damage.what}: expected modules in tests/; got {name}")
+
+
+def copy_to(tree: Path) -> None:
+    """A copy of what the fast tier reads."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, tree / name)
+
+
+def fast_tier() -> list[str]:
+    """The modules of the fast tier."""
+    return sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
+
+
+def tests_of(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run of tests on the sources of the tree."""
+    return subprocess.run(
+        [sys.executable, *PYTEST, *arguments], cwd=tree, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
+    )  # fmt: skip
 
 
 def run(damage: Damage) -> Result:
+    """Makes the damage in a copy of the tree and runs the tests there."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(
-                    ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__")
-                )
-            else:
-                shutil.copy(ROOT / name, tree / name)
+        copy_to(tree)
         source = tree / "grpo_kernels" / damage.path
         source.write_text(damaged(source.read_text(), damage))
-        start = time.monotonic()
-        first = [f"tests/{name}".replace("::", ".py::", 1) if "::" in name else f"tests/{name}.py"
-                 for name in damage.tests]  # fmt: skip
-        rest = sorted(str(p.relative_to(tree)) for p in (tree / "tests").glob("test_*.py"))
-        for files in (first, rest):
-            done = subprocess.run(
-                [sys.executable, *PYTEST, *files], cwd=tree, capture_output=True, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)},
-            )  # fmt: skip
+        for modules in ([f"tests/{name}.py" for name in damage.tests], fast_tier()):
+            done = tests_of(tree, *modules)
             seconds = time.monotonic() - start
-            if done.returncode > TESTS_FAILED:
+            if done.returncode == FAILED:
+                first = re.search(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", done.stdout, re.M)
+                return Result(damage, first[1] if first else "?", seconds)
+            if done.returncode != PASSED:
                 return Result(damage, "", seconds, done.stdout[-2000:] + done.stderr[-2000:])
-            if done.returncode == TESTS_FAILED:
-                failed = re.search(r"^FAILED tests/(\S+?)(?:\[.*)?( - |$)", done.stdout, re.M)
-                errored = re.search(r"^ERROR tests/(\S+)", done.stdout, re.M)
-                seen = failed or errored
-                return Result(damage, seen.group(1) if seen else "?", seconds)
-        return Result(damage, "", seconds)
+    return Result(damage, "", seconds)
+
+
+def undamaged_is_green(workers: int) -> bool:
+    """True if the tier passes on an undamaged copy; one that never passes sees everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_to(Path(folder))
+        done = tests_of(Path(folder), "-n", str(workers), *fast_tier())
+    if done.returncode != PASSED:
+        print(done.stdout[-4000:], done.stderr[-2000:])
+    return done.returncode == PASSED
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.mutants", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.mutants", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--only", default="", help="a word of the description or of the path")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="the table into docs/testing.md")
     args = parser.parse_args(argv)
-    chosen = [d for d in DAMAGES if args.only in d.what or args.only in d.path]
+    chosen = [damage for damage in DAMAGES if args.only in damage.what + damage.path]
     check(chosen)
+    if not undamaged_is_green(args.workers):
+        print("The fast tier fails without any damage.")
+        return 1
     results = []
     with ThreadPoolExecutor(args.workers) as pool:
         for result in pool.map(run, chosen):
             results.append(result)
-            told = result.seen_by or (f"BROKEN\n{result.error}" if result.error else "NOT SEEN")
+            told = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
             print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
-    missed = [r for r in results if not r.seen_by]
-    print(f"{len(results) - len(missed)} of {len(results)} damages were seen")
-    if args.write and chosen == DAMAGES:
-        rows = [(r.damage.what, f"`{r.damage.path}`", f"`{r.seen_by or 'NOT SEEN'}`")
-                for r in results]  # fmt: skip
+    seen = sum(bool(result.seen_by) for result in results)
+    print(f"{seen} of {len(results)} damages were seen")
+    if args.write:
+        rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
         write_table("mutants", ("damage", "in", "seen first by"), rows)
-    return 1 if missed else 0
+    return 0 if seen == len(results) else 1
 
 
 if __name__ == "__main__":
