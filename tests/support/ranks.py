@@ -177,11 +177,12 @@ def end_group() -> None:
 def leave(status: int) -> None:
     """Ends this process here and now, without the interpreter's own end.
 
-    That one destroys what is left in an order that nobody chose, while threads of gloo may still
-    run: of a group that something refers to, a device mesh or a wrapper in a cycle of references.
-    A thread that then waits for the interpreter's lock is ended inside C++ code, and the process
-    aborts: "terminate called without an active exception". Destroying the group and collecting
-    garbage makes that rare, not impossible. What a rank has to say it has said.
+    A thread of gloo that needs the interpreter's lock while the interpreter ends (for the callback
+    of a collective, or to let go of a Python object) is ended inside C++ code, and the process
+    aborts: "terminate called without an active exception". Destroying the group waits for its
+    threads, but only if nothing else refers to it: a device mesh or a wrapper in a cycle of
+    references does. Without the interpreter's end there is nothing to trip over, and what a rank
+    had to say it has said.
     """
     sys.stdout.flush()
     sys.stderr.flush()
