@@ -39,10 +39,12 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _kl(d, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr):
-    """The estimate of a token's KL from d = ref_logps - logps.
+def _kl(
+    d, flows, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_RATIO: tl.constexpr
+):  # fmt: skip
+    """The estimate of a token's KL from d = ref_logps - logps, and its derivative dKL/dl.
 
-    Returns KL, dKL/dl, and KL + dKL/dl, which is d(r KL)/dl over r, for a ratio r of the token.
+    With a ratio r the derivative is d(r KL)/dl over r: KL + dKL/dl where `flows`, dr/dl being r.
     """
     if HAS_CLAMP:
         wanders = (d < -20.0) | (d > 20.0)
@@ -64,13 +66,14 @@ def _kl(d, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr):
         flat = wanders | (source < -kl_clamp) | (source > kl_clamp)
         slope = tl.where(flat, 0.0, slope)
         kl = _clamp(kl, -kl_clamp, kl_clamp)
-    total = kl + slope
-    if ESTIMATOR == "k3":
-        # In kl + slope the e^d cancel, and with them every digit of what is left.
-        total = -d
-        if HAS_CLAMP:
-            total = tl.where(flat, kl, total)
-    return kl, slope, total
+    if HAS_RATIO:
+        if ESTIMATOR == "k3":
+            # -d is what the terms e^d of kl + slope leave; their sum would lose every digit of it.
+            total = tl.where(flat, kl, -d) if HAS_CLAMP else -d
+            slope = tl.where(flows, total, slope)
+        else:
+            slope += tl.where(flows, kl, 0.0)
+    return kl, slope
 
 
 @triton.jit
@@ -147,9 +150,9 @@ def policy_loss_kernel(
         d_logps *= scale
     if HAS_KL:
         d = tl.load(ref_logps_ptr + offs_n, mask=mask_n, other=0.0) - logps
-        kl, slope, total = _kl(d, kl_clamp, KL_ESTIMATOR, HAS_KL_CLAMP)
+        kl, slope = _kl(d, flows, kl_clamp, KL_ESTIMATOR, HAS_KL_CLAMP, HAS_KL_RATIO)
         if HAS_KL_RATIO:
-            slope = ratio * tl.where(flows, total, slope)
+            slope *= ratio
             kl *= ratio
         per_token += beta * kl
         d_logps += beta * slope
