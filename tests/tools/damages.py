@@ -176,7 +176,7 @@ DAMAGES = [
     ),
     *_in(
         "lm_head.py",
-        "test_low_rank test_fused_grpo_loss test_lm_head",
+        "test_lm_head test_low_rank test_fused_grpo_loss",
         ("the low-rank pair adds nothing to the logits",
          "addmm(out, rows.lora_a_out, lora_b.float().t())", "pass"),
         ("rows are scored against the targets in reverse",
