@@ -35,6 +35,9 @@ def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):
     slices = [columns for columns, _ in head.weight_slices(100)]
     assert [(c.start, c.stop) for c in slices] == [(0, 30), (30, 60), (60, 90), (90, 100)]
     torch.testing.assert_close(all_logits(head), hidden @ weight.float().T)
+    # Back again, every slice adds its share.
+    d_logits = torch.randn(5, 100)
+    torch.testing.assert_close(head.times_weight(d_logits), d_logits @ weight.float())
 
 
 def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time(monkeypatch):

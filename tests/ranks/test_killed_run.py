@@ -15,16 +15,27 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 
 
 ROOT = Path(__file__).parents[2]
+# Waits to be killed where it is ahead of the test, which may get no time on a busy machine.
 RUN = """
-import sys
-from tests.support.trainer_runs import config_of, no_curves, trainer_of
+import time
+from pathlib import Path
+from tests.ranks.test_killed_run import count
+from tests.support.trainer_runs import config_of, no_curves, noise, trainer_of
+
+def patient(*args, **columns):
+    while count(Path({output!r}, "t")) >= {patience!r}:
+        time.sleep(0.01)
+    return noise(*args, **columns)
+
 with no_curves():
-    trainer_of(config_of({model!r}, {output!r}, **{options!r})).train()
+    config = config_of({model!r}, {output!r}, **{options!r})
+    trainer_of(config, rewards={{"noise": patient}}).train()
 """
+NEVER = 10**9
 
 
-def launch(tiny_model, output, **options):
-    code = RUN.format(model=str(tiny_model), output=str(output), options=options)
+def launch(tiny_model, output, patience, **options):
+    code = RUN.format(model=str(tiny_model), output=str(output), patience=patience, options=options)
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -42,8 +53,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
     draw, kills = random.Random(0), 0
     folder = tmp_path / "killed" / "t"
     while True:
-        process = launch(tiny_model, tmp_path / "killed", resume=True, **options)
-        goal = count(folder) + draw.randrange(2, 5) if kills < 3 else 10**9
+        goal = count(folder) + draw.randrange(2, 4) if kills < 3 else NEVER
+        process = launch(tiny_model, tmp_path / "killed", goal + 2, resume=True, **options)
         while process.poll() is None and count(folder) < goal:
             time.sleep(0.005)
         if process.poll() is not None:

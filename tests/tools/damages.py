@@ -25,7 +25,7 @@ DAMAGES = [
     # The logits and their gradient as torch ops.
     *_in(
         "backends/torch_backend.py",
-        "test_fused_grpo_loss test_backends test_sampled_backward",
+        "test_fused_grpo_loss",
         ("torch: the last word is left out of the softmax",
          "totals[rows] = exps.sum(1)", "totals[rows] = exps[:, :-1].sum(1)"),
         ("torch: entropy has the wrong sign of its mean",
@@ -44,9 +44,11 @@ DAMAGES = [
          "slope = 1.0 / _column(local.temperature)"),
         ("torch: the gradient loses the temperature",
          "slope = local.logit_scale / _column(local.temperature)", "slope = local.logit_scale"),
+    ),
+    *_in(
+        "backends/torch_backend.py",
+        "test_sampled_backward test_backends",
         ("torch: kept columns are not weighted", "d_logits.mul_(column_weights)", "pass"),
-        ("torch: column sums of the last rows alone",
-         "sums[index] += out.sum(0)", "sums[index] = out.sum(0)"),
     ),
     # The same as kernels.
     *_in(
@@ -107,7 +109,7 @@ DAMAGES = [
     # The objective's one definition.
     *_in(
         "objective.py",
-        "test_objective test_grpo_loss test_metrics",
+        "test_objective test_grpo_loss test_autograd",
         ("delta is ignored",
          "ratio if config.delta is None else ratio.clamp(max=config.delta)", "ratio"),
         ("dual_clip is ignored", "if config.dual_clip is not None:", "if False:"),
@@ -174,7 +176,7 @@ DAMAGES = [
     ),
     *_in(
         "lm_head.py",
-        "test_low_rank test_fused_grpo_loss test_lm_head",
+        "test_lm_head test_low_rank test_fused_grpo_loss",
         ("the low-rank pair adds nothing to the logits",
          "addmm(out, rows.lora_a_out, lora_b.float().t())", "pass"),
         ("rows are scored against the targets in reverse",
@@ -205,6 +207,12 @@ DAMAGES = [
          "d_logps - d_logsumexp.float()", "d_logps + d_logsumexp.float()"),
         ("masked rows are given a gradient",
          "            needed &= call.mask\n", "            pass\n"),
+    ),
+    *_in(
+        "backends/torch_backend.py",
+        "test_column_sampling",
+        ("torch: column sums of the last rows alone",
+         "sums[index] += out.sum(0)", "sums[index] = out.sum(0)"),
     ),
     *_in(
         "column_sampling.py",
