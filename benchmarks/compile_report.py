@@ -76,7 +76,7 @@ VOCABULARIES = (151_936, 50_257, 1003)
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One kernel with the arguments of its launcher."""
 
     kernel: str
@@ -98,9 +98,9 @@ class Usage:
     problem: str = ""
 
 
-def recorded(calls: Callable[[], None]) -> set[Launch]:
+def recorded(calls: Callable[[], None]) -> set[KernelLaunch]:
     """Returns what `calls` would launch."""
-    launches: set[Launch] = set()
+    launches: set[KernelLaunch] = set()
 
     def record(
         self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **flags: Any
@@ -114,7 +114,7 @@ def recorded(calls: Callable[[], None]) -> set[Launch]:
                 kinds.append((name, "fp32" if isinstance(value, float) else "i32"))
                 odd += [name] if isinstance(value, int) and value % 16 else []
         constants = tuple(sorted(flags.items()))
-        launches.add(Launch(self.__name__, tuple(kinds), tuple(odd), constants, num_warps))
+        launches.add(KernelLaunch(self.__name__, tuple(kinds), tuple(odd), constants, num_warps))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -205,7 +205,7 @@ def policy_launches() -> None:
             policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
-def all_launches() -> list[Launch]:
+def all_launches() -> list[KernelLaunch]:
     launches = recorded(head_launches) | recorded(policy_launches)
     return sorted(launches, key=repr)
 
@@ -220,7 +220,7 @@ def kernels() -> dict[str, Any]:
     }
 
 
-def compiled(job: tuple[Launch, str, bool]) -> Usage:
+def compiled(job: tuple[KernelLaunch, str, bool]) -> Usage:
     """Compiles a launch for an architecture, aligned or not, and judges the result."""
     launch, arch, aligned = job
     kernel = kernels()[launch.kernel]
@@ -244,7 +244,9 @@ def compiled(job: tuple[Launch, str, bool]) -> Usage:
     return judged(usage, arch, launch, aligned, built.asm["ptx"])
 
 
-def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | None = None) -> Usage:
+def judged(
+    usage: Usage, arch: str, launch: KernelLaunch, aligned: bool, ptx: str | None = None
+) -> Usage:
     """Fills in `problem`. Without PTX (on AMD) loads and minima are not looked at."""
     limit = ARCHITECTURES[arch][1] * 1024
     problem = ""
@@ -262,7 +264,7 @@ def judged(usage: Usage, arch: str, launch: Launch, aligned: bool, ptx: str | No
     return replace(usage, problem=problem)
 
 
-def _rows_divide(launch: Launch) -> bool:
+def _rows_divide(launch: KernelLaunch) -> bool:
     """Returns True if the kernel reads rows and 16 divides all of its strides."""
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
     return bool(strides) and not strides & set(launch.odd)
@@ -295,7 +297,7 @@ def _amd_usage(built: Any) -> Usage:
     return Usage(number("vgpr_count"), spills, stack, shared)
 
 
-def report(archs: list[str], launches: list[Launch]) -> tuple[list[str], list[str]]:
+def report(archs: list[str], launches: list[KernelLaunch]) -> tuple[list[str], list[str]]:
     """Returns the table, one line per kernel and architecture, and what is wrong."""
     jobs = list(itertools.product(launches, archs, (True, False)))
     problems = [
