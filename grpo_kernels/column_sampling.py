@@ -184,9 +184,12 @@ class ColumnSampler:
         sampled = squares.masked_fill(dense[:, None], 0.0)
         self.planned += torch.stack((variance.sum(), sampled.sum(), squares.sum()))
         dice = torch.randint(
-            _PROBABILITY_STEPS, squares.shape, generator=self.generator, device=squares.device,
+            _PROBABILITY_STEPS,
+            squares.shape,
+            generator=self.generator,
+            device=squares.device,
             dtype=torch.int32,
-        )  # fmt: skip
+        )
         kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
         counts = torch.stack((kept.sum(1), dense.long())).tolist()
         # Without waiting for the device once more, where it can.

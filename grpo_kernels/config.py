@@ -52,13 +52,27 @@ LOSS_TYPES = tuple(_LOSSES)
 _NAMES = {"loss_type", "importance_sampling_level", "kl_estimator", "aggregation", "is_correction"}
 _FLAGS = {"use_bias_correction_kl"}
 _OPTIONAL = {
-    "epsilon_high", "delta", "dual_clip", "max_completion_length", "kl_clamp", "is_clip_max",
-    "is_clip_min", "off_policy_threshold",
-}  # fmt: skip
+    "epsilon_high",
+    "delta",
+    "dual_clip",
+    "max_completion_length",
+    "kl_clamp",
+    "is_clip_max",
+    "is_clip_min",
+    "off_policy_threshold",
+}
 _POSITIVE = (
-    "temperature", "kl_clamp", "is_clip_max", "sapo_temperature_pos", "sapo_temperature_neg",
-    "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "dppo_ratio_max",
-)  # fmt: skip
+    "temperature",
+    "kl_clamp",
+    "is_clip_max",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+    "dppo_ratio_max",
+)
 _NOT_NEGATIVE = ("beta", "epsilon_high", "is_clip_min", "off_policy_threshold")
 
 

@@ -155,21 +155,41 @@ def fused_grpo_loss(
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
     operands, call, inputs = loss_call(
-        hidden, weight, targets, advantages, mask, config=config, old_logps=old_logps,
-        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
-        entropy_threshold=entropy_threshold, temperature=temperature, bias=bias,
-        low_rank=low_rank, logit_scale=logit_scale, softcap=softcap, cu_seqlens=cu_seqlens,
-        backward=backward, tolerance=tolerance, seed=seed, backend=backend,
+        hidden,
+        weight,
+        targets,
+        advantages,
+        mask,
+        config=config,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        num_items=num_items,
+        entropy_threshold=entropy_threshold,
+        temperature=temperature,
+        bias=bias,
+        low_rank=low_rank,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        cu_seqlens=cu_seqlens,
+        backward=backward,
+        tolerance=tolerance,
+        seed=seed,
+        backend=backend,
         chunk_bytes=chunk_bytes,
-    )  # fmt: skip
+    )
     with_grad = _tokens_with_grad(config, inputs)
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
         call, inputs = replace(call, mask=active), replace(inputs, mask=active)
     plan = plan_rows(
-        call.mask, with_grad, call.checks,
-        num_tokens=call.layout.num_tokens, weight=weight, chunk_bytes=chunk_bytes,
-    )  # fmt: skip
+        call.mask,
+        with_grad,
+        call.checks,
+        num_tokens=call.layout.num_tokens,
+        weight=weight,
+        chunk_bytes=chunk_bytes,
+    )
     if token_local(config, inputs):
         loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
             *operands, config, inputs, call, plan, operands.wants_grad()
@@ -236,9 +256,13 @@ class _FusedGRPOLoss(torch.autograd.Function):
                 logits = head.logits(rows)  # [C, V], not yet transformed
                 stats = call.backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
                 policy = policy_loss(
-                    config, inputs.at(index), stats.logps, stats.entropy, call.backend,
+                    config,
+                    inputs.at(index),
+                    stats.logps,
+                    stats.entropy,
+                    call.backend,
                     grad=wants_grad,
-                )  # fmt: skip
+                )
                 loss += policy.loss
                 assert stats.entropy is not None
                 logps[index], entropy[index] = stats.logps, stats.entropy

@@ -81,10 +81,17 @@ def grpo_loss(
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
     inputs = loss_inputs(
-        config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
-        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        num_items=num_items,
         entropy_threshold=entropy_threshold,
-    )  # fmt: skip
+    )
     checks.check_without_sync()
     check_entropy_given(config, entropy)
     flat_entropy = None
@@ -165,10 +172,18 @@ def policy_loss(
     if config.scales_surrogate:
         scale, _ = surrogate_scale(config, Tokens.of(inputs, logps, entropy))
     return backend.policy_loss(
-        logps, entropy, advantages=inputs.advantages, weights=inputs.weights, count=inputs.count,
-        mask=inputs.mask, old_logps=inputs.old_logps, ref_logps=inputs.ref_logps, scale=scale,
-        grad=grad, **_kernel_options(config),
-    )  # fmt: skip
+        logps,
+        entropy,
+        advantages=inputs.advantages,
+        weights=inputs.weights,
+        count=inputs.count,
+        mask=inputs.mask,
+        old_logps=inputs.old_logps,
+        ref_logps=inputs.ref_logps,
+        scale=scale,
+        grad=grad,
+        **_kernel_options(config),
+    )
 
 
 def _differentiated(

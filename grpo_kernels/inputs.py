@@ -143,10 +143,17 @@ def loss_call(
         )
     operands, call = head_call(hidden, weight, targets, mask, temperature=temperature, **head)
     inputs = loss_inputs(
-        config, call.layout, call.checks, advantages, call.mask, old_logps=old_logps,
-        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
+        config,
+        call.layout,
+        call.checks,
+        advantages,
+        call.mask,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        num_items=num_items,
         entropy_threshold=entropy_threshold,
-    )  # fmt: skip
+    )
     return operands, call, inputs
 
 

@@ -100,14 +100,30 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     operands, call = head_call(
-        hidden, weight, targets, mask, bias=bias, low_rank=low_rank, temperature=temperature,
-        logit_scale=logit_scale, softcap=softcap, cu_seqlens=None, backward=backward,
-        tolerance=tolerance, seed=seed, backend=backend, chunk_bytes=chunk_bytes,
-    )  # fmt: skip
+        hidden,
+        weight,
+        targets,
+        mask,
+        bias=bias,
+        low_rank=low_rank,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        cu_seqlens=None,
+        backward=backward,
+        tolerance=tolerance,
+        seed=seed,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+    )
     plan = plan_rows(
-        call.mask, None, call.checks,
-        num_tokens=call.layout.num_tokens, weight=weight, chunk_bytes=chunk_bytes,
-    )  # fmt: skip
+        call.mask,
+        None,
+        call.checks,
+        num_tokens=call.layout.num_tokens,
+        weight=weight,
+        chunk_bytes=chunk_bytes,
+    )
     logps, entropies, logsumexp, _ = flat_logprobs(operands, call, plan, entropy=entropy)
     shape = call.layout.shape
     entropies = None if entropies is None else entropies.reshape(shape)
@@ -208,9 +224,13 @@ def _exact_gradients(
 ) -> tuple[Tensor | None, ...]:
     """The head's gradients, from those of all rows `[N]`; rows not `needed` are left out."""
     plan = plan_rows(
-        needed, None, None,
-        num_tokens=len(needed), weight=operands.weight, chunk_bytes=call.chunk_bytes,
-    )  # fmt: skip
+        needed,
+        None,
+        None,
+        num_tokens=len(needed),
+        weight=operands.weight,
+        chunk_bytes=call.chunk_bytes,
+    )
     head = LMHead(operands, call, dtype, plan.largest_chunk)
     every_row = plan.num_rows == len(needed)
     gradients = HeadGradients(head, call.backend, wanted, every_row=every_row)

@@ -107,10 +107,18 @@ def grpo_loss(
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
     inputs = loss_inputs(
-        config, layout, checks, advantages, layout.flat_mask(mask, checks), old_logps=old_logps,
-        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items=num_items,
-        entropy_threshold=entropy_threshold, dtype=logps.dtype,
-    )  # fmt: skip
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        num_items=num_items,
+        entropy_threshold=entropy_threshold,
+        dtype=logps.dtype,
+    )
     check_entropy_given(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)

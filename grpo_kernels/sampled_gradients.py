@@ -75,9 +75,13 @@ class KeptColumnGradients(HeadGradients):
         head, ids = self.head, kept.ids.long()
         d_logits = logits.view(head.dtype)[:, : len(ids)]
         self.backend.logit_grads_(
-            logits, torch.searchsorted(ids, rows.targets), rows.transform.of_columns(ids), grads,
-            out=d_logits, column_weights=kept.weights,
-        )  # fmt: skip
+            logits,
+            torch.searchsorted(ids, rows.targets),
+            rows.transform.of_columns(ids),
+            grads,
+            out=d_logits,
+            column_weights=kept.weights,
+        )
         kept_sums = d_logits.sum(0, dtype=torch.float32)
         if self.d_bias is not None and mean_hidden is None:
             self.d_bias.index_add_(0, ids, kept_sums)
@@ -170,9 +174,12 @@ class SampledGradients(KeptColumnGradients):
                 self.column_sums += block_sums
                 kept_logits = logits[block].index_select(1, kept.ids)
                 self.add_kept(
-                    rows.at(block), kept_logits, grads.at(block), kept,
+                    rows.at(block),
+                    kept_logits,
+                    grads.at(block),
+                    kept,
                     mean_hidden=self.mean_hidden,
-                )  # fmt: skip
+                )
         for block in dense_rows(blocks, samples):
             super().add(rows.at(block), logits[block], grads.at(block))
 
