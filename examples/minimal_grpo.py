@@ -1,6 +1,6 @@
 """GRPO in one loop to read: PyTorch, transformers, and four calls of grpo_kernels.
 
-    pip install grpo_kernels transformers
+    pip install transformers                     # and grpo_kernels, as in the README
     python minimal_grpo.py                       # the model comes from the hub
     python minimal_grpo.py --model FOLDER        # or is there already
 
