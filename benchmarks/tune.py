@@ -47,7 +47,8 @@ def row_settings(cuda: bool) -> list[dict[str, Any]]:
 def column_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.backends.triton_logits import COLUMN_LAUNCH, Launch
+    from grpo_kernels.backends.triton_column_scores import COLUMN_LAUNCH
+    from grpo_kernels.backends.triton_logits import Launch
 
     tried = itertools.product((256, 512, 1024, 2048), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([COLUMN_LAUNCH, *(Launch(*t) for t in tried)])]

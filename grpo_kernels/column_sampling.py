@@ -27,7 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .backends import RowGrads
 from .inputs import ColumnSampling
+from .objective import wide_dtype
 
 # Rows that share a sample of columns: more of them share the traffic of its rows of W and dW, and
 # need more columns.
@@ -40,7 +42,11 @@ _DENSE_SHARE = 1 / 3
 # probability says. None is less likely than this.
 _PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
-_SOLVER_STEPS = 8
+# The level of the probabilities is found from so many columns, evenly spread, in so many parts.
+_SOLVER_COLUMNS, _SOLVER_PARTS = 1 << 15, 256
+# More likely words than this share of the vocabulary are not worth scoring: e to the entropy of a
+# row, on average; a block of many rows will keep several times as many.
+_FLAT_SHARE = 1 / 8
 # After chunks in which every block was dense, at most this many go dense without scoring.
 _MOST_SKIPPED = 8
 # Growth of the relative variance from the gradient of the logits to that of W, before it has been
@@ -70,10 +76,24 @@ class KeptColumns(NamedTuple):
 
     ids: Tensor  # int32 or int64
     weights: Tensor  # float32
+    moments: Tensor | None = None  # float32 [2, K]: the share of variance in a square, and 1
 
     def narrowed(self) -> KeptColumns:
         """A copy with int32 ids, to save between forward and backward."""
         return KeptColumns(self.ids.int(), self.weights)
+
+    def of(self, part: slice) -> KeptColumns:
+        """Some of the columns."""
+        moments = None if self.moments is None else self.moments[:, part]
+        return KeptColumns(self.ids[part], self.weights[part], moments)
+
+    def noise(self, squares: Tensor) -> Tensor:
+        """The variance, and the sum, of the squares `[K]` of what the columns give, `[2]`."""
+        moments = self.moments
+        if moments is None:
+            spread = 1 - 1 / self.weights.clamp(min=1)
+            moments = torch.stack((spread, torch.ones_like(spread)))
+        return moments @ squares
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -102,27 +122,44 @@ def keep_probabilities(
     certain = torch.zeros_like(squares, dtype=torch.bool)
     block_rows = blocks[0].stop - blocks[0].start
     block_of_row = torch.arange(len(targets), device=targets.device) // block_rows
-    certain[block_of_row, targets] = True
-    rest = squares.masked_fill(certain, 0.0)
-    norms = rest.sqrt()
-    tiny = torch.finfo(squares.dtype).tiny
-    allowed = (variance * squares.sum()).clamp(min=tiny)
-    # With u = 1 / c, find where the sum over norm < u of norm * (u - norm) is what is allowed:
-    # Newton's method on its logarithm, which is nearly straight, from where no column is certain.
-    level = high = (allowed + rest.sum()) / norms.sum().clamp(min=tiny)
-    for _ in range(_SOLVER_STEPS):
-        below = norms.masked_fill(norms >= level, 0.0)
-        total = below.sum()
-        missed = ((level - below) * below).sum()
-        high = torch.where(missed > allowed, level, high)
-        step = (allowed / missed).log() * (missed / (level * total))
-        # The step went too far if every column has become certain.
-        level = torch.where(missed > 0, level * step.exp(), (level * high).sqrt())
+    # Not certain[block_of_row, targets] = True, which copies a scalar to a GPU and waits.
+    certain.view(-1).index_fill_(0, block_of_row * squares.shape[1] + targets, True)
+    norms = squares.masked_fill(certain, 0.0).sqrt_()
+    allowed = (variance * squares.sum()).clamp(min=torch.finfo(squares.dtype).tiny)
+    level = _level(norms.flatten(), allowed)
     steps = (norms / level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
     probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
     # By the expected count: a choice that looked at the draw would not be unbiased.
     dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | ~finite
     return probabilities.masked_fill_(dense[:, None], 1.0), dense
+
+
+def _level(norms: Tensor, allowed: Tensor) -> Tensor:
+    """The level u, 0-d, at which the sum over norm < u of norm * (u - norm) is `allowed`.
+
+    That is linear in u between one norm and the next: in order of size, sums over all smaller norms
+    say between which two u lies, first among parts, then within one. Any level leaves the draw
+    unbiased, so that a part of the columns tells enough.
+    """
+    wide = wide_dtype(norms.device)
+    stride = max(1, len(norms) // _SOLVER_COLUMNS)
+    some = norms[::stride].sort().values
+    count = min(_SOLVER_PARTS, len(some))
+    parts = torch.nn.functional.pad(some, (-len(some) % count, 0)).view(count, -1)
+
+    def find(norms: Tensor, sums: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        through = before + sums @ sums.new_ones(len(norms), len(norms)).triu_()
+        before = through - sums
+        missed = norms * before[0] - before[1]
+        last = (missed <= allowed).sum().clamp(min=1).sub(1)[None]
+        return last, before.index_select(1, last), through.index_select(1, last)
+
+    sums = torch.stack((parts.sum(1, dtype=wide), parts.square().sum(1, dtype=wide))) * stride
+    last, before, _ = find(parts[:, 0], sums, sums.new_zeros(2, 1))
+    part = parts.index_select(0, last).squeeze(0).to(wide)
+    _, _, (total, square) = find(part, torch.stack((part, part.square())) * stride, before)
+    level = (allowed + square) / total.clamp(min=torch.finfo(norms.dtype).tiny)
+    return level.to(norms.dtype).squeeze(0)
 
 
 def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[slice]:
@@ -146,7 +183,7 @@ class ColumnSampler:
         self.kept = 0.0
         self.to_skip = self.last_skip = 0
         # The variance of the logits' gradient; its square over blocks that are not dense; over all.
-        self.planned = torch.zeros(3, dtype=torch.float64, device=device)
+        self.planned = torch.zeros(3, dtype=wide_dtype(device), device=device)
 
     def should_skip_scoring(self, blocks: list[slice]) -> bool:
         """True if these blocks are to go dense without scoring; counts them, then.
@@ -158,12 +195,31 @@ class ColumnSampler:
         if self.to_skip == 0:
             return False
         self.to_skip -= 1
-        size = sum(rows.stop - rows.start for rows in blocks)
-        self.rows += size
-        self.kept += size
-        self.blocks += len(blocks)
-        self.dense_blocks += len(blocks)
+        self._count_dense(blocks)
         return True
+
+    def looks_flat(self, blocks: list[slice], grads: RowGrads) -> bool:
+        """True if so many words are likely that scoring is not worth it; counts the blocks, then.
+
+        A look at the values, which a CPU has at hand.
+        """
+        if grads.entropy is None or grads.entropy.device.type != "cpu":
+            return False
+        squares = grads.d_softmax.square()
+        likely_words = (squares * grads.entropy.exp()).sum() / squares.sum()
+        if not likely_words > _FLAT_SHARE * self.V:
+            return False
+        self._count_dense(blocks)
+        self._back_off(True)
+        return True
+
+    def _count_dense(self, blocks: list[slice]) -> None:
+        for rows in blocks:
+            self._count(rows.stop - rows.start, True, self.V)
+
+    def _back_off(self, all_dense: bool) -> None:
+        self.last_skip = min(max(1, 2 * self.last_skip), _MOST_SKIPPED) if all_dense else 0
+        self.to_skip = self.last_skip
 
     def sample(
         self,
@@ -195,26 +251,29 @@ class ColumnSampler:
         # Without waiting for the device once more, where it can.
         can = kept.device.type in ("cpu", "cuda")
         pairs = torch.nonzero_static(kept, size=sum(counts[0])) if can else kept.nonzero()
-        self.last_skip = min(max(1, 2 * self.last_skip), _MOST_SKIPPED) if all(counts[1]) else 0
-        self.to_skip = self.last_skip
+        self._back_off(all(counts[1]))
+        ids, values = pairs[:, 1], probabilities[pairs[:, 0], pairs[:, 1]]
+        values = torch.stack((1 / values, 1 - values, torch.ones_like(values)))
         samples: list[KeptColumns | None] = []
         start = 0
-        for index, (rows, count, is_dense) in enumerate(zip(blocks, *counts, strict=True)):
-            ids = pairs[start : start + count, 1]
+        for rows, count, is_dense in zip(blocks, *counts, strict=True):
+            part = slice(start, start + count)
             start += count
+            padding = -count % _COLUMN_MULTIPLE
             if is_dense:
                 samples.append(None)
             else:
-                ids = torch.cat((ids, ids[-1:].expand(-count % _COLUMN_MULTIPLE)))
-                weights = 1 / probabilities[index, ids]
-                weights[count:] = 0.0
-                samples.append(KeptColumns(ids, weights))
-            size = rows.stop - rows.start
-            self.rows += size
-            self.blocks += 1
-            self.dense_blocks += is_dense
-            self.kept += size * (1.0 if is_dense else count / self.V)
+                own = torch.cat((ids[part], ids[part][-1:].expand(padding)))
+                padded = torch.nn.functional.pad(values[:, part], (0, padding))
+                samples.append(KeptColumns(own, padded[0], padded[1:]))
+            self._count(rows.stop - rows.start, is_dense, count)
         return samples, variance
+
+    def _count(self, rows: int, is_dense: bool, columns: int) -> None:
+        self.rows += rows
+        self.blocks += 1
+        self.dense_blocks += is_dense
+        self.kept += rows * (1.0 if is_dense else columns / self.V)
 
     def metrics(self, noise: Tensor | None = None) -> dict[str, Tensor]:
         """The shares of columns kept and of dense blocks, and the gradient's relative noise.

@@ -5,11 +5,13 @@ chunk of logits can be computed, used for loss and gradient, and overwritten: on
 
     for each chunk of rows:
         Z        = h W^T                        GEMM 1, float32, one reused buffer
-        l, E     = token_stats(Z)               log-prob of the target, entropy
-        x, g, e  = policy_loss(l, E)            loss, dL/dl, dL/dE
-        dZ       = logit_grads_(Z)              on the memory of Z
-        dh       = dZ W                         GEMM 2
-        dW      += dZ^T h                       GEMM 3, accumulated in float32
+        l, H, E  = token_stats(Z)               log-prob of the target, entropy; E = e^(z - a) stays
+        x, g     = policy_loss(l, H)            loss, dL/dl
+        dh       = r o (E W)                    GEMM 2, r = -g / (T sum E) for each row
+        dW      += E^T (r o h)                  GEMM 3, accumulated in float32
+
+The gradient of the logits, r o E, is never made. Where the entropy has a gradient, or the GEMMs
+take float16, it is, by a second sweep: `logit_grads_(Z)`.
 
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
 are computed and stored `scale` times as large, a power of two that float16 needs.
@@ -34,13 +36,13 @@ from .autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from .backends import PolicyLoss, RowGrads, TokenStats
+from .backends import RowGrads
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
-from .head_gradients import HeadGradients
+from .head_gradients import HeadGradients, chunk_layout
 from .inputs import HeadCall, HeadOperands, loss_call
 from .linear_logprobs import flat_logprobs
-from .lm_head import LMHead, gemm_dtype
+from .lm_head import LMHead
 from .metrics import loss_metrics
 from .objective import LossInputs, token_local
 from .outputs import GRPOLossOutput
@@ -182,6 +184,8 @@ def fused_grpo_loss(
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
         call, inputs = replace(call, mask=active), replace(inputs, mask=active)
+    one_pass = token_local(config, inputs)
+    makes_gradients = one_pass and any(operands.wants_grad())
     plan = plan_rows(
         call.mask,
         with_grad,
@@ -189,8 +193,9 @@ def fused_grpo_loss(
         num_tokens=call.layout.num_tokens,
         weight=weight,
         chunk_bytes=chunk_bytes,
+        **chunk_layout(call, makes_gradients, strips=not _has_entropy_grad(config)),
     )
-    if token_local(config, inputs):
+    if one_pass:
         loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
             *operands, config, inputs, call, plan, operands.wants_grad()
         )
@@ -241,20 +246,25 @@ class _FusedGRPOLoss(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Any, ...]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        dtype = gemm_dtype(hidden, weight)
         loss, logps, entropy, d_logps, d_entropy = (
             torch.zeros(shape, dtype=torch.float32, device=hidden.device)
             for shape in ((), *4 * [hidden.shape[:1]])
         )
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
-            head = LMHead(operands, call, dtype, plan.largest_chunk)
+            head = LMHead(operands, call, plan.logit_rows)
             gradients = _new_gradients(head, plan, wanted)
             for chunk in plan.chunks():
                 index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
                 rows = head.rows(index)
-                logits = head.logits(rows)  # [C, V], not yet transformed
-                stats = call.backend.token_stats(logits, rows.targets, rows.transform, entropy=True)
+                one_sweep = wants_grad and gradients.sweeps_once and not _has_entropy_grad(config)
+                if one_sweep:
+                    stats = gradients.sweep(rows)
+                else:
+                    logits = head.logits(rows)  # [C, V], not yet transformed
+                    stats = call.backend.token_stats(
+                        logits, rows.targets, rows.transform, entropy=True
+                    )
                 policy = policy_loss(
                     config,
                     inputs.at(index),
@@ -266,12 +276,16 @@ class _FusedGRPOLoss(torch.autograd.Function):
                 loss += policy.loss
                 assert stats.entropy is not None
                 logps[index], entropy[index] = stats.logps, stats.entropy
-                if wants_grad:
-                    grads = _row_grads(stats, policy, scale)
-                    gradients.add(rows, logits, grads)
-                    d_logps[index] = grads.d_logps
-                    if grads.d_entropy is not None:
-                        d_entropy[index] = grads.d_entropy
+                if policy.d_logps is None:
+                    continue
+                g = d_logps[index] = scale * policy.d_logps
+                e = None
+                if policy.d_entropy is not None:
+                    e = d_entropy[index] = scale * policy.d_entropy
+                if one_sweep:
+                    gradients.add_swept(rows, stats, g)
+                else:
+                    gradients.add(rows, logits, RowGrads.of(stats, g, d_entropy=e))
             ctx.save_for_backward(scale, *gradients.finish())
             sampled = gradients.metrics()
         ctx.dtypes = dtypes_of(*operands)
@@ -295,11 +309,8 @@ def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 
-def _row_grads(stats: TokenStats, policy: PolicyLoss, scale: Tensor) -> RowGrads:
-    assert policy.d_logps is not None
-    g = scale * policy.d_logps
-    e = None if policy.d_entropy is None else scale * policy.d_entropy
-    return RowGrads(stats.logps, stats.logsumexp, g, g, stats.entropy, e)
+def _has_entropy_grad(config: GRPOLossConfig) -> bool:
+    return config.entropy_coef != 0.0
 
 
 def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadGradients:
@@ -307,4 +318,4 @@ def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadG
     if call.sampling is not None and any(wanted):
         return SampledGradients(head, call.backend, wanted, call.sampling, plan)
     every_row = plan.num_grad_rows == call.layout.num_tokens
-    return HeadGradients(head, call.backend, wanted, every_row=every_row)
+    return HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)

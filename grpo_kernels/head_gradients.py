@@ -3,16 +3,21 @@
 With D the gradient of some rows' raw logits `[C, V]`:
 
     dh = D W,    dW += D^T h,    db += sum_rows D        accumulated in float32
+
+Where D is a factor per row times what the forward's sweep has left behind, D = r o E, it is never
+made: dh = r o (E W), dW += E^T (r o h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import Backend, RowGrads
+from .backends import Backend, LogitTransform, RowGrads, TokenStats
+from .inputs import HeadCall
 from .lm_head import LMHead, Rows, addmm, mm
 
 
@@ -23,11 +28,18 @@ class HeadGradients:
         head: the head, with a buffer of logits for the rows that will be added.
         backend: computes the gradient of the logits.
         wanted: the gradients wanted, in the order of `HeadOperands`.
+        max_rows: most rows that are added at a time.
         every_row: True if all rows of the call will be added; others are left 0.
     """
 
     def __init__(
-        self, head: LMHead, backend: Backend, wanted: Sequence[bool], *, every_row: bool
+        self,
+        head: LMHead,
+        backend: Backend,
+        wanted: Sequence[bool],
+        max_rows: int,
+        *,
+        every_row: bool,
     ) -> None:
         self.head, self.backend = head, backend
         hidden, _, _, lora_a_out, lora_b = head.operands
@@ -43,6 +55,8 @@ class HeadGradients:
         if of_weight:
             self.d_weight = empty((head.V, head.H), dtype=torch.float32)
         self._weight_written = False
+        self._d_logits: Tensor | None = None
+        self._max_rows = max_rows
         if of_bias:
             self.d_bias = zeros(head.V, dtype=torch.float32)
         if of_a_out and lora_a_out is not None:
@@ -50,28 +64,102 @@ class HeadGradients:
         if of_b and lora_b is not None:
             self.d_lora_b = zeros(lora_b.shape, dtype=torch.float32)
 
+    @property
+    def sweeps_once(self) -> bool:
+        """True if the next rows may take `sweep` and `add_swept`."""
+        # A factor per row is beyond float16's range.
+        return self.head.dtype != torch.float16
+
+    def sweep(self, rows: Rows) -> TokenStats:
+        """The statistics of `rows`; their exponentials stay for `add_swept`, which comes next."""
+        stats: TokenStats | None = None
+        for part in self.head.strips(len(rows.hidden)):
+            strip = rows.at(part)
+            logits = self.head.logits(strip)
+            if stats is None:
+                exps = self._gradient_buffer(logits, len(rows.hidden))
+                stats = TokenStats.empty(exps, entropy=True, total=True)
+            self.backend.token_stats(
+                logits,
+                strip.targets,
+                strip.transform,
+                entropy=True,
+                exps=exps[part],
+                out=stats.at(part),
+            )
+        assert stats is not None
+        self._exps = exps
+        return stats
+
+    def add_swept(self, rows: Rows, stats: TokenStats, d_logps: Tensor) -> None:
+        """Adds the share of the rows that were swept, from the gradient of their log-probs."""
+        self._multiply(rows, self._exps, row_factors(stats, d_logps, rows.transform))
+
     def add(self, rows: Rows, logits: Tensor, grads: RowGrads) -> None:
-        """Adds the share of `rows`, from their raw logits `[C, V]`, which are overwritten."""
-        # On the same memory: a chunk of logits is most of the workspace.
-        d_logits = logits.view(self.head.dtype)[:, : self.head.V]
+        """Adds the share of `rows`, from their raw logits `[C, V]`, which may be overwritten."""
+        d_logits = self._gradient_buffer(logits, len(logits))
         self.backend.logit_grads_(logits, rows.targets, rows.transform, grads, out=d_logits)
+        self._multiply(rows, d_logits)
+
+    def add_again(self, rows: Rows, grads: RowGrads) -> None:
+        """Adds the share of `rows`, whose logits are computed again."""
+        d_logits: Tensor | None = None
+        for part in self.head.strips(len(rows.hidden)):
+            strip = rows.at(part)
+            logits = self.head.logits(strip)
+            if d_logits is None:
+                d_logits = self._gradient_buffer(logits, len(rows.hidden))
+            self.backend.logit_grads_(
+                logits, strip.targets, strip.transform, grads.at(part), out=d_logits[part]
+            )
+        assert d_logits is not None
+        self._multiply(rows, d_logits)
+
+    def _gradient_buffer(self, logits: Tensor, count: int) -> Tensor:
+        """Where the gradient of `count` rows goes: on the logits themselves, if it is as wide."""
+        if self.head.dtype == logits.dtype:
+            return logits
+        if self._d_logits is None:
+            self._d_logits = self.head.new_rows(self._max_rows, self.head.dtype)
+        return self._d_logits[:count]
+
+    def _multiply(self, rows: Rows, d_logits: Tensor, factors: Tensor | None = None) -> None:
+        """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
+        head, a_out, lora_b = self.head, rows.lora_a_out, self.head.operands.lora_b
         if self.d_hidden is not None:
-            self.d_hidden[rows.index] = self.head.times_weight(d_logits).to(self.d_hidden.dtype)
+            _put(self.d_hidden, rows.index, head.times_weight(d_logits), factors)
         if self.d_weight is not None:
-            addmm(self.d_weight, d_logits.t(), rows.hidden, beta=float(self._weight_written))
+            hidden = _times(rows.hidden, factors, head.dtype)
+            for columns in head.column_slices():
+                share = self.d_weight[columns]
+                addmm(share, d_logits[:, columns].t(), hidden, beta=float(self._weight_written))
             self._weight_written = True
         if self.d_bias is not None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
-        if self.d_lora_b is not None and rows.lora_a_out is not None:
-            addmm(self.d_lora_b, d_logits.t(), rows.lora_a_out.to(d_logits.dtype))
-        if self.head.operands.lora_b is not None:
-            self._add_lora_a_out(rows, d_logits, self.head.operands.lora_b)
+            self._add_bias(d_logits, factors)
+        if self.d_lora_b is not None and a_out is not None:
+            addmm(self.d_lora_b, d_logits.t(), _times(a_out, factors, head.dtype))
+        if lora_b is not None:
+            self._add_lora_a_out(rows, d_logits, lora_b, factors)
 
-    def _add_lora_a_out(self, rows: Rows, d_logits: Tensor, lora_b: Tensor) -> None:
+    def _add_bias(self, d_logits: Tensor, factors: Tensor | None) -> None:
+        assert self.d_bias is not None
+        if factors is None:
+            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+            return
+        # Two columns, the second with what the first has rounded away.
+        high = factors.to(d_logits.dtype)
+        both = torch.stack((high, (factors - high).to(d_logits.dtype)), dim=1)
+        sums = self.d_bias.new_empty((len(self.d_bias), 2))
+        mm(d_logits.t(), both, out=sums)
+        self.d_bias += sums.sum(1)
+
+    def _add_lora_a_out(
+        self, rows: Rows, d_logits: Tensor, lora_b: Tensor, factors: Tensor | None = None
+    ) -> None:
         if self.d_lora_a_out is not None:
             share = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
             mm(d_logits, lora_b.to(d_logits.dtype), out=share)
-            self.d_lora_a_out[rows.index] = share.to(self.d_lora_a_out.dtype)
+            _put(self.d_lora_a_out, rows.index, share, factors)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients in the order of `HeadOperands`, None where not wanted.
@@ -85,3 +173,34 @@ class HeadGradients:
     def metrics(self) -> dict[str, Tensor]:
         """Metrics of the backward: none of an exact one."""
         return {}
+
+
+def chunk_layout(call: HeadCall, with_grad: bool, *, strips: bool) -> dict[str, Any]:
+    """What `plan_rows` has to know of the gradient of the logits; `strips`: rows go one by one."""
+    if not with_grad or call.dtype == torch.float32:
+        return {}
+    strips = strips and call.sampling is None and call.dtype != torch.float16
+    return {"grad_bytes": call.dtype.itemsize, "strips": strips}
+
+
+def row_factors(stats: TokenStats, d_logps: Tensor, transform: LogitTransform) -> Tensor:
+    """What each row's exponentials `E` have to be multiplied with to be D, float32 `[C]`."""
+    assert stats.total is not None
+    return d_logps * (-transform.logit_scale / transform.temperature) / stats.total
+
+
+def _times(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x [C, K]` times a factor per row, rounded to `dtype` once."""
+    if factors is None:
+        return x.to(dtype)
+    return torch.mul(x, factors[:, None], out=torch.empty_like(x, dtype=dtype))
+
+
+def _put(grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None) -> None:
+    """Stores the gradient of some rows, times a factor per row, in the dtype of `grad`."""
+    if isinstance(index, slice) and factors is not None:
+        torch.mul(share, factors[:, None], out=grad[index])
+        return
+    if factors is not None:
+        share.mul_(factors[:, None])
+    grad[index] = share.to(grad.dtype)

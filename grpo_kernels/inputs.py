@@ -63,6 +63,7 @@ class HeadCall:
     layout: Layout
     checks: ValueChecks
     backend: Backend
+    dtype: torch.dtype  # of the GEMMs' operands
     sampling: ColumnSampling | None
     chunk_bytes: int | None
 
@@ -108,7 +109,15 @@ def head_call(
     )
     operands = HeadOperands(hidden.reshape(-1, weight.shape[1]), weight, bias, lora_a_out, lora_b)
     call = HeadCall(
-        flat_targets, flat_mask, transform, layout, checks, selected, sampling, chunk_bytes
+        targets=flat_targets,
+        mask=flat_mask,
+        transform=transform,
+        layout=layout,
+        checks=checks,
+        backend=selected,
+        dtype=_gemm_dtype(hidden, weight),
+        sampling=sampling,
+        chunk_bytes=chunk_bytes,
     )
     return operands, call
 
@@ -155,6 +164,22 @@ def loss_call(
         entropy_threshold=entropy_threshold,
     )
     return operands, call, inputs
+
+
+def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the GEMMs' operands.
+
+    CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
+    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
+    """
+    if hidden.device.type != "cuda" or torch.version.hip is not None:
+        return torch.float32
+    if torch.is_autocast_enabled("cuda"):
+        autocast = torch.get_autocast_dtype("cuda")
+        if autocast in (torch.bfloat16, torch.float16):
+            return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
 def _check_head(hidden: object, weight: object, bias: object) -> None:

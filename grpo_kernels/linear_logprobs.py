@@ -23,10 +23,10 @@ from .autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from .backends import RowGrads
-from .head_gradients import HeadGradients
+from .backends import RowGrads, TokenStats
+from .head_gradients import HeadGradients, chunk_layout
 from .inputs import HeadCall, HeadOperands, head_call
-from .lm_head import LMHead, gemm_dtype
+from .lm_head import LMHead
 from .outputs import LogprobOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import DrawnBlocks
@@ -152,8 +152,7 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        dtype = gemm_dtype(hidden, weight)
-        head = LMHead(operands, call, dtype, plan.largest_chunk)
+        head = LMHead(operands, call, plan.logit_rows)
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         drawn = None
@@ -175,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
         # Copies, as the caller may change the outputs in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         ctx.save_for_backward(*operands, *kept)
-        ctx.call, ctx.dtype, ctx.drawn = call, dtype, drawn
+        ctx.call, ctx.drawn = call, drawn
         ctx.set_materialize_grads(False)
         metrics = {} if drawn is None else drawn.metrics()
         return logps, entropy if wants_entropy else None, logsumexp, metrics
@@ -202,11 +201,15 @@ class _LinearLogprobs(torch.autograd.Function):
             needed &= call.mask
         given = [x for x in (d_logps, d_softmax, d_entropy) if x is not None]
         scale = _power_of_two_scale_of(given, needed)
-        entropies = (None, None) if d_entropy is None else (entropy, scale * d_entropy)
-        grads = RowGrads(logps, logsumexp, scale * d_logps, scale * d_softmax, *entropies)
+        grads = RowGrads.of(
+            TokenStats(logps, logsumexp, entropy),
+            scale * d_logps,
+            scale * d_softmax,
+            None if d_entropy is None else scale * d_entropy,
+        )
         compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
         with torch.autocast(logps.device.type, enabled=False):
-            gradients = compute(operands, call, ctx.dtype, grads, needed, ctx.needs_input_grad[:5])
+            gradients = compute(operands, call, grads, needed, ctx.needs_input_grad[:5])
         unscaled = (
             scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
             for gradient, dtype in zip(gradients, dtypes_of(*operands), strict=True)
@@ -217,7 +220,6 @@ class _LinearLogprobs(torch.autograd.Function):
 def _exact_gradients(
     operands: HeadOperands,
     call: HeadCall,
-    dtype: torch.dtype,
     grads: RowGrads,
     needed: Tensor,
     wanted: Sequence[bool],
@@ -230,13 +232,13 @@ def _exact_gradients(
         num_tokens=len(needed),
         weight=operands.weight,
         chunk_bytes=call.chunk_bytes,
+        **chunk_layout(call, True, strips=True),
     )
-    head = LMHead(operands, call, dtype, plan.largest_chunk)
+    head = LMHead(operands, call, plan.logit_rows)
     every_row = plan.num_rows == len(needed)
-    gradients = HeadGradients(head, call.backend, wanted, every_row=every_row)
+    gradients = HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)
     for chunk in plan.chunks():
-        rows = head.rows(chunk.index)
-        gradients.add(rows, head.logits(rows), grads.at(chunk.index))
+        gradients.add_again(head.rows(chunk.index), grads.at(chunk.index))
     return gradients.finish()
 
 

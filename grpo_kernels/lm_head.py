@@ -1,6 +1,6 @@
 """The LM head, read-only: logits of rows and of columns, and GEMMs that accumulate in float32.
 
-The operands of every GEMM share one dtype, `gemm_dtype`; results are float32 in any case.
+The operands of every GEMM share one dtype, `HeadCall.dtype`; results are float32 in any case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backends import LogitTransform
 from .inputs import HeadCall, HeadOperands
-from .row_plan import ROW_MULTIPLE
+from .row_plan import ROW_MULTIPLE, even_slices, gpu
 
 # Columns of logits per thread in one GEMM on a CPU: over the whole vocabulary it takes up to a
 # fifth longer.
@@ -24,22 +24,6 @@ _GPU_UPCAST_BYTES = 256 << 20
 # Bytes of W gathered at a time, row by row.
 _CPU_GATHER_BYTES = 2 << 20
 _GPU_GATHER_BYTES = 128 << 20
-
-
-def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs' operands.
-
-    CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
-    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
-    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
-    """
-    if hidden.device.type != "cuda" or torch.version.hip is not None:
-        return torch.float32
-    if torch.is_autocast_enabled("cuda"):
-        autocast = torch.get_autocast_dtype("cuda")
-        if autocast in (torch.bfloat16, torch.float16):
-            return autocast
-    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
 @dataclass(frozen=True)
@@ -68,27 +52,32 @@ class LMHead:
 
     Args:
         operands: of any head dtype.
-        call: the rows' targets and the logits' transform.
-        dtype: the GEMMs' operands', from `gemm_dtype`.
+        call: the rows' targets, the logits' transform and the dtype of the GEMMs' operands.
         max_rows: most rows whose logits are asked for at a time; sizes the one buffer of logits.
     """
 
-    def __init__(
-        self, operands: HeadOperands, call: HeadCall, dtype: torch.dtype, max_rows: int
-    ) -> None:
-        weight = operands.weight
+    def __init__(self, operands: HeadOperands, call: HeadCall, max_rows: int) -> None:
+        weight, dtype = operands.weight, call.dtype
         self.V, self.H = weight.shape
         self.dtype = dtype
-        # Autocast narrows the weight once; the other way, float32 from bf16, goes by slices.
-        if dtype.itemsize < weight.dtype.itemsize:
+        # Autocast changes the weight's dtype once; float32 from bf16 goes by slices.
+        if dtype.itemsize <= weight.dtype.itemsize:
             weight = weight.to(dtype)
         if 1 not in weight.stride():
             # No BLAS takes it: copied once here instead of in every GEMM.
             weight = weight.contiguous()
         self.weight, self.operands, self.call = weight, operands, call
-        # Rows begin where vectors do, whatever V is.
-        row_length = -(-self.V // 64) * 64
-        self._logits = weight.new_empty((max_rows, row_length), dtype=torch.float32)
+        self._logits = self.new_rows(max_rows, torch.float32)
+        self._tail = _unaligned_columns(weight)
+
+    def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
+        """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
+        length = self.V if self.weight.device.type == "cpu" else -(-self.V // 64) * 64
+        return self.weight.new_empty((count, length), dtype=dtype)[:, : self.V]
+
+    def strips(self, count: int) -> Iterator[slice]:
+        """Cuts `count` rows into as many as have their logits in the buffer at a time."""
+        return even_slices(0, count, len(self._logits))
 
     def rows(self, index: slice | Tensor) -> Rows:
         """The rows `index` of the call, ready for the GEMMs."""
@@ -103,7 +92,7 @@ class LMHead:
 
     def logits(self, rows: Rows) -> Tensor:
         """Raw logits, float32 `[C, V]`, in the buffer: valid until the next call."""
-        out = self._logits[: len(rows.hidden), : self.V]
+        out = self._logits[: len(rows.hidden)]
         at_once = self.V
         if out.device.type == "cpu":
             at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
@@ -138,9 +127,16 @@ class LMHead:
             on_cpu = self.weight.device.type == "cpu"
             upcast_bytes = _CPU_UPCAST_BYTES if on_cpu else _GPU_UPCAST_BYTES
             at_once = min(at_once, max(1, upcast_bytes // (self.dtype.itemsize * self.H)))
-        for start in range(0, self.V, at_once):
-            columns = slice(start, min(start + at_once, self.V))
+        for columns in self.column_slices(at_once):
             yield columns, self.weight[columns].to(self.dtype)
+
+    def column_slices(self, at_once: int | None = None) -> Iterator[slice]:
+        """Cuts the vocabulary into slices that GEMMs take well, at most `at_once` long."""
+        aligned = self.V - self._tail
+        for start in range(0, aligned, at_once or self.V):
+            yield slice(start, min(start + (at_once or self.V), aligned))
+        if self._tail:
+            yield slice(aligned, self.V)
 
     def gathers(self, count: int) -> Iterator[slice]:
         """Cuts `count` rows of W into as many as are gathered at a time."""
@@ -149,6 +145,17 @@ class LMHead:
         step = max(ROW_MULTIPLE, gather_bytes // (4 * self.H) // ROW_MULTIPLE * ROW_MULTIPLE)
         for start in range(0, count, step):
             yield slice(start, min(start + step, count))
+
+
+def _unaligned_columns(weight: Tensor) -> int:
+    """The last columns of the logits that GEMMs take apart, for V is also a GEMM's inner size.
+
+    Before Hopper tensor cores want inner sizes of which 8 is a factor, or take a slow kernel.
+    """
+    V = len(weight)
+    if V % 8 == 0 or weight.device.type != "cuda" or weight.dtype == torch.float32:
+        return 0
+    return V % 64 if gpu(weight.device).major < 9 else 0
 
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:

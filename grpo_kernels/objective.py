@@ -453,9 +453,14 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
     return kl
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Float64, except on devices that have none."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
 def _wide(x: Tensor) -> Tensor:
-    """Widens to float64, except on devices that have none."""
-    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
+    """Widens where the device can."""
+    return x.to(torch.promote_types(x.dtype, wide_dtype(x.device)))
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -1,24 +1,33 @@
 """The plan of rows: which take part in a call, in what order, and how many at a time.
 
 Rows are put in order once: those that have a gradient, then those that only need a log-prob;
-masked rows take no part. They are then worked through in chunks whose logits fit a byte budget,
-so that the workspace depends on the vocabulary and the budget, never on the number of tokens.
+masked rows take no part. They are then worked through in chunks that fit a byte budget, so that
+the workspace depends on the vocabulary and the budget, never on the number of tokens. What a row
+takes of it is its logits, and their gradient where that does not lie on the same memory; a chunk's
+logits can be made a strip at a time, so that most of the budget holds gradients: the more rows are
+multiplied at a time, the less often the weight's gradient is read and written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .layout import ValueChecks
 
-_CPU_CHUNK_BYTES = (16 << 20, 160 << 20)
-_GPU_CHUNK_BYTES = 1536 << 20
+# 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
+_CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
+_GPU_CHUNK_BYTES = 1792 << 20
 # GEMMs on a GPU take rows in tiles of this many.
 ROW_MULTIPLE = 128
+# Strips of logits: enough rows to fill a GPU with the tiles of a vocabulary.
+_MOST_STRIP_ROWS = 640
+# The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
+_TILE_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -32,36 +41,72 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of one call, those with a gradient first. `order` None: all rows as they lie."""
+    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+
+    Args:
+        max_chunk_rows: rows whose gradients are multiplied at a time.
+        max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
+    """
 
     order: Tensor | None
     num_grad_rows: int
     num_rows: int
     max_chunk_rows: int
+    max_logit_rows: int
+    tiles: tuple[int, int] | None = None
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        yield from self._split(0, self.num_grad_rows, True)
-        yield from self._split(self.num_grad_rows, self.num_rows, False)
+        with_grad = self._rows_per_chunk(self.num_grad_rows)
+        yield from self._split(even_slices(0, self.num_grad_rows, with_grad), True)
+        others = even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows)
+        yield from self._split(others, False)
 
-    def _split(self, begin: int, end: int, needs_grad: bool) -> Iterator[Chunk]:
-        count = end - begin
-        if count <= 0:
-            return
-        # As many rows in each chunk: a short last one would waste its pass over the weight.
-        num_chunks = -(-count // self.max_chunk_rows)
-        step = -(-count // num_chunks)
-        if self.max_chunk_rows % ROW_MULTIPLE == 0:
-            step = -(-step // ROW_MULTIPLE) * ROW_MULTIPLE
-        for start in range(begin, end, step):
-            rows = slice(start, min(start + step, end))
-            size = rows.stop - rows.start
-            yield Chunk(rows if self.order is None else self.order[rows], size, needs_grad)
+    def _split(self, parts: Iterator[slice], needs_grad: bool) -> Iterator[Chunk]:
+        for rows in parts:
+            index = rows if self.order is None else self.order[rows]
+            yield Chunk(index, rows.stop - rows.start, needs_grad)
+
+    def _rows_per_chunk(self, count: int) -> int:
+        """The number of rows, of those that need as few chunks, that leaves fewest tiles idle."""
+        most = self.max_chunk_rows
+        if self.tiles is None or most % ROW_MULTIPLE or count <= most:
+            return most
+        per_step, at_once = self.tiles
+
+        def waves(rows: int) -> int:
+            parts = even_slices(0, count, rows)
+            tiles = (-(-(x.stop - x.start) // ROW_MULTIPLE) * per_step for x in parts)
+            return sum(-(-n // at_once) for n in tiles)
+
+        least = -(-count // -(-count // most))
+        return min(range(most, least - 1, -ROW_MULTIPLE), key=waves, default=most)
 
     @property
     def largest_chunk(self) -> int:
         """The rows of the largest chunk."""
         return max((chunk.size for chunk in self.chunks()), default=0)
+
+    @property
+    def logit_rows(self) -> int:
+        """The rows of the buffer of logits."""
+        return min(self.max_logit_rows, self.largest_chunk)
+
+
+def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
+    """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
+
+    A short last one would waste its pass over the weight.
+    """
+    count = end - begin
+    if count <= 0:
+        return
+    step = -(-count // -(-count // most))
+    if most % ROW_MULTIPLE == 0:
+        step = -(-step // ROW_MULTIPLE) * ROW_MULTIPLE
+    for start in range(begin, end, step):
+        yield slice(start, min(start + step, end))
 
 
 def plan_rows(
@@ -72,13 +117,21 @@ def plan_rows(
     num_tokens: int,
     weight: Tensor,
     chunk_bytes: int | None,
+    grad_bytes: int = 0,
+    strips: bool = False,
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+
+    `grad_bytes`: of each entry of the gradient of the logits, 0 where it lies on their memory.
+    `strips`: a chunk's logits are made and used a few rows at a time.
 
     Reads the row counts and the value checks in one transfer: the one time that a call waits for
     the device. Raises ValueError for the checks.
     """
-    max_rows = _max_chunk_rows(weight, chunk_bytes)
+    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips)
+    tiles = None
+    if weight.device.type == "cuda":
+        tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
     checks = checks or ValueChecks()
     if active is not None and with_grad is not None:
         with_grad = with_grad & active
@@ -86,36 +139,52 @@ def plan_rows(
     questions = checks.counts + sums
     answers = torch.stack(questions).tolist() if questions else []
     checks.raise_for(answers[: len(checks.counts)])
-    sizes = iter(answers[len(checks.counts) :])
-    num_rows = num_tokens if active is None else next(sizes)
-    num_grad_rows = num_rows if with_grad is None else next(sizes)
+    counts = iter(answers[len(checks.counts) :])
+    num_rows = num_tokens if active is None else next(counts)
+    num_grad_rows = num_rows if with_grad is None else next(counts)
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
-        return RowPlan(None, num_grad_rows, num_rows, max_rows)
+        return RowPlan(None, num_grad_rows, num_rows, *sizes, tiles)
     rank = torch.zeros(num_tokens, dtype=torch.uint8, device=weight.device)
     for group in (active, with_grad):
         if group is not None:
             rank += ~group
-    return RowPlan(rank.argsort(stable=True)[:num_rows], num_grad_rows, num_rows, max_rows)
+    order = rank.argsort(stable=True)[:num_rows]
+    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles)
 
 
-def default_chunk_bytes(weight: int, device_type: str, memory: int | None = None) -> int:
-    """The byte budget for a head of so many elements, on a GPU of so many bytes of memory."""
+def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:
+    """The byte budget for a vocabulary, on a GPU of so many bytes of memory."""
     if device_type == "cuda":
         return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
     if device_type == "cpu":
-        # A quarter of the weight's float32 gradient: H / 4 rows.
-        least, most = _CPU_CHUNK_BYTES
-        return max(least, min(most, weight))
+        return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
     return _GPU_CHUNK_BYTES // 4
 
 
-def _max_chunk_rows(weight: Tensor, chunk_bytes: int | None) -> int:
-    device, memory = weight.device, None
+def gpu(device: torch.device) -> Any:
+    """The properties of a CUDA device."""
+    return torch.cuda.get_device_properties(device)
+
+
+def _buffer_rows(
+    weight: Tensor, chunk_bytes: int | None, grad_bytes: int, strips: bool
+) -> tuple[int, int]:
+    """The rows whose gradients, and those whose logits, fit the budget together."""
+    V, device, memory = len(weight), weight.device, None
     if chunk_bytes is None:
         if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        chunk_bytes = default_chunk_bytes(weight.numel(), device.type, memory)
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    if device.type == "cpu" or rows < ROW_MULTIPLE:
-        return rows
-    return rows // ROW_MULTIPLE * ROW_MULTIPLE
+            memory = gpu(device).total_memory
+        chunk_bytes = default_chunk_bytes(V, device.type, memory)
+
+    def whole_tiles(rows: int) -> int:
+        if device.type == "cpu" or rows < ROW_MULTIPLE:
+            return max(1, rows)
+        return rows // ROW_MULTIPLE * ROW_MULTIPLE
+
+    if strips and grad_bytes:
+        # Of the budget's rows of logits a sixth: the others are worth most as gradients.
+        strip = min(whole_tiles(chunk_bytes // (24 * V)), _MOST_STRIP_ROWS)
+        rows = whole_tiles((chunk_bytes - 4 * V * strip) // (grad_bytes * V))
+        return max(rows, strip), strip
+    rows = whole_tiles(chunk_bytes // ((4 + grad_bytes) * V))
+    return rows, rows

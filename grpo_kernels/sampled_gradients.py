@@ -31,6 +31,7 @@ from .head_gradients import HeadGradients
 from .inputs import ColumnSampling, HeadCall, HeadOperands
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
+from .objective import wide_dtype
 from .row_plan import RowPlan
 
 # Bounds of the estimated growth of the variance, and of 1 over it.
@@ -47,16 +48,16 @@ class KeptColumnGradients(HeadGradients):
     column to column.
     """
 
-    def __init__(self, head: LMHead, backend: Backend, wanted: Sequence[bool]) -> None:
-        super().__init__(head, backend, wanted, every_row=False)
-        if self.d_weight is not None:
-            self.d_weight.zero_()
-            self._weight_written = True
+    def __init__(
+        self, head: LMHead, backend: Backend, wanted: Sequence[bool], max_rows: int
+    ) -> None:
+        super().__init__(head, backend, wanted, max_rows, every_row=False)
         has_row_sums = head.call.transform.softcap is None
         self.mean_row = _mean_row(head.weight) if has_row_sums else None
-        # Variance of the gradient that kept columns added, and its square: of hidden, and of
-        # weight (next to a frozen one, of lora_b).
-        self.variances, self.squares = head.weight.new_zeros((2, 2), dtype=torch.float64)
+        # Variance and square of the gradient that kept columns added, of hidden and of weight (next
+        # to a frozen one, of lora_b).
+        wide = wide_dtype(head.weight.device)
+        self.noise = head.weight.new_zeros((2, 2), dtype=wide)
 
     def add_kept(
         self,
@@ -65,15 +66,17 @@ class KeptColumnGradients(HeadGradients):
         grads: RowGrads,
         kept: KeptColumns,
         *,
-        mean_hidden: Tensor | None = None,
+        centred: Tensor | None = None,
     ) -> None:
         """Adds the columns that one block keeps, from their raw logits `[R, K]`, overwritten.
 
-        `mean_hidden`, `[H]`: the column sums of D are known, to be added along it (and to the
-        bias) by the caller; None where they are not.
+        `centred`, `[R, H]`: the hidden states less a constant along which the caller adds the
+        column sums of D (and the bias's gradient); None where these are not known.
         """
         head, ids = self.head, kept.ids.long()
-        d_logits = logits.view(head.dtype)[:, : len(ids)]
+        d_logits = logits
+        if head.dtype != logits.dtype:
+            d_logits = torch.empty_like(logits, dtype=head.dtype)
         self.backend.logit_grads_(
             logits,
             torch.searchsorted(ids, rows.targets),
@@ -82,22 +85,23 @@ class KeptColumnGradients(HeadGradients):
             out=d_logits,
             column_weights=kept.weights,
         )
-        kept_sums = d_logits.sum(0, dtype=torch.float32)
-        if self.d_bias is not None and mean_hidden is None:
-            self.d_bias.index_add_(0, ids, kept_sums)
+        if self.d_bias is not None and centred is None:
+            self.d_bias.index_add_(0, ids, d_logits.sum(0, dtype=torch.float32))
+        if self.d_weight is not None and not self._weight_written:
+            self.d_weight.zero_()
+            self._weight_written = True
+        states = rows.hidden if centred is None else centred
         d_rows = self._along_mean_row(rows, d_logits, grads)
         for part in head.gathers(len(ids)):
             if self.d_hidden is not None:
                 addmm(d_rows, d_logits[:, part], head.weight[ids[part]].to(head.dtype))
             if self.d_weight is not None:
                 share = d_rows.new_empty((part.stop - part.start, head.H))
-                mm(d_logits[:, part].t(), rows.hidden, out=share)
-                if mean_hidden is not None:
-                    share.addr_(kept_sums[part], mean_hidden, alpha=-1)
+                mm(d_logits[:, part].t(), states, out=share)
                 self.d_weight.index_add_(0, ids[part], share)
-                self._count(share, kept.weights[part])
+                self._add_noise(share, kept.of(part))
         if self.d_hidden is not None:
-            self.squares[0] += torch.linalg.vector_norm(d_rows).square()
+            self.noise[0, 1] += d_rows.flatten().dot(d_rows.flatten())
             self.d_hidden[rows.index] = d_rows.to(self.d_hidden.dtype)
         if head.operands.lora_b is not None:
             self._add_kept_low_rank(rows, d_logits, kept, head.operands.lora_b)
@@ -112,21 +116,21 @@ class KeptColumnGradients(HeadGradients):
             mm(d_logits.t(), rows.lora_a_out.to(d_logits.dtype), out=share)
             self.d_lora_b.index_add_(0, ids, share)
             if self.d_weight is None:
-                self._count(share, kept.weights)
+                self._add_noise(share, kept)
 
-    def _count(self, share: Tensor, weights: Tensor) -> None:
+    def _add_noise(self, share: Tensor, kept: KeptColumns) -> None:
         """Adds the variance and the square of what kept columns gave weight (or lora_b)."""
-        squares = torch.linalg.vector_norm(share, dim=1).square_()
-        self.variances[1] += (1 - 1 / weights.clamp(min=1)) @ squares
-        self.squares[1] += squares.sum()
+        self.noise[1] += kept.noise(torch.linalg.vector_norm(share, dim=1).square_())
 
     def _along_mean_row(self, rows: Rows, d_logits: Tensor, grads: RowGrads) -> Tensor:
         """The row sums that the kept columns miss, times W's mean row, float32 `[R, H]`."""
-        if self.mean_row is None:
+        if self.mean_row is None or self.d_hidden is None:
             return d_logits.new_zeros((len(d_logits), self.head.H), dtype=torch.float32)
-        slope = rows.transform.logit_scale / rows.transform.temperature
-        sums = (grads.d_logps - grads.d_softmax) * slope
-        return torch.outer(sums - d_logits.sum(1, dtype=torch.float32), self.mean_row)
+        missed = d_logits.sum(1, dtype=torch.float32).neg_()
+        if grads.d_logps is not grads.d_softmax:
+            slope = rows.transform.logit_scale / rows.transform.temperature
+            missed += (grads.d_logps - grads.d_softmax) * slope
+        return torch.outer(missed, self.mean_row)
 
 
 class SampledGradients(KeptColumnGradients):
@@ -146,39 +150,48 @@ class SampledGradients(KeptColumnGradients):
         sampling: ColumnSampling,
         plan: RowPlan,
     ) -> None:
-        super().__init__(head, backend, wanted)
+        super().__init__(head, backend, wanted, plan.largest_chunk)
         self.sampler = ColumnSampler(sampling, head.V, head.weight.device)
         # Any constant near the hidden states does.
         self.mean_hidden = _mean_hidden(head.operands.hidden, plan)
-        self.row_squares = None
-        if self.d_hidden is not None:
-            self.row_squares = _row_squares(head, self.mean_row)
-        self.column_sums = head.weight.new_zeros(head.V, dtype=torch.float32)
+        self.row_squares: Tensor | None = None
+        self.column_sums: Tensor | None = None
+
+    @property
+    def sweeps_once(self) -> bool:
+        """True for chunks that are known to keep all columns."""
+        return self.sampler.to_skip > 0 and super().sweeps_once
+
+    def sweep(self, rows: Rows) -> TokenStats:
+        """As in the base class; counts the chunk as dense."""
+        self.sampler.should_skip_scoring(row_blocks(len(rows.hidden), rows.hidden.device))
+        return super().sweep(rows)
 
     def add(self, rows: Rows, logits: Tensor, grads: RowGrads) -> None:
-        """Adds the share of a chunk, from its raw logits `[C, V]`, which are overwritten."""
+        """Adds the share of a chunk, from its raw logits `[C, V]`, which may be overwritten."""
         blocks = row_blocks(len(logits), logits.device)
-        if self.sampler.should_skip_scoring(blocks):
+        sampler = self.sampler
+        if sampler.should_skip_scoring(blocks) or sampler.looks_flat(blocks, grads):
             super().add(rows, logits, grads)
             return
         squares, sums = self.backend.column_scores(
             logits, rows.targets, rows.transform, grads, blocks
         )
-        samples, variance = self.sampler.sample(
-            squares, rows.targets, blocks, self.variance_growth()
-        )
-        if self.row_squares is not None:
-            self.variances[0] += variance.sum(0) @ self.row_squares
+        samples, variance = sampler.sample(squares, rows.targets, blocks, self.variance_growth())
+        if self.d_hidden is not None:
+            if self.row_squares is None:
+                self.row_squares = _row_squares(self.head, self.mean_row)
+            self.noise[0, 0] += variance.sum(0) @ self.row_squares
+        # Once per chunk, where every gather would have to take out its part of the column sums.
+        centred = (rows.hidden - self.mean_hidden).to(self.head.dtype)
         for block, kept, block_sums in zip(blocks, samples, sums, strict=True):
             if kept is not None:
+                if self.column_sums is None:
+                    self.column_sums = torch.zeros_like(block_sums)
                 self.column_sums += block_sums
                 kept_logits = logits[block].index_select(1, kept.ids)
                 self.add_kept(
-                    rows.at(block),
-                    kept_logits,
-                    grads.at(block),
-                    kept,
-                    mean_hidden=self.mean_hidden,
+                    rows.at(block), kept_logits, grads.at(block), kept, centred=centred[block]
                 )
         for block in dense_rows(blocks, samples):
             super().add(rows.at(block), logits[block], grads.at(block))
@@ -188,27 +201,30 @@ class SampledGradients(KeptColumnGradients):
 
         Measured over the blocks so far, which leaves later draws unbiased.
         """
-        exact = (self.squares - self.variances).clamp(min=1e-30)
+        variances, squares = self.noise.unbind(1)
+        exact = (squares - variances).clamp(min=1e-30)
         planned = self.sampler.planned
-        growth = (self.variances / exact).amax() / (planned[0] / planned[1])
+        growth = (variances / exact).amax() / (planned[0] / planned[1])
         growth = growth.clamp(1 / _MOST_GROWTH, _MOST_GROWTH)
         return torch.where(planned[0] > 0, growth, TYPICAL_VARIANCE_GROWTH).float()
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients, with the column sums in them."""
-        if self.d_bias is not None:
-            self.d_bias += self.column_sums
-        if self.d_weight is not None:
-            self.d_weight.addr_(self.column_sums, self.mean_hidden)
+        if self.column_sums is not None:
+            if self.d_bias is not None:
+                self.d_bias += self.column_sums
+            if self.d_weight is not None:
+                self.d_weight.addr_(self.column_sums, self.mean_hidden)
         return super().finish()
 
     def metrics(self) -> dict[str, Tensor]:
         """The sampler's metrics, with the larger relative noise of the finished gradients."""
-        noise = [self.variances.new_zeros(())]
+        noise = [self.noise.new_zeros(())]
         second = self.d_lora_b if self.d_weight is None else self.d_weight
-        for gradient, variance in zip((self.d_hidden, second), self.variances, strict=True):
-            if gradient is not None:
-                square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        for gradient, variance in zip((self.d_hidden, second), self.noise[:, 0], strict=True):
+            if gradient is not None and self.column_sums is not None:
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+                square = norm.to(variance.dtype).square()
                 # A noisy gradient is longer than the exact one, by the variance.
                 noise.append(relative_noise(variance, square - variance))
         return self.sampler.metrics(torch.stack(noise).amax())
@@ -232,7 +248,7 @@ class DrawnBlocks:
             self.samples.append([None] * len(blocks))
             return
         ones = torch.ones_like(stats.logps)
-        grads = RowGrads(stats.logps, stats.logsumexp, ones, ones)
+        grads = RowGrads.of(stats, ones)
         squares, _ = backend.column_scores(logits, rows.targets, rows.transform, grads, blocks)
         drawn, _ = self.sampler.sample(squares, rows.targets, blocks, BLIND_VARIANCE_GROWTH)
         self.samples.append([None if kept is None else kept.narrowed() for kept in drawn])
@@ -245,7 +261,6 @@ class DrawnBlocks:
         self,
         operands: HeadOperands,
         call: HeadCall,
-        dtype: torch.dtype,
         grads: RowGrads,
         needed: Tensor,
         wanted: Sequence[bool],
@@ -256,8 +271,8 @@ class DrawnBlocks:
         """
         blocks = self._with_gradient(needed)
         largest = max((len(index) for index, kept in blocks if kept is None), default=0)
-        head = LMHead(operands, call, dtype, largest)
-        gradients = KeptColumnGradients(head, call.backend, wanted)
+        head = LMHead(operands, call, largest)
+        gradients = KeptColumnGradients(head, call.backend, wanted, largest)
         for index, kept in blocks:
             rows = head.rows(index)
             if kept is None:

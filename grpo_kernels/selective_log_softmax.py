@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .autograd import eager_only, refuse_double_backward
-from .backends import Backend, LogitTransform, RowGrads, select_backend
+from .backends import Backend, LogitTransform, RowGrads, TokenStats, select_backend
 from .layout import (
     HEAD_DTYPES,
     Layout,
@@ -92,8 +92,10 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         logps, logsumexp = torch.empty((2, targets.shape[0]), device=logits.device).unbind()
         with torch.autocast(logits.device.type, enabled=False):
             for rows, chunk in _chunks_of(logits):
-                stats = backend.token_stats(chunk, targets[rows], transform.at(rows), entropy=False)
-                logps[rows], logsumexp[rows] = stats.logps, stats.logsumexp
+                out = TokenStats(logps[rows], logsumexp[rows])
+                backend.token_stats(
+                    chunk, targets[rows], transform.at(rows), entropy=False, out=out
+                )
         # A copy, as the caller may change the output in place.
         ctx.save_for_backward(logits, targets, logps, logsumexp)
         ctx.transform, ctx.backend = transform, backend
@@ -106,9 +108,10 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         d_logps = d_logps.float().contiguous()
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat_out = out.view(-1, out.shape[-1])
+        all_grads = RowGrads.of(TokenStats(logps, logsumexp), d_logps)
         with torch.autocast(logits.device.type, enabled=False):
             for rows, chunk in _chunks_of(logits):
-                grads = RowGrads(logps[rows], logsumexp[rows], d_logps[rows], d_logps[rows])
+                grads = all_grads.at(rows)
                 ctx.backend.logit_grads_(
                     chunk, targets[rows], ctx.transform.at(rows), grads, flat_out[rows]
                 )

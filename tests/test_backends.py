@@ -5,6 +5,7 @@ import torch
 
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
 from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.head_gradients import row_factors
 from grpo_kernels.objective import LossInputs, Sequences, with_known_weights
 from tests.support.batches import OBJECTIVES, config, relative_error
 
@@ -39,19 +40,12 @@ def assert_backends_agree(logits, targets, transform, *, entropy):
         for backend in (torch_backend, triton_backend)
     ]
     truth = torch_backend.token_stats(logits.clone(), targets, transform, entropy=True)
-    for a, b in zip(*stats, strict=True):
+    for a, b in zip(*(x[:3] for x in stats), strict=True):
         assert (a - b).abs().max() <= 2e-5 * max(1.0, float(a.abs().max()))
     g = torch.Generator().manual_seed(0)
     d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
     d_logps[::3] = 0.0
-    grads = RowGrads(
-        truth.logps,
-        truth.logsumexp,
-        d_logps,
-        d_logps - 0.1,
-        truth.entropy if entropy else None,
-        d_entropy if entropy else None,
-    )
+    grads = RowGrads.of(truth, d_logps, d_logps - 0.1, d_entropy if entropy else None)
     outs = []
     for backend in (torch_backend, triton_backend):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -59,7 +53,29 @@ def assert_backends_agree(logits, targets, transform, *, entropy):
         outs.append(out)
     assert outs[0].norm() > 0 and relative_error(outs[1], outs[0]) <= 2e-5
     assert_sampling_agrees(logits, targets, transform, grads, outs[0])
+    assert_exps_are_the_gradient(logits, targets, transform)
     return grads, outs[0]
+
+
+def assert_exps_are_the_gradient(logits, targets, transform):
+    """Times a factor per row, what one sweep leaves behind is what a second one would compute."""
+    d_logps = torch.linspace(-1.0, 2.0, len(logits), device=logits.device)
+    expected = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    plain = torch_backend.token_stats(logits, targets, transform, entropy=True)
+    torch_backend.logit_grads_(
+        logits, targets, transform, RowGrads.of(plain, d_logps), out=expected
+    )
+    for backend in (torch_backend, triton_backend):
+        for place in ("apart", "in_place"):
+            given = logits.clone()
+            exps = given if place == "in_place" else torch.full_like(given, float("nan"))
+            stats = backend.token_stats(given, targets, transform, entropy=True, exps=exps)
+            for a, b in zip(stats[:3], plain[:3], strict=True):
+                assert (a - b).abs().max() <= 2e-5 * max(1.0, float(b.abs().max()))
+            actual = row_factors(stats, d_logps, transform)[:, None] * exps
+            assert relative_error(actual, expected) <= 2e-5
+            at_target = [x.gather(1, targets[:, None]) for x in (actual, expected)]
+            torch.testing.assert_close(*at_target, rtol=1e-4, atol=1e-7)
 
 
 def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
@@ -108,16 +124,52 @@ def test_no_logit_near_zero(offset, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
-def test_in_place(backend, dtype, device):
-    """Writes on the logits' memory, also in a narrower dtype, with NaN in the rows' padding."""
-    V, pad = 9001, 7
-    logits, targets, transform = tile(5, V, device, pad=pad + V % 2)
+def test_where_the_gradient_goes(backend, dtype, device):
+    """On the logits' memory, or to a narrower dtype beside it; with NaN in the rows' padding."""
+    logits, targets, transform = tile(5, 9001, device, pad=8)
     grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)
-    padded = torch.as_strided(logits, (5, logits.stride(0)), (logits.stride(0), 1))
-    out = padded.view(dtype)[:, :V]
-    assert out.data_ptr() == logits.data_ptr()
+    out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     backend.logit_grads_(logits, targets, transform, grads, out)
     assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", (0, 1, 2, 3, "target"))
+@pytest.mark.parametrize("far", (50.0, 70.0, 500.0, 3000.0))
+def test_an_anchor_that_is_far_below(far, place, device):
+    """The maximum in every block in turn, out of the reach of what was known before the sweep."""
+    V = 3 * 2048 + 900
+    logits, targets, transform = tile(6, V, device)
+    at = targets if place == "target" else torch.full((6,), place * 2048 + 7, device=device)
+    logits[:5].scatter_add_(1, at[:5, None], torch.full((5, 1), far, device=device))
+    assert_exps_are_the_gradient(logits, targets, transform)
+    # A second peak that far above the first.
+    logits[:5, V - 1] += 2 * far
+    assert_exps_are_the_gradient(logits, targets, transform)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+def test_one_sweep_over_infinite_logits(backend, device):
+    """Words at -inf have no part; a row without a distribution is NaN, and no other is."""
+    V, inf = 2 * 2048 + 5, float("inf")
+    logits, targets, transform = tile(5, V, device)
+    logits[0, : V - 3] = -inf  # also the first block and, in row 1, the target
+    logits[1, targets[1]] = -inf
+    logits[2] = -inf
+    logits[3, 7], logits[4, 3000] = float("nan"), inf
+    stats = backend.token_stats(
+        logits, targets, transform, entropy=True, exps=(exps := torch.empty_like(logits))
+    )
+    expected = logits.double().log_softmax(1)
+    assert stats.logps[1] == -inf and stats.logps[2:].isnan().all()
+    p = expected[:2].exp()
+    entropy = -torch.where(p > 0, p * expected[:2], 0.0).sum(1)
+    assert (stats.entropy[:2] - entropy).abs().max() <= 1e-5
+    assert abs(stats.logps[0] - expected[0, targets[0]]) <= 1e-5
+    mine = exps[:2] / stats.total[:2, None]
+    assert (mine - (p - torch.eye(V, device=device)[targets[:2]])).abs().max() <= 1e-6
+    assert exps[2:].isnan().any(1).all()
 
 
 def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):

@@ -1,19 +1,16 @@
 """`linear_logprobs` against the float64 reference: values and gradients, every option."""
 
-import sys
-
 import pytest
 import torch
 
 from grpo_kernels import (
     fused_grpo_loss,
     grpo_loss,
-    head_gradients,
     linear_logprobs,
-    lm_head,
     reference,
 )
 from tests.support.batches import make_batch, packed, relative_error
+from tests.support.half_gemms import imitate
 
 CHUNK = 4 * 1003 * 5
 OPTIONS = {
@@ -169,19 +166,7 @@ def test_entropy_is_none_unless_asked_for():
 @pytest.mark.parametrize("N", (1, 131_072))
 def test_half_precision_products_keep_small_gradients(N, monkeypatch):
     """Imitates a GPU's float16 gradient of the logits, for which 1 / N times p is far too small."""
-
-    def mm(a, b, *, out):
-        out.copy_(a.float() @ b.float())
-
-    def addmm(acc, a, b, *, beta=1.0):
-        product = a.float() @ b.float()
-        acc.copy_(product if beta == 0 else acc * beta + product)
-
-    monkeypatch.setattr(lm_head, "mm", mm)
-    for module in (lm_head, head_gradients):
-        monkeypatch.setattr(module, "addmm", addmm)
-    module = sys.modules["grpo_kernels.linear_logprobs"]
-    monkeypatch.setattr(module, "gemm_dtype", lambda *_: torch.float16)
+    imitate(monkeypatch, torch.float16)
     batch = make_batch(B=6, T=11)
     grads = []
     for call, dtype in (

@@ -4,7 +4,7 @@ import torch
 
 from grpo_kernels import lm_head
 from grpo_kernels.inputs import head_call
-from grpo_kernels.lm_head import LMHead, gemm_dtype
+from grpo_kernels.lm_head import LMHead
 
 
 def head_of(hidden, weight):
@@ -13,7 +13,7 @@ def head_of(hidden, weight):
         low_rank=None, temperature=1.0, logit_scale=1.0, softcap=None, cu_seqlens=None,
         backward="exact", tolerance=None, seed=None, backend="torch", chunk_bytes=None,
     )  # fmt: skip
-    return LMHead(operands, call, torch.float32, len(hidden))
+    return LMHead(operands, call, len(hidden))
 
 
 def all_logits(head):
@@ -22,9 +22,9 @@ def all_logits(head):
 
 def test_gemms_on_a_cpu_take_float32():
     half = torch.zeros(1, 1, dtype=torch.bfloat16)
-    assert gemm_dtype(half, half) == torch.float32
+    assert head_of(half, half).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert gemm_dtype(half.float(), half.float()) == torch.float32
+        assert head_of(half.float(), half.float()).dtype == torch.float32
 
 
 def test_a_bf16_weight_is_upcast_in_slices(monkeypatch):

@@ -26,7 +26,7 @@ def without_the_one_transfer(monkeypatch):
     """Replaces the transfer, and the looks at values that only a CPU takes."""
 
     def plan_rows(wanted, with_grad, checks, *, num_tokens, **_):
-        return RowPlan(None, num_tokens, num_tokens, 4)
+        return RowPlan(None, num_tokens, num_tokens, 4, 4)
 
     for name in ("fused_grpo_loss", "linear_logprobs"):  # the module, not its function
         monkeypatch.setattr(sys.modules[f"grpo_kernels.{name}"], "plan_rows", plan_rows)

@@ -47,28 +47,64 @@ class LogitTransform:
 
 
 class TokenStats(NamedTuple):
-    """Statistics of each row of logits, float32 `[C]`."""
+    """Statistics of each row of logits, float32 `[C]`.
 
-    logps: Tensor
-    logsumexp: Tensor
-    entropy: Tensor | None
-
-
-class RowGrads(NamedTuple):
-    """The parts of the gradient of each row of logits, float32 `[C]`.
-
-        dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
-
-    `d_softmax` is `d_logps`, less the gradient of the row's logsumexp where that has one. At the
-    target 1 - p cancels for a token that is all but certain, and -expm1(logps) does not.
+    `total` is the sum of the row's exponentials E as they were left behind, so that p = E / total.
     """
 
     logps: Tensor
     logsumexp: Tensor
+    entropy: Tensor | None = None
+    total: Tensor | None = None
+
+    @staticmethod
+    def empty(like: Tensor, *, entropy: bool, total: bool) -> TokenStats:
+        """Statistics to be filled, of the rows of `like [C, V]`."""
+        logps, logsumexp, *others = like.new_empty((4, len(like)), dtype=torch.float32)
+        return TokenStats(
+            logps, logsumexp, others[0] if entropy else None, others[1] if total else None
+        )
+
+    def at(self, rows: Tensor | slice) -> TokenStats:
+        """The values of some rows."""
+        return TokenStats(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+class RowGrads(NamedTuple):
+    """The parts of the gradient of each row of logits, float32 `[C]`; `of` makes them.
+
+        dL/dz_j = d_logps * 1[j = target] - p_j * (d_softmax + d_entropy * (z_j - lse + entropy))
+
+    `d_softmax` is `d_logps`, less the gradient of the row's logsumexp where that has one.
+    `at_target` is the whole of the target's.
+    """
+
+    logsumexp: Tensor
     d_logps: Tensor
     d_softmax: Tensor
+    at_target: Tensor
     entropy: Tensor | None = None
     d_entropy: Tensor | None = None
+
+    @staticmethod
+    def of(
+        stats: TokenStats,
+        d_logps: Tensor,
+        d_softmax: Tensor | None = None,
+        d_entropy: Tensor | None = None,
+    ) -> RowGrads:
+        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`."""
+        # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
+        at_target = -d_logps * stats.logps.expm1()
+        if d_softmax is None:
+            d_softmax = d_logps
+        else:
+            at_target += (d_logps - d_softmax) * stats.logps.exp()
+        if d_entropy is not None:
+            assert stats.entropy is not None
+            surprise = stats.logps.clamp(min=-1e4) + stats.entropy
+            at_target -= stats.logps.exp() * d_entropy * surprise
+        return RowGrads(stats.logsumexp, d_logps, d_softmax, at_target, stats.entropy, d_entropy)
 
     def at(self, rows: Tensor | slice) -> RowGrads:
         """The values of some rows."""
@@ -95,9 +131,25 @@ class Backend(Protocol):
         ...
 
     def token_stats(
-        self, logits: Tensor, targets: Tensor, transform: LogitTransform, *, entropy: bool
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        *,
+        entropy: bool,
+        exps: Tensor | None = None,
+        out: TokenStats | None = None,
     ) -> TokenStats:
-        """Reduces raw logits `[C, V]` to statistics per row; leaves them as they are."""
+        """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
+
+        `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per
+        row, `row_factors`:
+
+            E = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
+
+        The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself;
+        else `logits` stay as they are.
+        """
         ...
 
     def logit_grads_(
@@ -112,8 +164,8 @@ class Backend(Protocol):
     ) -> None:
         """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
-        `out` may lie on the memory of `logits`, row on row, in a dtype as wide or narrower.
-        `column_weights`, float32 `[V]`, multiplies the columns of the result.
+        `out` may be `logits` itself. `column_weights`, float32 `[V]`, multiplies the columns of the
+        result.
         """
         ...
 

@@ -16,7 +16,7 @@ from . import LogitTransform, RowGrads, TokenStats
 # Autograd differentiates the objective.
 policy_loss = None
 
-_CPU_BLOCK_BYTES = 2 << 20
+_CPU_BLOCK_BYTES = 8 << 20
 _GPU_BLOCK_BYTES = 1 << 26
 
 
@@ -26,36 +26,64 @@ def token_stats(
     transform: LogitTransform,
     *,
     entropy: bool,
+    exps: Tensor | None = None,
+    out: TokenStats | None = None,
     block_bytes: int | None = None,
 ) -> TokenStats:
-    count = logits.shape[0]
-    shifted_targets, peaks, totals, weighted = logits.new_empty((4, count), dtype=torch.float32)
+    if out is None:
+        out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
+    scratch: list[Tensor] = []
     for rows in _row_blocks(logits, block_bytes):
-        z = _transformed(logits[rows], transform.at(rows))
+        local, block = transform.at(rows), logits[rows]
+        z = _transformed(block, local)
+        chain = _softcap_slope(z, local) if exps is not None else None
+        if not scratch:
+            scratch = [torch.empty_like(z) for _ in range(2)]
         peak = z.amax(1, keepdim=True)
         # A row that is -inf throughout has no distribution: NaN, as torch.log_softmax has it.
-        shifted = z - peak
-        shifted_targets[rows] = shifted.gather(1, targets[rows, None]).squeeze(1)
-        exps = shifted.exp()
-        peaks[rows] = peak.squeeze(1)
-        totals[rows] = exps.sum(1)
+        shifted = torch.sub(z, peak, out=scratch[0][: len(z)])
+        # One sweep in one parallel region, where exp and sum would be two.
+        may_overwrite = z.data_ptr() != block.data_ptr() or _same_memory(exps, logits)
+        in_place = may_overwrite and z.is_contiguous()
+        p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
+        # The largest probability is 1 over the sum of e^(z - peak).
+        log_total = -p.amax(1).log()
+        # Not target logit - logsumexp, which loses what is below an ulp of the logits.
+        out.logps[rows] = shifted.gather(1, targets[rows, None]).squeeze(1) - log_total
+        out.logsumexp[rows] = peak.squeeze(1) + log_total
         if entropy:
-            weighted[rows] = _sum_of_products(exps, shifted)
-    log_totals = totals.log()
-    # Not target logit - logsumexp, which loses what is below an ulp of the logits.
-    logps = shifted_targets - log_totals
-    entropies = log_totals - weighted / totals if entropy else None
-    return TokenStats(logps, peaks + log_totals, entropies)
+            assert out.entropy is not None
+            out.entropy[rows] = log_total - _sum_of_products(p, shifted)
+        if exps is not None:
+            assert out.total is not None
+            out.total[rows] = 1.0
+            p.scatter_(1, targets[rows, None], out.logps[rows, None].expm1())
+            if chain is not None:
+                p.mul_(chain)
+            if p.data_ptr() != exps[rows].data_ptr():
+                exps[rows] = p
+    return out
 
 
-def _sum_of_products(exps: Tensor, shifted: Tensor) -> Tensor:
-    """The sum of `exps * shifted` over each row; overwrites `shifted`."""
+def _same_memory(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
+
+
+def _sum_of_products(p: Tensor, shifted: Tensor) -> Tensor:
+    """The sum of `p * shifted` over each row; overwrites `shifted`."""
     # A logit of -inf would give 0 * -inf.
-    if exps.device.type != "cpu":
-        return (exps * shifted.clamp(min=-1e4)).sum(1)
-    dot = shifted.mul_(exps).sum(1)
+    if p.device.type != "cpu":
+        return (p * shifted.clamp(min=-1e4)).sum(1)
+    dot = shifted.mul_(p).sum(1)
     # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
-    return torch.xlogy(exps, exps).sum(1) if dot.isnan().any() else dot
+    return dot if not dot.isnan().any() else torch.where(p > 0, shifted, 0.0).sum(1)
+
+
+def _softcap_slope(z: Tensor, transform: LogitTransform) -> Tensor | None:
+    """The slope of the softcap at the logits `z`, None where there is no softcap."""
+    if transform.softcap is None:
+        return None
+    return 1 - (z * _column(transform.temperature) / transform.softcap).square()
 
 
 def logit_grads_(
@@ -68,21 +96,14 @@ def logit_grads_(
     column_weights: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> None:
-    p = grads.logps.exp()
-    at_target = (grads.d_logps - grads.d_softmax) * p - grads.d_logps * grads.logps.expm1()
-    if grads.d_entropy is not None and grads.entropy is not None:
-        at_target -= p * grads.d_entropy * (grads.logps.clamp(min=-1e4) + grads.entropy)
     for rows in _row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = _transformed(block, local)
         # Where nothing was transformed z is the logits themselves: work there only if they are
         # also where the result goes.
-        in_place = target.data_ptr() == block.data_ptr() and target.dtype == block.dtype
-        if z.data_ptr() == block.data_ptr() and not in_place:
+        if z.data_ptr() == block.data_ptr() and not _same_memory(target, block):
             z = z.clone()
-        chain = None
-        if transform.softcap is not None:
-            chain = 1 - (z * _column(local.temperature) / transform.softcap).square()
+        chain = _softcap_slope(z, local)
         lse, d_softmax = grads.logsumexp[rows, None], grads.d_softmax[rows, None]
         if grads.d_entropy is None or grads.entropy is None:
             d_logits = z.sub_(lse).exp_().mul_(-d_softmax)
@@ -92,7 +113,7 @@ def logit_grads_(
             surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
             coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_softmax)
             d_logits = log_p.exp_().mul_(coef).neg_()
-        d_logits.scatter_(1, targets[rows, None], at_target[rows, None])
+        d_logits.scatter_(1, targets[rows, None], grads.at_target[rows, None])
         if chain is not None:
             d_logits.mul_(chain)
         slope = local.logit_scale / _column(local.temperature)

@@ -1,19 +1,25 @@
-"""Triton kernels over a chunk of logits `[C, V]`: statistics, gradients, column scores.
+"""Triton kernels over rows of logits `[C, V]`: statistics, exponentials, gradients.
 
-One program owns one row of the chunk and sweeps it once: whole blocks without a mask, so that they
-load and store vectors whatever V is divisible by, then the rest. Raw logits
-u = (hidden @ weight.T)_j become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that
-nothing but the chunk itself is read from memory. Forward, with m the running maximum:
+One program owns one row of the chunk and sweeps it: whole blocks without a mask, so that they load
+and store vectors whatever V is divisible by, then the rest. Raw logits u = (hidden @ weight.T)_j
+become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that nothing but the chunk
+itself is read from memory; in kernels z is in units of ln 2, as the hardware has exp2.
 
-    lse = m + log S,  S = sum_j e^(z_j - m);  E = log S - (sum_j e^(z_j - m) (z_j - m)) / S
+Forward, with an anchor a that is known before the sweep:
+
+    lse = a + log S,  S = sum_j e^(z_j - a);  E = log S - (sum_j e^(z_j - a) (z_j - a)) / S
+
+Any anchor will do that is not far below the row's maximum: the larger of the target's logit and the
+first block's. Sums are kept per lane and reduced once, after the loop, together with the maximum;
+where that is out of the anchor's reach, the program sweeps its row again with the maximum itself.
 
 Backward, given dL/dl (d_logps), its softmax part (d_softmax) and dL/dE (d_entropy):
 
     dL/dz_j = d_logps * 1[j = y] - p_j * (d_softmax + d_entropy * (z_j - lse + E))
     dL/du_j = dL/dz_j * (1 - tanh^2) * logit_scale / T
 
-`column_scores` sums dL/du_j and its square down the columns instead.
-The running rescale of S is that of online softmax, arXiv:1805.02867.
+Without the entropy's gradient that is a factor per row times e^(z_j - a), which the forward's sweep
+leaves behind; the target's entry is (p_y - 1) S.
 """
 
 from __future__ import annotations
@@ -38,17 +44,20 @@ class Launch(NamedTuple):
 # The largest that spills in no configuration and still fills the SMs of sm_80, sm_90 and sm_100
 # with warps (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
-COLUMN_LAUNCH = Launch(256, 4)
 # Row counts, and pointers to one value per row, are not specialized: otherwise each new count and
 # each new first row would compile the kernel again, in the middle of training.
 _per_row = triton.jit(
     do_not_specialize=["N", "rows_per_block"],
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
-        for name in ("targets", "temperature", "logps", "target_logps", "logsumexp", "entropy",
-                     "d_logps", "d_softmax", "d_entropy")
+        for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
+                     "at_target", "d_softmax", "d_entropy")
     ],
 )  # fmt: skip
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# What e^60 becomes: far from any overflow, also summed over the vocabulary.
+_REACH = tl.constexpr(60.0 * 1.4426950408889634)
 
 
 @triton.jit
@@ -70,115 +79,169 @@ def _expm1(x):
 
 
 @triton.jit
-def _load_logits(
-    row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """A block of one row, transformed up to the temperature."""
-    u = tl.load(row_ptr + offs_v, mask=mask_v, other=float("-inf")).to(tl.float32)
-    if HAS_BIAS:
-        u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    z = u * logit_scale
-    if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
-    return z
+def _to_log2(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
+    """What maps `_load_logits` to units of ln 2."""
+    factor = (1.0 / temperature) * _LOG2_E
+    return factor if HAS_SOFTCAP else factor * logit_scale
 
 
 @triton.jit
-def _online_softmax(
-    peak, total, weighted, row_ptr, bias_ptr, start, V, logit_scale, softcap, inv_temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+def _load_logits(
+    row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Running maximum, sum of exponentials and their weighted sum, with one more block."""
+    """A block of one row's logits, to be multiplied by `_to_log2`, and the softcap's slope."""
+    u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        tanh = _tanh(u * (logit_scale / softcap))
+        u, slope = softcap * tanh, 1.0 - tanh * tanh
+    return u, slope
+
+
+@triton.jit
+def _first_anchor(
+    row_ptr, bias_ptr, target_logit, V, logit_scale, softcap, to_log2,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The larger of the target's logit and the first block's; in place, the row's largest."""
+    # A sweep that overwrites the logits can not be taken again.
+    last = V if IN_PLACE else BLOCK_V
+    peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+    for start in range(0, last, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        u, _ = _load_logits(
+            row_ptr, bias_ptr, offs_v, offs_v < V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        )
+        peaks = tl.maximum(peaks, tl.where(offs_v < V, u * to_log2, float("-inf")))
+    peak = tl.maximum(target_logit * to_log2, tl.max(peaks, axis=0))
+    # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
+    useless = (peak == float("-inf")) | (to_log2 == 0.0)
+    return tl.where(useless, 0.0, peak / to_log2)
+
+
+@triton.jit
+def _add_block(
+    total, weighted, peak, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor, logit_scale,
+    softcap, to_log2,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    KEEPS_EXPS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Adds a block to each lane's sum of exponentials, weighted sum and maximum."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    z = inv_temperature * _load_logits(
+    u, slope = _load_logits(
         row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
-    # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
-    z = tl.where(mask_v, z, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(z, axis=0))
-    # Nothing but -inf so far: shift by 0, as -inf - -inf is NaN.
-    anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    shifted = z - anchor
-    exps = tl.exp(shifted)
-    decay = tl.exp(peak - anchor)
+    # In this order: a product of large logits would lose what is below its ulp.
+    shifted = (u - anchor) * to_log2
+    if not WHOLE:
+        # Columns past V are no part of the vocabulary: -inf, where 0 would be a logit.
+        shifted = tl.where(mask_v, shifted, float("-inf"))
+    exps = tl.exp2(shifted)
+    total += exps
     if HAS_ENTROPY:
-        shift = tl.where(peak == float("-inf"), 0.0, peak - anchor)
         # p * log p is 0 where p is, and -inf must not make it NaN.
-        finite = tl.where(exps > 0.0, shifted, 0.0)
-        weighted = decay * (weighted + shift * total) + tl.sum(exps * finite, axis=0)
-    total = decay * total + tl.sum(exps, axis=0)
-    return new_peak, total, weighted
+        weighted += exps * tl.maximum(shifted, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.maximum(peak, shifted)
+    if KEEPS_EXPS:
+        kept = (exps * slope).to(exps_row_ptr.dtype.element_ty)
+        tl.store(exps_row_ptr + offs_v, kept, mask=mask_v)
+    return total, weighted, peak
 
 
 @_per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    logps_ptr, logsumexp_ptr, entropy_ptr,
+    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr,
     V,
-    stride_logits_n,
+    stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr, IN_PLACE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # A tile passes 2^31 elements: row offsets need 64 bits.
+    # A chunk passes 2^31 elements: row offsets need 64 bits.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
+    exps_row_ptr = exps_ptr + row * stride_exps_n
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    inv_temperature = 1.0 / temperature
-
-    peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((), tl.float32)
-    whole = V // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
-        peak, total, weighted = _online_softmax(
-            peak, total, weighted, row_ptr, bias_ptr, start, V, logit_scale, softcap,
-            inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, True, BLOCK_V,
-        )  # fmt: skip
-    if whole < V:
-        peak, total, weighted = _online_softmax(
-            peak, total, weighted, row_ptr, bias_ptr, whole, V, logit_scale, softcap,
-            inv_temperature, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, False, BLOCK_V,
-        )  # fmt: skip
-
+    to_log2 = _to_log2(logit_scale, temperature, HAS_SOFTCAP)
     target = tl.load(targets_ptr + row)
-    target_logit = inv_temperature * _load_logits(
+    target_logit, target_slope = _load_logits(
         row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
-    log_total = tl.log(total)
+    anchor = _first_anchor(
+        row_ptr, bias_ptr, target_logit, V, logit_scale, softcap, to_log2,
+        HAS_BIAS, HAS_SOFTCAP, IN_PLACE, BLOCK_V,
+    )  # fmt: skip
+
+    whole = V // BLOCK_V * BLOCK_V
+    above = tl.zeros((), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
+    out_of_reach = True
+    while out_of_reach:
+        anchor += above / to_log2
+        totals = tl.zeros((BLOCK_V,), tl.float32)
+        weights = tl.zeros((BLOCK_V,), tl.float32)
+        peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        for start in range(0, whole, BLOCK_V):
+            totals, weights, peaks = _add_block(
+                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor,
+                logit_scale, softcap, to_log2,
+                HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
+            )  # fmt: skip
+        if whole < V:
+            totals, weights, peaks = _add_block(
+                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, whole, V, anchor,
+                logit_scale, softcap, to_log2,
+                HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
+            )  # fmt: skip
+        total = tl.sum(totals, axis=0)
+        weighted = tl.sum(weights, axis=0)
+        above = tl.max(peaks, axis=0)
+        out_of_reach = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
+
+    log_total = tl.log2(total)
     # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
-    tl.store(logps_ptr + row, (target_logit - peak) - log_total)
-    tl.store(logsumexp_ptr + row, peak + log_total)
+    logp = ((target_logit - anchor) * to_log2 - log_total) * _LN_2
+    tl.store(logps_ptr + row, logp)
+    tl.store(logsumexp_ptr + row, (anchor * to_log2 + log_total) * _LN_2)
     if HAS_ENTROPY:
-        tl.store(entropy_ptr + row, log_total - weighted / total)
+        tl.store(entropy_ptr + row, (log_total - weighted / total) * _LN_2)
+    if KEEPS_EXPS:
+        tl.store(total_ptr + row, total)
+        at_target = total * _expm1(logp) * target_slope
+        # After the block that holds it, which another thread stored.
+        tl.debug_barrier()
+        tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _row_grads(
-    row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_softmax_ptr,
-    entropy_ptr, d_entropy_ptr, temperature,
-    HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
+    entropy_ptr, d_entropy_ptr, logit_scale, temperature,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Loads what the gradient of a row's logits is made of, in the order of `_logit_grads`."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
+    to_log2 = _to_log2(logit_scale, temperature, HAS_SOFTCAP)
+    slope = logit_scale / temperature
     target = tl.load(targets_ptr + row)
-    logsumexp = tl.load(logsumexp_ptr + row)
-    target_logp = tl.load(target_logps_ptr + row)
-    d_logp = tl.load(d_logps_ptr + row)
-    d_softmax = tl.load(d_softmax_ptr + row)
-    target_p = tl.exp(target_logp)
-    at_target = (d_logp - d_softmax) * target_p - d_logp * _expm1(target_logp)
+    logsumexp = tl.load(logsumexp_ptr + row) * _LOG2_E
+    d_softmax = slope * tl.load(d_softmax_ptr + row)
+    at_target = slope * tl.load(at_target_ptr + row)
     entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + row)
-        d_entropy = tl.load(d_entropy_ptr + row)
-        at_target -= target_p * d_entropy * (tl.maximum(target_logp, -1e4) + entropy)
-    return target, at_target, logsumexp, d_softmax, entropy, d_entropy, 1.0 / temperature
+        entropy = tl.load(entropy_ptr + row) * _LOG2_E
+        d_entropy = tl.load(d_entropy_ptr + row) * slope * _LN_2
+    return target, logsumexp, d_softmax, at_target, entropy, d_entropy, to_log2
 
 
 @triton.jit
@@ -186,28 +249,24 @@ def _logit_grads(
     row_ptr, bias_ptr, offs_v, mask_v, row_grads, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of one row's raw logits; 0 where masked."""
-    target, at_target, logsumexp, d_softmax, entropy, d_entropy, inv_temperature = row_grads
-    capped = _load_logits(
+    """The gradient of a block of one row's raw logits; of no use where masked."""
+    target, logsumexp, d_softmax, at_target, entropy, d_entropy, to_log2 = row_grads
+    u, slope = _load_logits(
         row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
-    log_p = capped * inv_temperature - logsumexp
-    p = tl.exp(log_p)
+    log_p = u * to_log2 - logsumexp
+    p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
         coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
-    d_logits = tl.where(offs_v == target, at_target, -p * coef)
-    if HAS_SOFTCAP:
-        tanh = capped / softcap
-        d_logits *= 1.0 - tanh * tanh
-    return d_logits * (logit_scale * inv_temperature)
+    return tl.where(offs_v == target, at_target, -p * coef) * slope
 
 
 @triton.jit
 def _store_logit_grads(
     row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, NARROWS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
@@ -217,104 +276,40 @@ def _store_logit_grads(
     )  # fmt: skip
     if HAS_WEIGHTS:
         d_logits *= tl.load(weights_ptr + offs_v, mask=mask_v, other=0.0)
-    if NARROWS:
-        # A narrower result on the same memory: this block lands on earlier columns and on its
-        # own first half, which every thread must have read by now.
-        tl.debug_barrier()
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
 @_per_row
 def logit_grads_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_softmax_ptr, entropy_ptr, d_entropy_ptr,
+    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
     weights_ptr, out_ptr,
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, NARROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
     out_row_ptr = out_ptr + row * stride_out_n
     row_grads = _row_grads(
-        row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr,
-        d_softmax_ptr, entropy_ptr, d_entropy_ptr, temperature, HAS_TEMPERATURE, HAS_ENTROPY,
+        row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
+        entropy_ptr, d_entropy_ptr, logit_scale, temperature,
+        HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY,
     )  # fmt: skip
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         _store_logit_grads(
             row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, row_grads,
             logit_scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, NARROWS, True, BLOCK_V,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, True, BLOCK_V,
         )  # fmt: skip
     if whole < V:
         _store_logit_grads(
             row_ptr, bias_ptr, weights_ptr, out_row_ptr, whole, V, row_grads,
             logit_scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, NARROWS, False, BLOCK_V,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_column_sums(
-    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_softmax_ptr, entropy_ptr, d_entropy_ptr,
-    squares_ptr, sums_ptr,
-    first, last, V, stride_logits_n, logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_v = WHOLE | (offs_v < V)
-    squares = tl.zeros((BLOCK_V,), tl.float32)
-    sums = tl.zeros((BLOCK_V,), tl.float32)
-    for index in range(first, last):
-        row = tl.cast(index, tl.int64)
-        row_grads = _row_grads(
-            row, targets_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr, d_logps_ptr,
-            d_softmax_ptr, entropy_ptr, d_entropy_ptr, temperature, HAS_TEMPERATURE, HAS_ENTROPY,
-        )  # fmt: skip
-        d_logits = _logit_grads(
-            logits_ptr + row * stride_logits_n, bias_ptr, offs_v, mask_v, row_grads,
-            logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY,
-        )  # fmt: skip
-        squares += d_logits * d_logits
-        sums += d_logits
-    offs = tl.program_id(1).to(tl.int64) * V + offs_v
-    tl.store(squares_ptr + offs, squares, mask=mask_v)
-    tl.store(sums_ptr + offs, sums, mask=mask_v)
-
-
-@_per_row
-def column_scores_kernel(
-    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    target_logps_ptr, logsumexp_ptr, d_logps_ptr, d_softmax_ptr, entropy_ptr, d_entropy_ptr,
-    squares_ptr, sums_ptr,
-    N, V, rows_per_block,
-    stride_logits_n,
-    logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """One program sums some columns over one block of rows, in the order of the rows."""
-    first = tl.program_id(1) * rows_per_block
-    last = tl.minimum(first + rows_per_block, N)
-    if (tl.program_id(0) + 1) * BLOCK_V <= V:
-        _store_column_sums(
-            logits_ptr, targets_ptr, bias_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr,
-            d_logps_ptr, d_softmax_ptr, entropy_ptr, d_entropy_ptr, squares_ptr, sums_ptr,
-            first, last, V, stride_logits_n, logit_scale, softcap, temperature,
-            HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY, True, BLOCK_V,
-        )  # fmt: skip
-    else:
-        _store_column_sums(
-            logits_ptr, targets_ptr, bias_ptr, temperature_ptr, target_logps_ptr, logsumexp_ptr,
-            d_logps_ptr, d_softmax_ptr, entropy_ptr, d_entropy_ptr, squares_ptr, sums_ptr,
-            first, last, V, stride_logits_n, logit_scale, softcap, temperature,
-            HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY, False, BLOCK_V,
+            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, False, BLOCK_V,
         )  # fmt: skip
 
 
@@ -324,22 +319,30 @@ def token_stats(
     transform: LogitTransform,
     *,
     entropy: bool,
+    exps: Tensor | None = None,
+    out: TokenStats | None = None,
     launch: Launch = ROW_LAUNCH,
 ) -> TokenStats:
     count, V = logits.shape
-    logps, logsumexp, entropies = logits.new_empty((3, count), dtype=torch.float32)
+    if out is None:
+        out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
     if count:
+        unused = out.logps
+        pointers = (unused if x is None else x for x in out)
+        kept = logits if exps is None else exps
         with _device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, *_transform_pointers(transform, logits),
-                logps, logsumexp, entropies,
+                *pointers, kept,
                 V,
-                logits.stride(0),
+                logits.stride(0), kept.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
-                HAS_ENTROPY=entropy, BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
+                HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
+                IN_PLACE=exps is not None and exps.data_ptr() == logits.data_ptr(),
+                BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
-    return TokenStats(logps, logsumexp, entropies if entropy else None)
+    return out
 
 
 def logit_grads_(
@@ -364,37 +367,8 @@ def logit_grads_(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
-                NARROWS=out.element_size() < logits.element_size(),
                 BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
-
-
-def column_scores(
-    logits: Tensor,
-    targets: Tensor,
-    transform: LogitTransform,
-    grads: RowGrads,
-    blocks: list[slice],
-    *,
-    launch: Launch = COLUMN_LAUNCH,
-) -> tuple[Tensor, Tensor]:
-    count, V = logits.shape
-    squares, sums = logits.new_empty((2, len(blocks), V), dtype=torch.float32)
-    if count:
-        block_v = _block_v(launch, V)
-        with _device_of(logits):
-            column_scores_kernel[(triton.cdiv(V, block_v), len(blocks))](
-                logits, targets, *_transform_pointers(transform, logits),
-                *_gradient_pointers(grads, logits),
-                squares, sums,
-                count, V, blocks[0].stop - blocks[0].start,
-                logits.stride(0),
-                *_transform_scalars(transform),
-                **_transform_flags(transform),
-                HAS_ENTROPY=grads.d_entropy is not None,
-                BLOCK_V=block_v, num_warps=launch.num_warps,
-            )  # fmt: skip
-    return squares, sums
 
 
 def _device_of(x: Tensor) -> Any:
@@ -417,7 +391,7 @@ def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tens
 def _gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
     """Per-row pointers in the kernels' order; the entropy's only where it has a gradient."""
     entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
-    per_row = (grads.logps, grads.logsumexp, grads.d_logps, grads.d_softmax, *entropies)
+    per_row = (grads.logsumexp, grads.d_softmax, grads.at_target, *entropies)
     return tuple(unused if x is None else x for x in per_row)
 
 

@@ -109,7 +109,9 @@ def predict(
         # The input of each layer, and the activations of one layer, recomputed.
         activations = layers * tokens * H * width + activations // layers
     d_weight = 4 * V * H if head.weight.requires_grad else 0
-    chunk = min(4 * N * V, default_chunk_bytes(V * H, "cuda" if gpu else "cpu", gpu_bytes))
+    # Logits, and on a GPU their gradient in half precision.
+    most = (6 if gpu and width == 2 else 4) * N * V
+    chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or H // text.num_attention_heads
     sampled = config.prompts_per_step * config.num_generations
