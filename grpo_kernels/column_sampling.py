@@ -102,7 +102,8 @@ def keep_probabilities(
     certain = torch.zeros_like(squares, dtype=torch.bool)
     block_rows = blocks[0].stop - blocks[0].start
     block_of_row = torch.arange(len(targets), device=targets.device) // block_rows
-    certain[block_of_row, targets] = True
+    # An assignment to certain[block_of_row, targets] would copy the True from the CPU, and wait.
+    certain.view(-1).index_fill_(0, block_of_row * squares.shape[1] + targets, True)
     rest = squares.masked_fill(certain, 0.0)
     norms = rest.sqrt()
     tiny = torch.finfo(squares.dtype).tiny

@@ -220,7 +220,8 @@ DAMAGES = [
         ("ranks draw alike",
          "seed += 0x9E3779B97F4A7C15 * distributed.get_rank()", "pass"),
         ("the targets' columns are drawn like the others",
-         "certain[block_of_row, targets] = True", "pass"),
+         "certain.view(-1).index_fill_(0, block_of_row * squares.shape[1] + targets, True)",
+         "pass"),
     ),
     *_in(
         "sampled_gradients.py",
