@@ -245,7 +245,8 @@ DAMAGES = [
         "metrics.py",
         "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
-         "sums = torch.where(mask, _stack(named), 0).sum(1)", "sums = _stack(named).sum(1)"),
+         "sums = _stack(named, masked, 0.0).sum(1)",
+         "sums = _stack(named, torch.zeros_like(masked), 0.0).sum(1)"),
     ),
     # The trainer.
     *_in(
