@@ -21,9 +21,10 @@ def copy_kernel(x_ptr, out_ptr, N, BLOCK_N: tl.constexpr):
     tl.store(out_ptr + offs_n, tl.load(x_ptr + offs_n, mask=offs_n < N), mask=offs_n < N)
 
 
-def set_from_a_number(x, ids):
-    certain = torch.zeros(3, 5, dtype=torch.bool, device=CUDA)
-    certain[ids, ids] = True
+def set_from_a_number(x, targets):
+    # As the sampled backward once did: the True is a tensor on the CPU.
+    certain, block_of_row = x > 0, targets // 2
+    certain[block_of_row, targets] = True
 
 
 def multiply_by_a_cpu_number(x, ids):
