@@ -45,13 +45,10 @@ MISSED = {
 }
 
 # Memory that conftest.py poisons is written to.
-pytestmark = [
-    pytest.mark.usefixtures("real_memory"),
-    pytest.mark.filterwarnings("ignore:Accessing the data pointer"),
-]
+pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-def head(rows=2048, dtype=torch.bfloat16, **options):
+def head(rows=2048, dtype=torch.bfloat16):
     """Operands and targets of a head, `[B, T]` tokens."""
     T = rows // B
     hidden = torch.empty(B, T, H, dtype=dtype, device=CUDA, requires_grad=True)
@@ -109,12 +106,12 @@ def record_fused(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
     names, objective, options = CASES[case]
     options = {"chunk_bytes": bytes_of(chunk_rows), **options, **call}
     rows = chunks * chunk_rows
-    counts = ["mask" in names, "beta" not in objective and "entropy_coef" not in objective]
-    tokens = rows + 8 * B * counts[0]
-    with FakeCUDA(answer_with(*[rows] * sum(counts))) as gpu:
+    masked, rest_has_no_gradient = "mask" in names, not {"beta", "entropy_coef"} & objective.keys()
+    tokens = rows + 8 * B * masked
+    with FakeCUDA(answer_with(*[rows] * (masked + rest_has_no_gradient))) as gpu:
         tensors = head(tokens, options.pop("dtype", torch.bfloat16))
         advantages, given = torch.empty(B, device=CUDA), options_of(names, tokens)
-        gpu.launches.clear()
+        assert not gpu.launches
         out = fused_grpo_loss(*tensors, advantages, config=config(**objective), **given, **options)
         in_forward = len(gpu.transfers)
         backward(out.loss)
@@ -149,8 +146,8 @@ def test_a_packed_batch_reads_its_row_counts():
 @pytest.mark.parametrize("objective", ("gspo", "off_policy", "top_entropy_bonus", "everything"))
 def test_two_passes_read_their_row_counts(objective):
     options, names = OBJECTIVES[objective]
-    known = not {"beta", "entropy_coef", "top_entropy_quantile"} & options.keys()
-    with FakeCUDA(answer_with(*[2048] * known)) as gpu:
+    rest_has_no_gradient = not {"beta", "entropy_coef", "top_entropy_quantile"} & options.keys()
+    with FakeCUDA(answer_with(*[2048] * rest_has_no_gradient)) as gpu:
         advantages = torch.empty(B, device=CUDA)
         fused_grpo_loss(*head(), advantages, config=config(**options), **options_of(names, 2048))
     assert len(gpu.transfers) == 1, gpu.report()
