@@ -61,10 +61,10 @@ def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
         if column_sums:
             self.mean_hidden.zero_()
 
-    def variance_growth(self: Any) -> Tensor:
-        return torch.tensor(TYPICAL_VARIANCE_GROWTH)
+    def shrinkage(self: Any) -> Tensor:
+        return torch.tensor(1 / TYPICAL_VARIANCE_GROWTH)
 
-    with mock.patch.multiple(SampledGradients, __init__=init, variance_growth=variance_growth):
+    with mock.patch.multiple(SampledGradients, __init__=init, shrinkage=shrinkage):
         yield
 
 

@@ -27,9 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import RowGrads
+from .backends import Backend, RowGrads
 from .inputs import ColumnSampling
-from .objective import wide_dtype
 
 # Rows that share a sample of columns: more of them share the traffic of its rows of W and dW, and
 # need more columns.
@@ -38,12 +37,12 @@ _GPU_BLOCK_ROWS = 256
 _COLUMN_MULTIPLE = 16
 # A block that would keep more than this share of the columns keeps all: gathers cost, too.
 _DENSE_SHARE = 1 / 3
-# Probabilities are multiples of 2^-24, drawn as integers: a column is kept exactly as often as its
-# probability says. None is less likely than this.
+# Probabilities are multiples of 2^-24: a column is kept exactly as often as its probability says.
+# None is less likely than this.
 _PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
-# The level of the probabilities is found from so many columns, evenly spread, in so many parts.
-_SOLVER_COLUMNS, _SOLVER_PARTS = 1 << 15, 256
+# The level of the probabilities is found from so many columns, evenly spread.
+_SOLVER_COLUMNS = 1 << 15
 # More likely words than this share of the vocabulary are not worth scoring: e to the entropy of a
 # row, on average; a block of many rows will keep several times as many.
 _FLAT_SHARE = 1 / 8
@@ -76,7 +75,7 @@ class KeptColumns(NamedTuple):
 
     ids: Tensor  # int32 or int64
     weights: Tensor  # float32
-    moments: Tensor | None = None  # float32 [2, K]: the share of variance in a square, and 1
+    moments: Tensor | None = None  # float32 [2, K]: 1, and the probability; 0 for what fills up
 
     def narrowed(self) -> KeptColumns:
         """A copy with int32 ids, to save between forward and backward."""
@@ -88,11 +87,11 @@ class KeptColumns(NamedTuple):
         return KeptColumns(self.ids[part], self.weights[part], moments)
 
     def noise(self, squares: Tensor) -> Tensor:
-        """The variance, and the sum, of the squares `[K]` of what the columns give, `[2]`."""
+        """The sum of the squares `[K]` of what the columns give, and what is no noise of it."""
         moments = self.moments
         if moments is None:
-            spread = 1 - 1 / self.weights.clamp(min=1)
-            moments = torch.stack((spread, torch.ones_like(spread)))
+            inverse = 1 / self.weights.clamp(min=1)
+            moments = torch.stack((torch.ones_like(inverse), inverse))
         return moments @ squares
 
 
@@ -104,8 +103,19 @@ def row_blocks(count: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
+def finite_squares(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """The squares `[B, V]` with 0 for what is not finite, and the blocks where some was not."""
+    cleaned = squares.nan_to_num(nan=-1.0, posinf=-1.0)
+    return cleaned.clamp(min=0.0), cleaned.amin(1) < 0
+
+
 def keep_probabilities(
-    squares: Tensor, targets: Tensor, blocks: list[slice], variance: float | Tensor
+    squares: Tensor,
+    targets: Tensor,
+    blocks: list[slice],
+    variance: float | Tensor,
+    broken: Tensor,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """The probability of each column in each block, `[B, V]`, and the dense blocks, bool `[B]`.
 
@@ -114,52 +124,26 @@ def keep_probabilities(
         targets: `[C]`, kept for certain in their block.
         blocks: of the rows `[C]`, equally large but for the last.
         variance: the one allowed, relative to the square of the whole gradient.
-
-    A block whose squares are not finite is dense, and does not affect the others.
+        broken: blocks that are to be dense, bool `[B]`.
+        backend: finds the level of the probabilities.
     """
-    finite = squares.isfinite().all(1)
-    squares = squares.masked_fill(~finite[:, None], 0.0)
     certain = torch.zeros_like(squares, dtype=torch.bool)
-    block_rows = blocks[0].stop - blocks[0].start
-    block_of_row = torch.arange(len(targets), device=targets.device) // block_rows
-    # Not certain[block_of_row, targets] = True, which copies a scalar to a GPU and waits.
-    certain.view(-1).index_fill_(0, block_of_row * squares.shape[1] + targets, True)
+    size = blocks[0].stop - blocks[0].start
+    whole = len(targets) // size
+    # Not certain[block, targets] = True, which copies a scalar to a GPU and waits.
+    certain[:whole].scatter_(1, targets[: whole * size].view(whole, size), True)
+    if whole < len(blocks):
+        certain[whole:].scatter_(1, targets[whole * size :][None], True)
     norms = squares.masked_fill(certain, 0.0).sqrt_()
-    allowed = (variance * squares.sum()).clamp(min=torch.finfo(squares.dtype).tiny)
-    level = _level(norms.flatten(), allowed)
-    steps = (norms / level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
+    allowed = squares.sum() * variance
+    # Any level leaves the draw unbiased, so that some of the columns tell enough.
+    stride = max(1, norms.numel() // _SOLVER_COLUMNS)
+    level = backend.column_level(norms.view(-1)[::stride], allowed, stride)
+    steps = norms.div_(level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
     probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
     # By the expected count: a choice that looked at the draw would not be unbiased.
-    dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | ~finite
+    dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | broken
     return probabilities.masked_fill_(dense[:, None], 1.0), dense
-
-
-def _level(norms: Tensor, allowed: Tensor) -> Tensor:
-    """The level u, 0-d, at which the sum over norm < u of norm * (u - norm) is `allowed`.
-
-    That is linear in u between one norm and the next: in order of size, sums over all smaller norms
-    say between which two u lies, first among parts, then within one. Any level leaves the draw
-    unbiased, so that a part of the columns tells enough.
-    """
-    wide = wide_dtype(norms.device)
-    stride = max(1, len(norms) // _SOLVER_COLUMNS)
-    some = norms[::stride].sort().values
-    count = min(_SOLVER_PARTS, len(some))
-    parts = torch.nn.functional.pad(some, (-len(some) % count, 0)).view(count, -1)
-
-    def find(norms: Tensor, sums: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        through = before + sums @ sums.new_ones(len(norms), len(norms)).triu_()
-        before = through - sums
-        missed = norms * before[0] - before[1]
-        last = (missed <= allowed).sum().clamp(min=1).sub(1)[None]
-        return last, before.index_select(1, last), through.index_select(1, last)
-
-    sums = torch.stack((parts.sum(1, dtype=wide), parts.square().sum(1, dtype=wide))) * stride
-    last, before, _ = find(parts[:, 0], sums, sums.new_zeros(2, 1))
-    part = parts.index_select(0, last).squeeze(0).to(wide)
-    _, _, (total, square) = find(part, torch.stack((part, part.square())) * stride, before)
-    level = (allowed + square) / total.clamp(min=torch.finfo(norms.dtype).tiny)
-    return level.to(norms.dtype).squeeze(0)
 
 
 def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[slice]:
@@ -176,14 +160,16 @@ def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[s
 class ColumnSampler:
     """Draws the columns of block after block, and counts what it kept."""
 
-    def __init__(self, sampling: ColumnSampling, V: int, device: torch.device) -> None:
-        self.V, self.tolerance = V, sampling.tolerance
+    def __init__(
+        self, sampling: ColumnSampling, V: int, device: torch.device, backend: Backend
+    ) -> None:
+        self.V, self.tolerance, self.backend = V, sampling.tolerance, backend
         self.generator = new_generator(sampling.seed, device)
         self.rows = self.blocks = self.dense_blocks = 0
         self.kept = 0.0
         self.to_skip = self.last_skip = 0
         # The variance of the logits' gradient; its square over blocks that are not dense; over all.
-        self.planned = torch.zeros(3, dtype=wide_dtype(device), device=device)
+        self.planned = torch.zeros(3, dtype=torch.float32, device=device)
 
     def should_skip_scoring(self, blocks: list[slice]) -> bool:
         """True if these blocks are to go dense without scoring; counts them, then.
@@ -226,34 +212,36 @@ class ColumnSampler:
         squares: Tensor,
         targets: Tensor,
         blocks: list[slice],
-        variance_growth: float | Tensor,
+        shrinkage: float | Tensor,
     ) -> tuple[list[KeptColumns | None], Tensor]:
         """The columns each block keeps, None for all; and the variance of each column, `[B, V]`.
 
-        `variance_growth`: the relative variance of the head's gradients over that of the logits'.
+        `shrinkage`: the relative variance of the logits' gradient over that of the head's.
         Waits for the device, to read how many columns were kept.
         """
-        allowed = self.tolerance**2 / variance_growth
-        probabilities, dense = keep_probabilities(squares, targets, blocks, allowed)
-        squares = torch.where(squares.isfinite(), squares, 0.0)
+        squares, broken = finite_squares(squares)
+        probabilities, dense = keep_probabilities(
+            squares, targets, blocks, self.tolerance**2 * shrinkage, broken, self.backend
+        )
         variance = squares / probabilities - squares
         sampled = squares.masked_fill(dense[:, None], 0.0)
-        self.planned += torch.stack((variance.sum(), sampled.sum(), squares.sum()))
-        dice = torch.randint(
-            _PROBABILITY_STEPS,
+        self.planned += torch.stack((variance, sampled, squares)).sum((1, 2))
+        # In steps of 2^-24 on a CPU, as the probabilities are, and of less on a GPU.
+        dice = torch.rand(
             squares.shape,
             generator=self.generator,
             device=squares.device,
-            dtype=torch.int32,
+            dtype=torch.float32,
         )
-        kept = (dice < probabilities * _PROBABILITY_STEPS) & ~dense[:, None]
-        counts = torch.stack((kept.sum(1), dense.long())).tolist()
+        kept = (dice < probabilities).logical_xor_(dense[:, None])  # of dense blocks none
+        counts = torch.stack((kept.sum(1), dense)).tolist()
         # Without waiting for the device once more, where it can.
         can = kept.device.type in ("cpu", "cuda")
         pairs = torch.nonzero_static(kept, size=sum(counts[0])) if can else kept.nonzero()
         self._back_off(all(counts[1]))
         ids, values = pairs[:, 1], probabilities[pairs[:, 0], pairs[:, 1]]
-        values = torch.stack((1 / values, 1 - values, torch.ones_like(values)))
+        # 1 / p, 1 and p in one launch.
+        values = values[None] ** torch.arange(-1, 2, device=values.device)[:, None]
         samples: list[KeptColumns | None] = []
         start = 0
         for rows, count, is_dense in zip(blocks, *counts, strict=True):

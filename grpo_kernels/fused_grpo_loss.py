@@ -246,10 +246,9 @@ class _FusedGRPOLoss(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Any, ...]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        loss, logps, entropy, d_logps, d_entropy = (
-            torch.zeros(shape, dtype=torch.float32, device=hidden.device)
-            for shape in ((), *4 * [hidden.shape[:1]])
-        )
+        shape = (4, len(hidden))
+        logps, entropy, d_logps, d_entropy = hidden.new_zeros(shape, dtype=torch.float32)
+        losses = [logps.new_zeros(())]
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
             head = LMHead(operands, call, plan.logit_rows)
@@ -273,7 +272,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     call.backend,
                     grad=wants_grad,
                 )
-                loss += policy.loss
+                losses.append(policy.loss)
                 assert stats.entropy is not None
                 logps[index], entropy[index] = stats.logps, stats.entropy
                 if policy.d_logps is None:
@@ -291,14 +290,15 @@ class _FusedGRPOLoss(torch.autograd.Function):
         ctx.dtypes = dtypes_of(*operands)
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
         of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)
-        return loss, logps, entropy, *of_loss, sampled
+        return torch.stack(losses).sum(), logps, entropy, *of_loss, sampled
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_grpo_loss")
         scale, *gradients = ctx.saved_tensors
+        factor = d_loss / scale
         scaled = (
-            scaled_gradient(stored, d_loss / scale, dtype)
+            scaled_gradient(stored, factor, dtype)
             for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None, None)

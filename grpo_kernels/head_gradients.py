@@ -127,7 +127,7 @@ class HeadGradients:
         """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
         head, a_out, lora_b = self.head, rows.lora_a_out, self.head.operands.lora_b
         if self.d_hidden is not None:
-            _put(self.d_hidden, rows.index, head.times_weight(d_logits), factors)
+            put_rows(self.d_hidden, rows.index, head.times_weight(d_logits), factors)
         if self.d_weight is not None:
             hidden = _times(rows.hidden, factors, head.dtype)
             for columns in head.column_slices():
@@ -159,7 +159,7 @@ class HeadGradients:
         if self.d_lora_a_out is not None:
             share = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
             mm(d_logits, lora_b.to(d_logits.dtype), out=share)
-            _put(self.d_lora_a_out, rows.index, share, factors)
+            put_rows(self.d_lora_a_out, rows.index, share, factors)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients in the order of `HeadOperands`, None where not wanted.
@@ -196,11 +196,16 @@ def _times(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factors[:, None], out=torch.empty_like(x, dtype=dtype))
 
 
-def _put(grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None) -> None:
+def put_rows(
+    grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None = None
+) -> None:
     """Stores the gradient of some rows, times a factor per row, in the dtype of `grad`."""
-    if isinstance(index, slice) and factors is not None:
-        torch.mul(share, factors[:, None], out=grad[index])
-        return
-    if factors is not None:
-        share.mul_(factors[:, None])
-    grad[index] = share.to(grad.dtype)
+    if isinstance(index, slice):
+        if factors is None:
+            grad[index].copy_(share)
+        else:
+            torch.mul(share, factors[:, None], out=grad[index])
+    else:
+        if factors is not None:
+            share.mul_(factors[:, None])
+        grad[index] = share.to(grad.dtype)

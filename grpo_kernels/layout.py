@@ -199,7 +199,7 @@ def check_targets(targets: object, shape: Sequence[int], device: torch.device) -
 
 
 def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: ValueChecks) -> None:
-    outside = (targets < 0) | (targets >= V)
+    outside = targets != targets.clamp(0, V - 1)
     where = "" if mask is None else " at unmasked positions"
     checks.add(
         outside if mask is None else outside & mask,

@@ -40,7 +40,7 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where it was not computed.
     """
     tokens = Tokens.of(inputs, logps, entropy)
-    mask = tokens.mask != 0
+    masked = tokens.mask == 0
     log_ratio = log_importance_ratio(config, tokens)
     ratio = log_ratio.exp()
     # Per token `[N]`, by name: to be averaged over tokens, over sequences, and to be maximized.
@@ -77,11 +77,11 @@ def loss_metrics(
         maxima[f"{_WEIGHT}/min"] = -rho
 
     tiny = torch.finfo(ratio.dtype).tiny
-    metrics = {"tokens": inputs.count, **_maxima(maxima, mask)}
+    metrics = {"tokens": inputs.count, **_maxima(maxima, masked)}
     # Relative to the largest, so that no square overflows.
     parts["ratio"] = ratio / metrics["ratio_max"].clamp(min=tiny)
     parts["square"] = parts["ratio"].square()
-    averages = _means(means | parts, mask)
+    averages = _means(means | parts, masked, tokens.mask.sum())
     metrics |= {name: averages[name] for name in means} | _means_of_sequences(by_sequence, tokens)
     metrics["ess"] = averages["ratio"].square() / averages["square"].clamp(min=tiny)
     if "scored" in parts:
@@ -106,49 +106,51 @@ def _clip_metrics(
         "clip_ratio/region_mean": clip_low + clip_high,
     }
     if tokens.sequences is not None:
-        shares, occupied = _shares_of_sequences({"low": low, "high": high}, tokens)
+        shares, empty = _shares_of_sequences({"low": low, "high": high}, tokens)
         shares[0].neg_()
-        lowest, highest = _largest(shares, occupied)
+        lowest, highest = _largest(shares.masked_fill_(empty, -torch.inf))
         named |= {"clip_ratio/low_min": -lowest, "clip_ratio/high_max": highest}
     return named
 
 
-def _means(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """The mean of each over the tokens of `mask`, 0 over none; all in one sum."""
-    sums = torch.where(mask, _stack(named), 0).sum(1)
-    return dict(zip(named, (sums / mask.sum().clamp(min=1)).unbind(), strict=True))
+def _means(named: dict[str, Tensor], masked: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """The mean of each over the `count` tokens that are not masked, 0 over none; all in one sum."""
+    sums = _stack(named, masked, 0.0).sum(1)
+    return dict(zip(named, (sums / count.clamp(min=1)).unbind(), strict=True))
 
 
-def _maxima(named: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    return dict(zip(named, _largest(_stack(named), mask).unbind(), strict=True))
+def _maxima(named: dict[str, Tensor], masked: Tensor) -> dict[str, Tensor]:
+    largest = _largest(_stack(named, masked, -torch.inf))
+    return dict(zip(named, largest.unbind(), strict=True))
 
 
-def _largest(x: Tensor, mask: Tensor) -> Tensor:
-    """The maximum of each row of `x [K, N]` over `mask [N]`, 0 over none."""
+def _largest(x: Tensor) -> Tensor:
+    """The maximum of each row of `x [K, N]`, 0 where all of it is -inf."""
     if not x.shape[1]:
         return x.new_zeros(x.shape[0])
-    largest = torch.where(mask, x, -torch.inf).amax(1)
-    return torch.where(mask.any(), largest, 0)
+    return x.amax(1).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
 
 def _means_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
     """The mean, over the sequences that have a token, of each sequence's mean."""
     if not named:
         return {}
-    shares, occupied = _shares_of_sequences(named, tokens)
-    means = shares.sum(1) / occupied.sum().clamp(min=1)
+    shares, empty = _shares_of_sequences(named, tokens)
+    means = shares.sum(1) / (~empty).sum().clamp(min=1)
     return dict(zip(named, means.unbind(), strict=True))
 
 
 def _shares_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The mean of each over each sequence `[K, B]`, and the sequences that have a token `[B]`."""
+    """The mean of each over each sequence `[K, B]`, and the sequences that have no token `[B]`."""
     sequences = tokens.sequences
     assert sequences is not None
-    lengths = sequences.sum(tokens.mask)
-    sums = sequences.sum(torch.where(tokens.mask != 0, _stack(named), 0))
-    return sums / lengths.clamp(min=1), lengths > 0
+    # With the tokens themselves, whose sum is the sequence's length.
+    sums = sequences.sum(_stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0))
+    lengths = sums[-1]
+    return sums[:-1] / lengths.clamp(min=1), lengths == 0
 
 
-def _stack(named: dict[str, Tensor]) -> Tensor:
+def _stack(named: dict[str, Tensor], masked: Tensor, fill: float) -> Tensor:
+    """The values of each token, `[K, N]`; `fill` where masked."""
     dtype = torch.promote_types(torch.float32, next(iter(named.values())).dtype)
-    return torch.stack([x.to(dtype) for x in named.values()])
+    return torch.stack([x.to(dtype) for x in named.values()]).masked_fill_(masked, fill)

@@ -58,8 +58,9 @@ class Sequences:
         In float64 where there is one: a GPU adds in any order, and the differences that makes are
         then rounded away.
         """
-        total = _wide(x).new_zeros(*x.shape[:-1], self.count)
-        return total.index_add(-1, self.ids, _wide(x)).to(x.dtype)
+        wide = _wide(x)
+        total = wide.new_zeros(*x.shape[:-1], self.count)
+        return total.index_add_(-1, self.ids, wide).to(x.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Gives every token its sequence's value, `[N]` from `[B]`."""
@@ -164,7 +165,7 @@ class Tokens:
         mask = inputs.mask
 
         def clean(x: Tensor) -> Tensor:
-            return x if mask is None else _select(mask, x)
+            return x if mask is None else torch.where(mask, x, 0.0)
 
         def clean_given(x: Tensor | None) -> Tensor | None:
             return None if x is None else clean(x)

@@ -58,8 +58,8 @@ class RowPlan:
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        with_grad = self._rows_per_chunk(self.num_grad_rows)
-        yield from self._split(even_slices(0, self.num_grad_rows, with_grad), True)
+        grad_rows = slices(0, self.num_grad_rows, self._rows_per_chunk())
+        yield from self._split(grad_rows, True)
         others = even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows)
         yield from self._split(others, False)
 
@@ -68,20 +68,19 @@ class RowPlan:
             index = rows if self.order is None else self.order[rows]
             yield Chunk(index, rows.stop - rows.start, needs_grad)
 
-    def _rows_per_chunk(self, count: int) -> int:
-        """The number of rows, of those that need as few chunks, that leaves fewest tiles idle."""
-        most = self.max_chunk_rows
+    def _rows_per_chunk(self) -> int:
+        """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
+        count, most = self.num_grad_rows, self.max_chunk_rows
+        even = _even_step(count, most)
         if self.tiles is None or most % ROW_MULTIPLE or count <= most:
-            return most
+            return even
         per_step, at_once = self.tiles
 
         def waves(rows: int) -> int:
-            parts = even_slices(0, count, rows)
-            tiles = (-(-(x.stop - x.start) // ROW_MULTIPLE) * per_step for x in parts)
-            return sum(-(-n // at_once) for n in tiles)
+            parts = (x.stop - x.start for x in slices(0, count, rows))
+            return sum(-(-(-(-part // ROW_MULTIPLE) * per_step) // at_once) for part in parts)
 
-        least = -(-count // -(-count // most))
-        return min(range(most, least - 1, -ROW_MULTIPLE), key=waves, default=most)
+        return min(range(even, most + 1, ROW_MULTIPLE), key=waves)
 
     @property
     def largest_chunk(self) -> int:
@@ -94,19 +93,23 @@ class RowPlan:
         return min(self.max_logit_rows, self.largest_chunk)
 
 
+def slices(begin: int, end: int, step: int) -> Iterator[slice]:
+    """Cuts a range into slices of `step`, but for the last."""
+    for start in range(begin, end, step):
+        yield slice(start, min(start + step, end))
+
+
 def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
     """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
 
     A short last one would waste its pass over the weight.
     """
-    count = end - begin
-    if count <= 0:
-        return
-    step = -(-count // -(-count // most))
-    if most % ROW_MULTIPLE == 0:
-        step = -(-step // ROW_MULTIPLE) * ROW_MULTIPLE
-    for start in range(begin, end, step):
-        yield slice(start, min(start + step, end))
+    return slices(begin, end, _even_step(end - begin, most))
+
+
+def _even_step(count: int, most: int) -> int:
+    step = -(-count // max(1, -(-count // most)))
+    return max(1, -(-step // ROW_MULTIPLE) * ROW_MULTIPLE if most % ROW_MULTIPLE == 0 else step)
 
 
 def plan_rows(
@@ -176,15 +179,14 @@ def _buffer_rows(
             memory = gpu(device).total_memory
         chunk_bytes = default_chunk_bytes(V, device.type, memory)
 
-    def whole_tiles(rows: int) -> int:
-        if device.type == "cpu" or rows < ROW_MULTIPLE:
-            return max(1, rows)
-        return rows // ROW_MULTIPLE * ROW_MULTIPLE
-
-    if strips and grad_bytes:
+    bytes_per_row = (4 + grad_bytes) * V
+    least = 1 if device.type == "cpu" else ROW_MULTIPLE
+    if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         # Of the budget's rows of logits a sixth: the others are worth most as gradients.
-        strip = min(whole_tiles(chunk_bytes // (24 * V)), _MOST_STRIP_ROWS)
-        rows = whole_tiles((chunk_bytes - 4 * V * strip) // (grad_bytes * V))
-        return max(rows, strip), strip
-    rows = whole_tiles(chunk_bytes // ((4 + grad_bytes) * V))
+        strip = chunk_bytes // (24 * V) // least * least
+        strip = min(max(strip, least), _MOST_STRIP_ROWS)
+        return (chunk_bytes - 4 * V * strip) // (grad_bytes * V) // least * least, strip
+    rows = max(1, chunk_bytes // bytes_per_row)
+    if rows >= least:
+        rows = rows // least * least
     return rows, rows

@@ -27,15 +27,16 @@ from .column_sampling import (
     relative_noise,
     row_blocks,
 )
-from .head_gradients import HeadGradients
+from .head_gradients import HeadGradients, put_rows
 from .inputs import ColumnSampling, HeadCall, HeadOperands
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
-from .objective import wide_dtype
 from .row_plan import RowPlan
 
 # Bounds of the estimated growth of the variance, and of 1 over it.
 _MOST_GROWTH = 16.0
+# Squares to begin with, whose quotient is 1.
+_NOTHING = 1e-30
 # Rows that the mean row of W, and the mean hidden state, are taken from.
 _ROWS_OF_MEAN = 4096
 _CPU_SQUARES_BYTES = 2 << 20
@@ -54,10 +55,9 @@ class KeptColumnGradients(HeadGradients):
         super().__init__(head, backend, wanted, max_rows, every_row=False)
         has_row_sums = head.call.transform.softcap is None
         self.mean_row = _mean_row(head.weight) if has_row_sums else None
-        # Variance and square of the gradient that kept columns added, of hidden and of weight (next
-        # to a frozen one, of lora_b).
-        wide = wide_dtype(head.weight.device)
-        self.noise = head.weight.new_zeros((2, 2), dtype=wide)
+        # Of the gradient that kept columns added, of hidden and of weight (next to a frozen one, of
+        # lora_b): its square, and what of that is no noise.
+        self.squares = head.weight.new_full((2, 2), _NOTHING, dtype=torch.float32)
 
     def add_kept(
         self,
@@ -101,8 +101,8 @@ class KeptColumnGradients(HeadGradients):
                 self.d_weight.index_add_(0, ids[part], share)
                 self._add_noise(share, kept.of(part))
         if self.d_hidden is not None:
-            self.noise[0, 1] += d_rows.flatten().dot(d_rows.flatten())
-            self.d_hidden[rows.index] = d_rows.to(self.d_hidden.dtype)
+            self.squares[0].add_(d_rows.view(-1).dot(d_rows.view(-1)))
+            put_rows(self.d_hidden, rows.index, d_rows)
         if head.operands.lora_b is not None:
             self._add_kept_low_rank(rows, d_logits, kept, head.operands.lora_b)
 
@@ -119,8 +119,8 @@ class KeptColumnGradients(HeadGradients):
                 self._add_noise(share, kept)
 
     def _add_noise(self, share: Tensor, kept: KeptColumns) -> None:
-        """Adds the variance and the square of what kept columns gave weight (or lora_b)."""
-        self.noise[1] += kept.noise(torch.linalg.vector_norm(share, dim=1).square_())
+        """Adds the squares of what kept columns gave weight (or lora_b)."""
+        self.squares[1].add_(kept.noise(torch.linalg.vector_norm(share, dim=1).square_()))
 
     def _along_mean_row(self, rows: Rows, d_logits: Tensor, grads: RowGrads) -> Tensor:
         """The row sums that the kept columns miss, times W's mean row, float32 `[R, H]`."""
@@ -151,7 +151,7 @@ class SampledGradients(KeptColumnGradients):
         plan: RowPlan,
     ) -> None:
         super().__init__(head, backend, wanted, plan.largest_chunk)
-        self.sampler = ColumnSampler(sampling, head.V, head.weight.device)
+        self.sampler = ColumnSampler(sampling, head.V, head.weight.device, head.call.backend)
         # Any constant near the hidden states does.
         self.mean_hidden = _mean_hidden(head.operands.hidden, plan)
         self.row_squares: Tensor | None = None
@@ -177,13 +177,14 @@ class SampledGradients(KeptColumnGradients):
         squares, sums = self.backend.column_scores(
             logits, rows.targets, rows.transform, grads, blocks
         )
-        samples, variance = sampler.sample(squares, rows.targets, blocks, self.variance_growth())
+        samples, variance = sampler.sample(squares, rows.targets, blocks, self.shrinkage())
         if self.d_hidden is not None:
             if self.row_squares is None:
                 self.row_squares = _row_squares(self.head, self.mean_row)
-            self.noise[0, 0] += variance.sum(0) @ self.row_squares
+            self.squares[0, 1].sub_(variance.sum(0).dot(self.row_squares))
         # Once per chunk, where every gather would have to take out its part of the column sums.
-        centred = (rows.hidden - self.mean_hidden).to(self.head.dtype)
+        centred = torch.empty_like(rows.hidden)
+        torch.sub(rows.hidden, self.mean_hidden, out=centred)
         for block, kept, block_sums in zip(blocks, samples, sums, strict=True):
             if kept is not None:
                 if self.column_sums is None:
@@ -196,17 +197,18 @@ class SampledGradients(KeptColumnGradients):
         for block in dense_rows(blocks, samples):
             super().add(rows.at(block), logits[block], grads.at(block))
 
-    def variance_growth(self) -> Tensor:
-        """The relative variance of the head's gradients over that of the logits'; the larger one.
+    def shrinkage(self) -> Tensor:
+        """The relative variance of the logits' gradient over that of the head's; the smaller one.
 
         Measured over the blocks so far, which leaves later draws unbiased.
         """
-        variances, squares = self.noise.unbind(1)
-        exact = (squares - variances).clamp(min=1e-30)
-        planned = self.sampler.planned
-        growth = (variances / exact).amax() / (planned[0] / planned[1])
-        growth = growth.clamp(1 / _MOST_GROWTH, _MOST_GROWTH)
-        return torch.where(planned[0] > 0, growth, TYPICAL_VARIANCE_GROWTH).float()
+        of_all, exact = self.squares.unbind(1)
+        # Variance over exact square of the noisier one, whose square may seem to be all noise: < 0.
+        noise = (of_all / exact - 1).amax()
+        planned, square, _ = self.sampler.planned
+        # 0 / 0 before anything was planned.
+        shrinkage = (planned / square / noise).nan_to_num_(1 / TYPICAL_VARIANCE_GROWTH)
+        return shrinkage.clamp_(1 / _MOST_GROWTH, _MOST_GROWTH)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """The gradients, with the column sums in them."""
@@ -219,12 +221,12 @@ class SampledGradients(KeptColumnGradients):
 
     def metrics(self) -> dict[str, Tensor]:
         """The sampler's metrics, with the larger relative noise of the finished gradients."""
-        noise = [self.noise.new_zeros(())]
+        noise = [self.squares.new_zeros(())]
         second = self.d_lora_b if self.d_weight is None else self.d_weight
-        for gradient, variance in zip((self.d_hidden, second), self.noise[:, 0], strict=True):
+        variances = self.squares[:, 0] - self.squares[:, 1]
+        for gradient, variance in zip((self.d_hidden, second), variances, strict=True):
             if gradient is not None and self.column_sums is not None:
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-                square = norm.to(variance.dtype).square()
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
                 # A noisy gradient is longer than the exact one, by the variance.
                 noise.append(relative_noise(variance, square - variance))
         return self.sampler.metrics(torch.stack(noise).amax())
@@ -237,7 +239,7 @@ class DrawnBlocks:
     """
 
     def __init__(self, sampling: ColumnSampling, plan: RowPlan, head: LMHead) -> None:
-        self.sampler = ColumnSampler(sampling, head.V, head.weight.device)
+        self.sampler = ColumnSampler(sampling, head.V, head.weight.device, head.call.backend)
         self.plan = plan
         self.samples: list[list[KeptColumns | None]] = []
 
@@ -250,7 +252,7 @@ class DrawnBlocks:
         ones = torch.ones_like(stats.logps)
         grads = RowGrads.of(stats, ones)
         squares, _ = backend.column_scores(logits, rows.targets, rows.transform, grads, blocks)
-        drawn, _ = self.sampler.sample(squares, rows.targets, blocks, BLIND_VARIANCE_GROWTH)
+        drawn, _ = self.sampler.sample(squares, rows.targets, blocks, 1 / BLIND_VARIANCE_GROWTH)
         self.samples.append([None if kept is None else kept.narrowed() for kept in drawn])
 
     def metrics(self) -> dict[str, Tensor]:

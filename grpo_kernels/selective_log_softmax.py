@@ -23,6 +23,7 @@ from .layout import (
     check_target_ids,
     check_targets,
     check_tensor,
+    flatten,
 )
 
 
@@ -105,7 +106,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("selective_log_softmax")
         logits, targets, logps, logsumexp = ctx.saved_tensors
-        d_logps = d_logps.float().contiguous()
+        d_logps = flatten(d_logps).float()
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat_out = out.view(-1, out.shape[-1])
         all_grads = RowGrads.of(TokenStats(logps, logsumexp), d_logps)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.workloads import make
 from grpo_kernels import column_sampling, fused_grpo_loss
-from grpo_kernels.backends import torch_backend
+from grpo_kernels.backends import torch_backend, triton_backend
 from grpo_kernels.inputs import ColumnSampling
 from tests.support.batches import (
     config,
@@ -105,7 +105,7 @@ def test_a_flat_softmax_is_not_even_scored(monkeypatch):
 
 def test_chunks_are_sampled_again_after_dense_ones():
     asked = ColumnSampling(0.5, 0)
-    sampler = column_sampling.ColumnSampler(asked, 100, torch.device("cpu"))
+    sampler = column_sampling.ColumnSampler(asked, 100, torch.device("cpu"), torch_backend)
     blocks, targets = [slice(0, 4)], torch.zeros(4, dtype=torch.int64)
     flat, peaked = torch.ones(1, 100), torch.full((1, 100), 1e-9)
     peaked[0, :3] = 1.0
@@ -114,7 +114,7 @@ def test_chunks_are_sampled_again_after_dense_ones():
         if sampler.should_skip_scoring(blocks):
             seen.append("skipped")
         else:
-            samples, _ = sampler.sample(squares, targets, blocks, 1e4)
+            samples, _ = sampler.sample(squares, targets, blocks, 1e-4)
             seen.append("dense" if samples[0] is None else "sampled")
     expected = ["dense", "skipped", "dense", "skipped", "skipped", "sampled", "sampled", "dense"]
     assert seen == [*expected, "skipped", "sampled"]
@@ -126,13 +126,35 @@ def test_a_block_of_infinite_gradients_leaves_the_others_alone():
     squares[1, 7] = math.inf
     blocks = [slice(0, 2), slice(2, 4), slice(4, 6)]
     targets = torch.tensor([1, 2, 3, 4, 5, 6])
-    kept, dense = column_sampling.keep_probabilities(squares, targets, blocks, 0.3)
+
+    def kept_of(squares, *args):
+        finite, broken = column_sampling.finite_squares(squares)
+        return column_sampling.keep_probabilities(finite, *args, 0.3, broken, torch_backend)
+
+    kept, dense = kept_of(squares, targets, blocks)
     others = [0, 2]
-    alone, _ = column_sampling.keep_probabilities(
-        squares[others], targets[[0, 1, 4, 5]], blocks[:2], 0.3
-    )
+    alone, _ = kept_of(squares[others], targets[[0, 1, 4, 5]], blocks[:2])
     assert dense.tolist() == [False, True, False] or dense.all()
     assert torch.equal(kept[others], alone) and (kept[1] == 1).all()
+
+
+@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+@pytest.mark.parametrize("share", (1e-9, 1e-5, 1e-2, 10.0))
+@pytest.mark.parametrize("K", (1, 50, 1003, 32_768))
+def test_level(K, share, backend):
+    norms = torch.randn(2 * K, generator=torch.Generator().manual_seed(K)).mul_(3).exp_()[::2]
+    norms[: K // 3] = 0.0
+    allowed = share * norms.square().sum()
+    level = backend.column_level(norms, allowed, 3)
+    below = norms[norms < level].double()
+    if K > 1:
+        assert 3 * ((level - below) * below).sum() == pytest.approx(float(allowed), rel=1e-2)
+    for nothing in (
+        (torch.zeros(K), torch.zeros(())),
+        (torch.zeros(K), allowed),
+        (norms, 0 * allowed),
+    ):
+        assert backend.column_level(*nothing, 1) > 0
 
 
 @pytest.mark.parametrize("frozen", (("weight",), ("hidden",)))

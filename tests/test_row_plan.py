@@ -1,8 +1,11 @@
 """The plan of rows: which are worked on, in which order, and how many at a time."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from grpo_kernels import row_plan
 from grpo_kernels.layout import ValueChecks
 from grpo_kernels.row_plan import RowPlan, plan_rows
 
@@ -15,6 +18,21 @@ def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
         as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), num_tokens=num_tokens,
         weight=torch.empty(V, 1), chunk_bytes=int(4 * V * rows),
     )  # fmt: skip
+
+
+H200 = {"total_memory": 140 << 30, "multi_processor_count": 132, "major": 9}
+
+
+def on_a_gpu(weight):
+    """What the plan asks of a weight, as if it lay on a GPU."""
+
+    class Weight:
+        device, shape = torch.device("cuda"), weight.shape
+
+        def __len__(self):
+            return len(weight)
+
+    return Weight()
 
 
 def rows_of(plan):
@@ -44,10 +62,10 @@ def test_no_rows():
 
 
 def test_chunks_are_of_even_size():
-    sizes = [c.size for c in RowPlan(None, 1000, 1000, 300).chunks()]
+    sizes = [c.size for c in RowPlan(None, 1000, 1000, 300, 300).chunks()]
     assert sizes == [250] * 4
     # Large ones in multiples of 128, which GEMM tiles divide.
-    sizes = [c.size for c in RowPlan(None, 5000, 5000, 2048).chunks()]
+    sizes = [c.size for c in RowPlan(None, 5000, 5000, 2048, 2048).chunks()]
     assert sizes == [1792, 1792, 1416]
 
 
@@ -61,13 +79,41 @@ def test_workspace_depends_on_the_budget_alone():
 
 
 def test_default_budget_on_a_cpu():
-    """A quarter of the weight's float32 gradient, within bounds."""
-    for V, H, expected in ((49_152, 576, 144), (1000, 8, 4194), (151_936, 4096, 276)):
+    """512 rows of logits, unless the vocabulary is enormous."""
+    for V, H, expected in ((49_152, 576, 512), (1000, 8, 512), (262_144, 4096, 320)):
         weight = torch.empty(1).expand(V, H)
         made = plan_rows(
             None, None, ValueChecks(), num_tokens=10**6, weight=weight, chunk_bytes=None
         )
         assert made.max_chunk_rows == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    (
+        (None, (5120, 512)),  # 1.75 GiB: 311 MB of logits, 1.56 GB of gradients
+        (1 << 30, (2944, 256)),
+        (200 << 20, (384, 128)),
+        (100 << 20, (115, 115)),  # too little for strips of 128 rows
+        (10 << 30, (34048, 640)),
+    ),
+)
+def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
+    monkeypatch.setattr(row_plan, "gpu", lambda _: SimpleNamespace(**H200))
+    weight = torch.empty(1).expand(151_936, 64)
+    made = row_plan._buffer_rows(on_a_gpu(weight), budget, 2, True)
+    assert made == sizes
+    chunk, strip = made
+    assert 151_936 * (2 * chunk + 4 * strip) <= (budget or 1792 << 20)
+
+
+def test_rows_per_chunk_fill_a_gpu():
+    """At H = 1,536 dH has 6 tiles per 128 rows: 4,096 rows twice fill 132 multiprocessors, less 72."""
+    even = RowPlan(None, 16384, 16384, 5120, 512)
+    assert [c.size for c in even.chunks()] == [4096] * 4  # 8 waves
+    plan = RowPlan(None, 16384, 16384, 5120, 512, (6, 132))
+    assert [c.size for c in plan.chunks()] == [4608] * 3 + [2560]  # 7
+    assert [c.size for c in RowPlan(None, 3000, 3000, 5120, 512, (6, 132)).chunks()] == [3000]
 
 
 def test_a_vocabulary_over_the_budget_goes_row_by_row():

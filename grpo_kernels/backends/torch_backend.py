@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import LogitTransform, RowGrads, TokenStats
+from . import LEVEL_STEPS, LogitTransform, RowGrads, TokenStats
 
 # Autograd differentiates the objective.
 policy_loss = None
@@ -141,6 +141,17 @@ def column_scores(
             sums[index] += out.sum(0)
             squares[index] += out.square_().sum(0)
     return squares, sums
+
+
+def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
+    # Newton's method, from above; between one norm and the next the sum is linear.
+    tiny = torch.finfo(norms.dtype).tiny
+    below = norms
+    for _ in range(LEVEL_STEPS + 1):
+        square = (allowed / copies + below.dot(below)).clamp_(min=tiny)
+        level = square / below.sum().clamp_(min=tiny)
+        below = norms.masked_fill(norms >= level, 0.0)
+    return level
 
 
 def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:

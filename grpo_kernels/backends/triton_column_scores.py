@@ -1,6 +1,7 @@
-"""Triton kernel that sums the gradient of a chunk's logits, and its squares, down the columns.
+"""Triton kernels of the sampled backward: scores of columns, and the level of their probabilities.
 
-The gradient is that of `triton_logits`; it is summed and forgotten.
+`column_scores` sums the gradient of a chunk's logits, that of `triton_logits`, and its squares down
+the columns; the gradient itself is forgotten.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LogitTransform, RowGrads
+from . import LEVEL_STEPS, LogitTransform, RowGrads
 from .triton_logits import (
     Launch,
     _block_v,
@@ -88,6 +89,34 @@ def column_scores_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _step_to_level(below, allowed):
+    """Newton's step to where the sum of below * (level - below) is `allowed`."""
+    # The least normal numbers keep what is 0 throughout from dividing by 0.
+    total = tl.maximum(tl.sum(below, axis=0), 1.1754944e-38)
+    return tl.maximum(allowed + tl.sum(below * below, axis=0), 1.1754944e-38) / total
+
+
+@triton.jit(
+    do_not_specialize=["K", "copies", "stride_norms_k"],
+    do_not_specialize_on_alignment=["allowed_ptr"],
+)
+def column_level_kernel(
+    norms_ptr, allowed_ptr, level_ptr,
+    K, copies,
+    stride_norms_k,
+    STEPS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program has all norms in its registers."""
+    offs_k = tl.arange(0, BLOCK_K)
+    norms = tl.load(norms_ptr + offs_k * stride_norms_k, mask=offs_k < K, other=0.0)
+    allowed = tl.load(allowed_ptr) / copies
+    level = _step_to_level(norms, allowed)
+    for _ in range(STEPS):
+        level = _step_to_level(tl.where(norms < level, norms, 0.0), allowed)
+    tl.store(level_ptr, level)
+
+
 def column_scores(
     logits: Tensor,
     targets: Tensor,
@@ -114,3 +143,16 @@ def column_scores(
                 BLOCK_V=block_v, num_warps=launch.num_warps,
             )  # fmt: skip
     return squares, sums
+
+
+def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
+    level = torch.empty_like(allowed)
+    block_k = max(128, triton.next_power_of_2(len(norms)))
+    with _device_of(norms):
+        column_level_kernel[(1,)](
+            norms, allowed, level,
+            len(norms), copies,
+            norms.stride(0),
+            STEPS=LEVEL_STEPS, BLOCK_K=block_k, num_warps=max(4, block_k // 1024),
+        )  # fmt: skip
+    return level

@@ -339,7 +339,7 @@ def token_stats(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
-                IN_PLACE=exps is not None and exps.data_ptr() == logits.data_ptr(),
+                IN_PLACE=exps is not None and exps.dtype == logits.dtype,
                 BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
     return out

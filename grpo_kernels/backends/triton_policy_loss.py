@@ -111,7 +111,15 @@ def _surrogate(
     return loss, d_logps
 
 
-@triton.jit(do_not_specialize=["N"])
+# Every pointer has one value per token: a slice of them may begin anywhere.
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=[
+        f"{name}_ptr"
+        for name in ("logps", "advantages", "weights", "mask", "old_logps", "ref_logps", "scale",
+                     "entropy", "count", "d_logps", "d_entropy", "partials")
+    ],
+)  # fmt: skip
 def policy_loss_kernel(
     logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, scale_ptr,
     entropy_ptr, count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,

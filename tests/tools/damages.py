@@ -56,7 +56,8 @@ DAMAGES = [
          'shifted = tl.where(mask_v, shifted, float("-inf"))',
          "shifted = tl.where(mask_v, shifted, 0.0)"),
         ("triton: a vocabulary one past the blocks loses its last word",
-         "        if whole < V:\n            totals", "        if whole + 1 < V:\n            totals"),
+         "        if whole < V:\n            totals",
+         "        if whole + 1 < V:\n            totals"),
         ("triton: a row out of its anchor's reach is not swept again",
          "out_of_reach = (above > _REACH)", "out_of_reach = (above > 1e30)"),
         ("triton: the target's logit is no anchor",
@@ -227,10 +228,10 @@ DAMAGES = [
     *_in(
         "fused_grpo_loss.py",
         "test_fused_grpo_loss test_autograd",
-        ("the caller's scale of the loss is ignored", "d_loss / scale, dtype", "1 / scale, dtype"),
+        ("the caller's scale of the loss is ignored", "factor = d_loss / scale", "factor = 1 / scale"),
         ("tokens of negative advantage are skipped",
          "with_grad = inputs.advantages != 0", "with_grad = inputs.advantages > 0"),
-        ("the loss is the last chunk's", "loss += policy.loss", "loss = policy.loss"),
+        ("the loss is the last chunk's", "losses.append(policy.loss)", "losses = [policy.loss]"),
     ),
     *_in(
         "linear_logprobs.py",
@@ -252,14 +253,14 @@ DAMAGES = [
         ("ranks draw alike",
          "seed += 0x9E3779B97F4A7C15 * distributed.get_rank()", "pass"),
         ("the targets' columns are drawn like the others",
-         "certain[block_of_row, targets] = True", "pass"),
+         "certain[:whole].scatter_(1, targets[: whole * size].view(whole, size), True)", "pass"),
     ),
     *_in(
         "sampled_gradients.py",
         "test_sampled_backward",
         ("the control variate of the weight is not taken out",
-         "centred = (rows.hidden - self.mean_hidden).to(self.head.dtype)",
-         "centred = rows.hidden"),
+         "torch.sub(rows.hidden, self.mean_hidden, out=centred)",
+         "centred.copy_(rows.hidden)"),
     ),
     *_in(
         "selective_log_softmax.py",
@@ -277,7 +278,8 @@ DAMAGES = [
         "metrics.py",
         "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
-         "sums = torch.where(mask, _stack(named), 0).sum(1)", "sums = _stack(named).sum(1)"),
+         "sums = _stack(named, masked, 0.0).sum(1)",
+         "sums = _stack(named, torch.zeros_like(masked), 0.0).sum(1)"),
     ),
     # The trainer.
     *_in(

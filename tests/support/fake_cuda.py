@@ -1,0 +1,322 @@
+"""CUDA without a GPU: calls run on device tensors without memory, and what they do is recorded.
+
+    with FakeCUDA(answer_with(900)) as gpu:
+        out = fused_grpo_loss(...)  # of tensors made in here, with device="cuda"
+        backward(out.loss)
+    assert len(gpu.transfers) == 1, gpu.report()
+
+Tensors on the device are fake: they have shapes, dtypes and strides, so that the library takes its
+paths for a GPU, with GEMMs in half precision and the launchers of the Triton kernels. Those on the
+CPU are real. Recorded is everything that reaches torch's dispatcher or launches a Triton kernel,
+with the line that asked for it:
+
+- transfers: what makes the CPU wait for the device, as it reads values or a size that depends on
+  them, and what copies between the two or mixes their tensors;
+- launches: kernels of Triton, and operations that are neither views nor allocations;
+- keys: what Triton specializes a kernel for, by Triton's own function.
+
+Values that are read have to be made up: `answer`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
+
+ROOT = Path(__file__).parents[2]
+TARGET = GPUTarget("cuda", 90, 32)
+# Operations that launch nothing; views are known to torch.
+_FREE = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
+    "_unsafe_view", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
+_PINS = (torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default)
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class Event(NamedTuple):
+    """An operation or a launch, and the line of the library (or the test) that asked for it."""
+
+    name: str
+    operands: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where}  {self.name}({self.operands})"
+
+
+def answer_with(*row_counts: int, kept: int = 1600) -> Callable[[Tensor], Any]:
+    """Answers what the library reads.
+
+    A vector has counts of offending values, all 0, and ends in `row_counts`: of the unmasked rows
+    if there is a mask, and of those that may have a gradient if that is known. A table `[2, B]`
+    has of each block how many columns it keeps, and whether it is dense, which none is. Whatever
+    else is read is 1.
+    """
+
+    def answer(x: Tensor) -> Any:
+        if x.dim() == 1 and not x.is_floating_point() and x.dtype != torch.bool:
+            return [0] * (len(x) - len(row_counts)) + list(row_counts)
+        if x.dim() == 2:
+            return [[kept] * x.shape[1], [0] * x.shape[1]]
+        return torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist()
+
+    return answer
+
+
+class FakeCUDA(TorchDispatchMode):
+    """Runs what is inside on fake CUDA tensors, and records it.
+
+    Args:
+        answer: returns the value of a device tensor that is read: a number, or nested lists.
+    """
+
+    def __init__(self, answer: Callable[[Tensor], Any] = answer_with()) -> None:  # noqa: B008
+        super().__init__()
+        self.answer = answer
+        self.transfers: list[Event] = []
+        self.launches: list[Event] = []
+        # (kernel, constants and options of the launch): specializations of the other arguments
+        self.keys: dict[tuple[str, str], set[str]] = defaultdict(set)
+
+    def report(self) -> str:
+        """The transfers, one per line."""
+        return "\n".join(map(str, self.transfers)) or "no transfer"
+
+    def counts(self) -> Counter[str]:
+        """The launches by name."""
+        return Counter(event.name for event in self.launches)
+
+    def __enter__(self) -> FakeCUDA:
+        self._stack = ExitStack()
+        self._stack.enter_context(_device_guard())
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=9)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+        patch.setattr(torch, "Generator", _Generator)
+        # Without the engine there is no graph task; in a plain backward the answer is False.
+        patch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+        # In one read, where torch asks for value after value.
+        patch.setattr(FakeTensor, "tolist", lambda x: self._read("tolist", x))
+        # `kernel[grid]` returns what launches the kernel.
+        launch = self._launch
+        patch.setattr(KernelInterface, "__getitem__", lambda kernel, _: partial(launch, kernel))
+        self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        devices = _device_types(inputs)
+        if kwargs.get("device") is not None:
+            devices.add(torch.device(kwargs["device"]).type)
+        if "cuda" not in devices:
+            with unset_fake_temporarily():
+                # There is no pinned memory either.
+                return inputs[0] if func in _PINS else func(*args, **kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        name = func.name().removeprefix("aten::")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(name, inputs[0])
+        if func is torch.ops.aten._to_copy.default and "cpu" in devices and _is_fake(inputs[0]):
+            values = self._read(name, inputs[0])
+            with unset_fake_temporarily():
+                return torch.tensor(values, dtype=kwargs.get("dtype", inputs[0].dtype))
+        if _transfers(func, devices, inputs):
+            self.transfers.append(_event(name, inputs))
+        if not func.is_view and func.overloadpacket.__name__ not in _FREE:
+            self.launches.append(_event(name, inputs))
+        try:
+            return func(*args, **kwargs)
+        except ValueError as error:
+            # A view that cannot be: what torch raises, and the library expects.
+            raise RuntimeError(*error.args) from error
+
+    def _read(self, name: str, x: Tensor) -> Any:
+        self.transfers.append(_event(name, [x]))
+        with unset_fake_temporarily():
+            return self.answer(x)
+
+    def _launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = _tensors((args, kwargs))
+        event = _event(kernel.__name__, tensors)
+        self.launches.append(event)
+        if "cpu" in _device_types(tensors):
+            self.transfers.append(event)
+        constexprs, bind = _binder(kernel)
+        params, specialization, options = bind(*map(_pointer, args), **kwargs)
+        kinds = dict(zip(params, specialization, strict=True))
+        constants = {name: params[name] for name in constexprs}
+        key = {name: kind for name, kind in kinds.items() if name not in constants}
+        self.keys[kernel.__name__, str(constants | options)].add(str(key))
+
+
+def reads_nothing(call: Callable[[], Any]) -> FakeCUDA:
+    """Asserts that `call`, which makes its own tensors, has no transfer, as a CUDA graph needs."""
+    with FakeCUDA() as gpu:
+        call()
+    assert not gpu.transfers, gpu.report()
+    return gpu
+
+
+def backward(output: Tensor, *gradients: Tensor | None) -> Any:
+    """Runs the backward of the library's autograd Function that `output` comes from.
+
+    Called by hand, as autograd's engine wants a device. `gradients` are those of the Function's
+    outputs; none are 1 for `output`, its first.
+    """
+    node = output.grad_fn
+    assert node is not None
+    while not hasattr(node, "_forward_cls"):
+        node = node.next_functions[0][0]
+    with torch.no_grad():
+        return node.apply(*(gradients or (torch.ones_like(output),)))
+
+
+def _transfers(func: Any, devices: set[str], inputs: list[Tensor]) -> bool:
+    """True if an operation waits for the device, copies between it and the CPU, or mixes them."""
+    if func is torch.ops.aten.fill_.Tensor and inputs[0].device.type == "cuda":
+        return False  # A number from the CPU goes with the launch.
+    if "cpu" in devices and inputs:
+        return True
+    if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+        # By a mask, whose size is unknown.
+        return any(x.dtype in (torch.bool, torch.uint8) for x in inputs[1:])
+    return any(tag in func.tags for tag in _READS)
+
+
+def _is_fake(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _device_types(tensors: list[Tensor]) -> set[str]:
+    return {x.device.type for x in tensors}
+
+
+def _event(name: str, tensors: list[Tensor]) -> Event:
+    operands = ", ".join(f"{x.device.type}{list(x.shape)}" for x in tensors)
+    return Event(name, operands, _where())
+
+
+def _where() -> str:
+    """The innermost line of this repository, but for this file."""
+    frame = sys._getframe()
+    while frame is not None:
+        name = _name_in_repository(frame.f_code.co_filename)
+        if name is not None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{name}:{frame.f_lineno}: {line}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+@cache
+def _name_in_repository(filename: str) -> str | None:
+    path = Path(filename)
+    if filename == __file__ or not path.is_relative_to(ROOT) or "site-packages" in path.parts:
+        return None
+    return str(path.relative_to(ROOT))
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor as Triton sees it; CUDA's allocator aligns where its memory begins."""
+
+    dtype: torch.dtype
+    offset: int
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+def _pointer(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return _Pointer(x.dtype, x.storage_offset() * x.element_size())
+
+
+@cache
+def _binder(kernel: Any) -> tuple[list[str], Callable[..., Any]]:
+    """The constants of a kernel, and Triton's function from arguments to their specializations."""
+    if not isinstance(kernel, JITFunction):  # but the interpreter's
+        kernel = JITFunction(kernel.fn, **kernel.kwargs)
+    constexprs = [param.name for param in kernel.params if param.is_constexpr]
+    backend = make_backend(TARGET)
+    return constexprs, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+class _Generator(torch.Generator):
+    """Draws on the CPU, and says that it is the device's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        generator = super().__new__(cls, "cpu")
+        generator.said = torch.device(device)
+        return generator
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.said
+
+
+@contextmanager
+def _device_guard() -> Iterator[None]:
+    """Has torch use its no-op guard of CUDA devices, as its CUDA builds do where there is no GPU.
+
+    Indexing enters the guard of its tensors' device, and a CPU build has none for CUDA. Torch's
+    function puts the no-op guard in the place of one that counts no devices; here, of a table of
+    functions that return 0. A CPU build is left without, as it came: for a guard's devices
+    autograd's engine starts threads.
+    """
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()
+        yield
+        return
+    cuda, name = 1, "DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
+    try:
+        register = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))[
+            f"_ZN3c104impl24{name}"
+        ]
+        ensure_set = torch._C._ensureCUDADeviceGuardSet
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no way to give torch {torch.__version__} a guard of CUDA devices: {error}")
+    register.argtypes, register.restype = (ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p), None
+    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
+    functions = (ctypes.c_void_p * 64)(*[ctypes.cast(zero, ctypes.c_void_p).value] * 64)
+    guard, registrar = ctypes.c_void_p(ctypes.addressof(functions)), ctypes.c_byte()
+    register(ctypes.byref(registrar), cuda, ctypes.byref(guard))
+    ensure_set()
+    try:
+        yield
+    finally:
+        register(ctypes.byref(registrar), cuda, None)

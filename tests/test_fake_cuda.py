@@ -1,0 +1,272 @@
+"""What the calls ask of a GPU, seen without one: transfers, launches, compile keys.
+
+`tests/support/fake_cuda.py` records them. A transfer is a read of the device, a copy between it and
+the CPU, or an operation that mixes their tensors.
+"""
+
+import functools
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
+from tests.support.batches import OBJECTIVES, config
+from tests.support.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
+
+V, H, B = 151_936, 1536, 4
+CUDA = torch.device("cuda", 0)
+CHUNK_ROWS = 1024
+# As chunks are made of strips of logits, beside their gradients.
+STRIP_ROWS = 128
+
+
+class Budget(NamedTuple):
+    """The most launches of a forward with its backward.
+
+    A call of c chunks of r rows may have `fixed + c * (per_chunk + r / part_rows * per_part)`.
+    """
+
+    fixed: int
+    per_chunk: int
+    per_part: int
+    part_rows: int
+
+
+# (backward, case). A part is a strip of logits, or a block of rows that share their columns.
+BUDGETS = {
+    ("exact", "off_policy"): Budget(fixed=100, per_chunk=15, per_part=2, part_rows=STRIP_ROWS),
+    ("exact", "mask"): Budget(fixed=115, per_chunk=20, per_part=2, part_rows=STRIP_ROWS),
+    ("sampled", "off_policy"): Budget(fixed=135, per_chunk=60, per_part=20, part_rows=256),
+}
+
+# Memory that conftest.py poisons is written to.
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+def head(rows=2048, dtype=torch.bfloat16):
+    """Operands and targets of a head, `[B, T]` tokens."""
+    T = rows // B
+    hidden = torch.empty(B, T, H, dtype=dtype, device=CUDA, requires_grad=True)
+    weight = torch.empty(V, H, dtype=dtype, device=CUDA, requires_grad=True)
+    return hidden, weight, torch.empty(B, T, dtype=torch.long, device=CUDA)
+
+
+def bytes_of(rows, layout="strips"):
+    """The `chunk_bytes` of chunks of so many rows: logits, and their gradient in half precision."""
+    if layout == "strips":
+        assert rows <= 24 * STRIP_ROWS  # beyond, strips grow
+        return 2 * V * rows + 4 * V * STRIP_ROWS
+    return {"one": 4, "two": 6}[layout] * V * rows
+
+
+def per_token(rows, dtype=torch.float32):
+    return torch.empty(B, rows // B, dtype=dtype, device=CUDA)
+
+
+def options_of(names, rows):
+    """The optional tensors of these names."""
+    made = {name: per_token(rows) for name in names}
+    if "mask" in made:
+        made["mask"] = per_token(rows, torch.bool)
+    if "bias" in made:
+        made["bias"] = torch.empty(V, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    if "low_rank" in made:
+        lora_a_out = torch.empty(B, rows // B, 16, device=CUDA, requires_grad=True)
+        made["low_rank"] = lora_a_out, torch.empty(V, 16, device=CUDA, requires_grad=True)
+    return made
+
+
+# id: (names of the tensors to pass, options of the objective, of the call)
+_KL = ("old_logps", "ref_logps")
+CASES = {
+    "on_policy": ((), {}, {}),
+    "off_policy": (("old_logps",), {}, {}),
+    "mask": (("mask", "old_logps"), {}, {}),
+    "kl": (_KL, {"beta": 0.1}, {}),
+    "entropy": (("mask", "old_logps"), {"entropy_coef": 0.1}, {}),
+    "corrected": (("old_logps", "sampling_logps"), {"is_correction": "token_truncate"}, {}),
+    "softcap": (("old_logps",), {}, {"softcap": 30.0}),
+    "bias": (("old_logps", "bias"), {}, {}),
+    "low_rank": (("mask", "low_rank"), {}, {}),
+    "temperature": (("mask", "temperature"), {}, {}),
+    "fp16": (("old_logps",), {}, {"dtype": torch.float16}),
+    "fp32": (("old_logps",), {}, {"dtype": torch.float32}),
+    "everything": (
+        (*_KL, "sampling_logps", "mask", "bias", "low_rank", "temperature"),
+        {"beta": 0.1, "entropy_coef": 0.1, "is_correction": "token_mask"},
+        {"softcap": 30.0, "logit_scale": 0.5},
+    ),
+}
+
+
+def record_fused(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
+    """Forward and backward of `fused_grpo_loss`, recorded; and the number of forward transfers."""
+    names, objective, options = CASES[case]
+    options = {**options, **call}
+    layout = "one" if options.get("dtype") == torch.float32 else "strips"
+    if layout == "strips" and (
+        objective.get("entropy_coef") or "dtype" in options or "backward" in options
+    ):
+        layout = "two"
+    options["chunk_bytes"] = bytes_of(chunk_rows, layout)
+    rows = chunks * chunk_rows
+    masked, rest_has_no_gradient = "mask" in names, not {"beta", "entropy_coef"} & objective.keys()
+    tokens = rows + 8 * B * masked
+    with FakeCUDA(answer_with(*[rows] * (masked + rest_has_no_gradient))) as gpu:
+        tensors = head(tokens, options.pop("dtype", torch.bfloat16))
+        advantages, given = torch.empty(B, device=CUDA), options_of(names, tokens)
+        assert not gpu.launches
+        out = fused_grpo_loss(*tensors, advantages, config=config(**objective), **given, **options)
+        in_forward = len(gpu.transfers)
+        backward(out.loss)
+    assert gpu.counts()["policy_loss_kernel"] == chunks
+    return gpu, in_forward
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reads_its_row_counts_and_nothing_else(case):
+    for chunks in (2, 4):
+        gpu, in_forward = record_fused(case, chunks=chunks)
+        assert in_forward == len(gpu.transfers) == 1, gpu.report()
+        assert "row_plan.py" in gpu.transfers[0].where
+
+
+def test_a_packed_batch_reads_its_row_counts():
+    N, trained = 3000, 900
+    with FakeCUDA(answer_with(trained, trained)) as gpu:
+        hidden, weight, targets = (x.flatten(0, -2) if x.ndim > 2 else x for x in head(N))
+        out = fused_grpo_loss(
+            hidden, weight, targets.flatten(), torch.empty(B, device=CUDA),
+            torch.empty(N, dtype=torch.int64, device=CUDA),
+            cu_seqlens=torch.empty(B + 1, dtype=torch.int32, device=CUDA),
+            old_logps=torch.empty(N, device=CUDA), num_items=torch.empty((), device=CUDA),
+            temperature=torch.empty((), device=CUDA), skip_untrained=True,
+        )  # fmt: skip
+        backward(out.loss)
+    assert len(gpu.transfers) == 1, gpu.report()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("objective", ("gspo", "off_policy", "top_entropy_bonus", "everything"))
+def test_two_passes_read_their_row_counts(objective):
+    options, names = OBJECTIVES[objective]
+    rest_has_no_gradient = not {"beta", "entropy_coef", "top_entropy_quantile"} & options.keys()
+    with FakeCUDA(answer_with(*[2048] * rest_has_no_gradient)) as gpu:
+        advantages = torch.empty(B, device=CUDA)
+        fused_grpo_loss(*head(), advantages, config=config(**options), **options_of(names, 2048))
+    assert len(gpu.transfers) == 1, gpu.report()
+
+
+@pytest.mark.parametrize("case", ("mask", "everything"))
+def test_sampled_backward_reads_once_per_chunk(case):
+    for chunks in (2, 4):
+        gpu, in_forward = record_fused(case, chunks=chunks, backward="sampled", seed=0)
+        assert in_forward == len(gpu.transfers) == 1 + chunks, gpu.report()
+        assert {event.name for event in gpu.transfers} == {"tolist"}, gpu.report()
+
+
+@pytest.mark.parametrize("way", ("exact", "sampled"))
+def test_log_probs_read_their_row_counts(way):
+    options = {"seed": 0} if way == "sampled" else {}
+    chunks, rows = 3, 3 * CHUNK_ROWS
+    with FakeCUDA(answer_with(rows)) as gpu:
+        given = options_of(("mask", "temperature", "low_rank", "bias"), rows)
+        out = linear_logprobs(
+            *head(rows), entropy=True, backward=way, chunk_bytes=bytes_of(CHUNK_ROWS, "one"),
+            **given, **options,
+        )  # fmt: skip
+        assert len(gpu.transfers) == (1 if way == "exact" else 1 + chunks), gpu.report()
+        gpu.transfers.clear()
+        ones = torch.ones(rows, device=CUDA)
+        backward(out.logps, ones, ones, None, None)
+    # The ids of the rows come back from pinned memory, without waiting.
+    assert len(gpu.transfers) == (1 if way == "exact" else 2), gpu.report()
+    assert "non_blocking" in gpu.transfers[-1].where or way == "exact"
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_of_log_probs_reads_nothing(objective):
+    options, names = OBJECTIVES[objective]
+    cfg = config(**options)
+
+    # The others are differentiated by autograd's engine, which wants a device.
+    reason = cfg.two_pass_reason(has_old_logps="old_logps" in names, has_entropy_threshold=False)
+    by_hand = reason is None
+
+    def call():
+        logps = per_token(2048).requires_grad_(by_hand)
+        given = options_of(("entropy", "mask", *names), 2048)
+        out = grpo_loss(logps, torch.empty(B, device=CUDA), config=cfg, **given)
+        if by_hand:
+            backward(out.loss, torch.ones((), device=CUDA), None, None)
+
+    reads_nothing(call)
+
+
+def test_log_softmax_reads_nothing():
+    def call():
+        logits = torch.empty(B, 65, V, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+        targets, temperature = torch.empty(2, B, 64, dtype=torch.long, device=CUDA).unbind()
+        logps = selective_log_softmax(logits[:, :-1], targets, temperature=temperature.float())
+        backward(logps)
+
+    reads_nothing(call)
+
+
+@pytest.mark.parametrize(("way", "case"), BUDGETS)
+@pytest.mark.parametrize("of", ("fixed", "per_chunk", "per_part"))
+def test_launches(way, case, of):
+    budget = BUDGETS[way, case]
+    launches = launches_of(way, case)
+    totals = {name: found.total() for name, found in launches.items()}
+    totals["per_part"] /= CHUNK_ROWS // budget.part_rows
+    totals["per_chunk"] -= totals["per_part"] * (CHUNK_ROWS // budget.part_rows)
+    assert totals[of] <= getattr(budget, of), (totals, launches[of].most_common())
+
+
+@functools.cache
+def launches_of(way, case):
+    """The launches of a call, of a further chunk, and of as many rows more in a chunk."""
+    sampled = {"backward": "sampled", "seed": 0} if way == "sampled" else {}
+    one, two, larger = (
+        record_fused(case, **sizes, **sampled)[0].counts()
+        for sizes in ({"chunks": 1}, {"chunks": 2}, {"chunks": 1, "chunk_rows": 2 * CHUNK_ROWS})
+    )
+    return {"fixed": one - (two - one), "per_chunk": two - one, "per_part": larger - one}
+
+
+@pytest.fixture(scope="module", params=(15, pytest.param(100, marks=pytest.mark.slow)))
+def keys(request):
+    """Compile keys of every kernel by its options, over so many batches of all sizes."""
+    draw, keys = random.Random(0), {}
+    for index in range(request.param):
+        rows, masked = B * draw.randint(1, 150), index % 2
+        row_counts = [draw.randint(1, rows)] * masked
+        options = {
+            "config": config(beta=0.1, entropy_coef=0.1),
+            "chunk_bytes": bytes_of(draw.choice((37, 128, 384)), "one"),
+            **({"backward": "sampled", "seed": 0} if index % 3 == 0 else {}),
+        }
+        with FakeCUDA(answer_with(*row_counts, kept=draw.randint(1, 9999))) as gpu:
+            given = options_of(("old_logps", "ref_logps", *["mask"] * masked), rows)
+            advantages = torch.empty(B, device=CUDA)
+            temperature = per_token(rows)
+            fused_grpo_loss(*head(rows), advantages, temperature=temperature, **options, **given)
+            given["entropy"] = per_token(rows)
+            grpo_loss(per_token(rows), advantages, config=options["config"], **given)
+        for kernel, found in gpu.keys.items():
+            keys.setdefault(kernel, set()).update(found)
+    return keys
+
+
+KERNELS = ("token_stats_kernel", "logit_grads_kernel", "column_scores_kernel", "policy_loss_kernel")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_batch_size_compiles_a_kernel_again(kernel, keys):
+    mine = {options: found for (name, options), found in keys.items() if name == kernel}
+    assert mine
+    for options, found in mine.items():
+        assert len(found) == 1, (options, found)
