@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from benchmarks import head, measure, on_gpu, scaling, tune
 from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
+from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
 from benchmarks.workloads import make, profile
 
@@ -144,6 +146,73 @@ def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
         once = one_pass(measure.with_grad(w))
         once.backward()
         assert measured["results"][2] == pytest.approx(float(w.weight.grad.norm()), rel=1e-5)
+
+
+def test_what_is_known_is_saved_after_every_step(tmp_path, one_process, monkeypatch):
+    """Of a run that is ended, all but the measurement that was under way is on the disk."""
+    path = tmp_path / "told.json"
+    asked = []
+
+    def interrupted(name, *_, **__):
+        asked.append(name)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return 1000
+
+    monkeypatch.setattr(head, "extra_memory", interrupted)
+    told = []
+    monkeypatch.setattr(head, "write_json", lambda p, x: told.append(json.loads(json.dumps(x))))
+    options = ["--workload", "dense", "--shapes", "64,101,16", "--device", "cpu", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["head", *options, "--peers", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        head.main()
+    ours = [next(r for r in x["rows"] if r["name"] == OURS[0]) for x in told]
+    known = list(dict.fromkeys((r["status"], len(r.get("seconds", []))) for r in ours))
+    assert known == [("not measured", 0), ("not timed", 0), ("ok", 1), ("ok", 2)]
+    assert [r["name"] for r in told[-1]["rows"] if "extra_bytes" in r] == asked[:1]
+
+
+def test_a_peer_alone_has_a_limit(tiny, one_process, monkeypatch, capsys):
+    """On a GPU, where a slow compiler or a crash must not end the others."""
+
+    def slow(w):
+        time.sleep(1.5)
+        return one_pass(w)
+
+    def run_alone(run, names, *others, limit_s):
+        if names == ["crashes"]:
+            raise BrokenProcessPool
+        return measure.run_alone(run, names, *others, limit_s=limit_s)
+
+    monkeypatch.setattr(head, "run_alone", run_alone)
+    for name, loss in (("slow", slow), ("crashes", one_pass), ("quick", one_pass)):
+        monkeypatch.setitem(CONTENDERS, name, Contender(loss))
+    given = args("--rounds", "1", "--limit-s", "4", "--peers", "slow", "crashes", "quick")
+    given.isolate = True
+    rows = {row["name"]: row for row in head.run_workload("rollout", given)}
+    assert rows["slow"]["status"] == "out of time: more than 1 s" and "seconds" not in rows["slow"]
+    assert rows["crashes"]["status"] == "its process ended"
+    assert rows["quick"]["status"] == "ok" and len(rows["quick"]["floor_seconds"]) == 1
+    assert all(rows[name]["status"] == "ok" for name in ("eager, log_softmax", *OURS))
+    assert capsys.readouterr().out.count("ours, one pass, sampled") == 2
+
+
+@pytest.mark.parametrize("code", ("os._exit(3)", "time.sleep(60)"))
+def test_a_process_alone_ends_with_its_time(code):
+    with pytest.raises((TimeoutError, BrokenProcessPool)):
+        measure.run_alone(exec, f"import os, time; {code}", limit_s=2)
+
+
+def test_predictions_stand_beside_measurements(tiny, one_process, monkeypatch, capsys):
+    """On a GPU that the cost model knows, for what it knows."""
+    monkeypatch.setattr(head, "device_of", lambda _: DEVICES["H200"])
+    given = ["--workload", "dense", "--shapes", "64,101,16", "--device", "cpu", "--rounds", "1"]
+    rows = head.run_workload("dense", head.parse_args([*given, "--dtype", "bfloat16", "--peers"]))
+    assert {row["name"] for row in rows if "predicted_seconds" in row} == {
+        "eager, log_softmax", *OURS[:3], FLOOR
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "x model: the time over that" in printed and "(worst)" in printed
 
 
 def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
