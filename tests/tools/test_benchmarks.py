@@ -13,7 +13,7 @@ from itertools import chain
 import pytest
 import torch
 
-from benchmarks import head, measure, on_gpu, scaling, tune
+from benchmarks import gemms, head, measure, on_gpu, scaling, tune
 from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
 from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
@@ -312,9 +312,13 @@ def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling
 
 def test_tune_times_only_what_is_right(monkeypatch):
     """Tunes in the interpreter, which the tests set."""
-    good = list(tune.rows(4, 300, torch.device("cpu"), 1))
+    good = list(tune.rows(4, 300, 16, torch.device("cpu"), 1, DEVICES["H200"]))
     assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
+    known = {row["kernel"] for row in good if "predicted_seconds" in row}
+    assert {"copy", "token_stats", "logit_grads, float32", "column_scores"} < known
+    assert "sampled: add_kept, 512 rows" in known
     moved = {row["kernel"]: row["bytes"] for row in good}
+    assert {"sampled: keep_probabilities", "sampled: sample"} < set(moved)
     assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
     from grpo_kernels.backends import triton_backend, triton_logits
 
@@ -328,8 +332,30 @@ def test_tune_times_only_what_is_right(monkeypatch):
     monkeypatch.setattr(
         tune, "row_settings", lambda cuda: [{}, {"launch": triton_logits.Launch(64, 1)}]
     )
-    rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
+    rows = [
+        r for r in tune.rows(4, 300, 16, torch.device("cpu"), 1) if "token_stats" in r["kernel"]
+    ]
     assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
+
+
+def test_gemms_are_timed_one_by_one_if_they_are_right(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gemms, "device_of", lambda _: DEVICES["H200"])
+    path = tmp_path / "gemms.json"
+    small = ["--device", "cpu", "--heads", "600,32", "601,32", "--rows", "8", "--json", str(path)]
+    gemms.main(small)
+    rows = json.loads(path.read_text())["rows"]
+    names = [f"{name}, {dtype}" for dtype in ("float32", "bfloat16")
+             for name in ("logits", "dH", "dW, beta 0", "dW, beta 1")]  # fmt: skip
+    assert [row["product"] for row in rows] == 2 * names
+    assert all(row["status"] == "ok" and row["predicted_seconds"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert "x model" in printed and "(worst)" in printed and printed.count("dW, beta 1") == 4
+    monkeypatch.setattr(gemms, "mm", lambda a, b, out: out.copy_(1.1 * (a @ b)))
+    monkeypatch.setattr(gemms, "addmm", lambda *_, beta: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gemms.main(small)
+    (first, *_, last) = json.loads(path.read_text())["rows"]
+    assert first["status"] == last["status"] == "wrong" and "seconds" not in first
 
 
 def test_a_lora_on_the_head_is_measured_both_ways():
