@@ -393,7 +393,7 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     assert not late.exists()
     names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
     assert names[:2] == ["tests", "head-4096"]
-    assert {"training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
+    assert {"gemms", "training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
     (tmp_path / "head.log").write_text("a | table\n")
     steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
     about = {"device": "some GPU", "date": "today", "torch": "2"}
