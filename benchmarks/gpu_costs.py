@@ -26,7 +26,7 @@ SCATTERED = 0.6  # speed of gathers and scatters of whole rows, relative to a co
 SMALL_GEMM = 0.5  # rate of a block's GEMMs over its kept columns, relative to a large one's
 FUSED_GEMM = 0.88  # rate of a GEMM with a softmax in its epilogue
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
-# Instructions per logit in the compiled loops of the Triton kernels.
+# Instructions per logit that the compiled loops of the Triton kernels may take.
 INSTRUCTIONS = {"one sweep": 12, "token_stats": 12, "logit_grads": 16, "column_scores": 16}
 
 # What the library does: bytes of logits at once, rows per strip of float32 logits, and columns that
