@@ -252,7 +252,7 @@ def rows(
                 del result
                 if row["status"] == "ok":
                     row["seconds"] = measure(partial(run, **setting), device, rounds)
-            except RuntimeError as error:  # too many registers, or too little memory
+            except Exception as error:  # too many registers, or too little memory
                 row["status"] = reason(name, error)
             if "seconds" in row:
                 row["gb_per_s"] = moved / statistics.median(row["seconds"]) / 1e9
