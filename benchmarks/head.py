@@ -11,10 +11,14 @@ Time: contenders take turns. A turn is a warm-up step, the forward alone, and fo
 The table has the median [20th, 80th percentile] over rounds (of three rounds these are the smallest
 and the largest). On a CPU each contender runs in a process of its own, whose allocator keeps its
 memory during a turn, as PyTorch's does on a GPU; with --fresh-memory each step has to ask the
-system for memory anew.
+system for memory anew. On a GPU, eager and this library go first, in one process; then each peer
+has a process of its own, which is ended after a quarter of --limit-s.
 
 Memory: "extra" is the peak beyond the inputs, in a fresh process per contender. "workspace" is the
 part of it that is neither the gradient of the hidden states nor a float32 gradient of the head.
+
+On a GPU that the cost model knows, "x model" is the time over the predicted one. The JSON file is
+written after every check, every round and every measurement of memory.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +38,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS, UNPADDED
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED, UNPADDED
+from benchmarks.cost_model import error_of_the_model, predict, shape
+from benchmarks.gpu_costs import METHODS, device_of
 from benchmarks.measure import (
     FLOOR,
     Loss,
@@ -39,9 +48,12 @@ from benchmarks.measure import (
     default_dtype,
     extra_memory,
     header,
+    load,
     loss_of,
     print_header,
     reason,
+    release,
+    run_alone,
     spread,
     stored,
     times,
@@ -59,6 +71,16 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # A sampled gradient is asked for DEFAULT_TOLERANCE; a few sequences alone may be noisier.
 SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
 ERRORS = ("loss", "d_hidden", "d_weight")
+# Contenders, and the methods of the cost model that stand for them.
+PREDICTED_BY = {
+    FLOOR: "bare GEMMs",
+    BASELINE: BASELINE,
+    OURS[0]: "exact",
+    OURS[1]: "two passes",
+    OURS[2]: "sampled, 5e-3",
+    "TRL chunked head": "TRL chunked head",
+    "Liger scaled CE": "Liger scaled CE",
+}
 
 
 class Truth(NamedTuple):
@@ -110,58 +132,148 @@ def _relative_error(grad: Tensor, expected: Tensor) -> float:
     return squares**0.5 / float(expected.norm())
 
 
-def run_workload(workload: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+Found = dict[str, dict[str, Any]]
+
+
+class Results:
+    """What has been found out about a workload's contenders so far, saved whenever it grows."""
+
+    def __init__(
+        self, w: Workload, args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        self.workload, self.names, self.save = w.describe(), args.contenders, save
+        self.dtype = w.hidden.dtype
+        self.flop = 6 * w.tokens * w.weight.numel()
+        self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
+        self.found: Found = {name: {"status": "not measured"} for name in (*self.names, FLOOR)}
+        self.predicted: dict[str, float] = {}
+        device = device_of(header(args.device)["device"])
+        # The model is of bfloat16 where every token counts.
+        if device and w.mask is None and self.dtype == torch.bfloat16:
+            V, H = w.weight.shape
+            self.predicted = {
+                name: predict(device, (w.tokens, V, H), METHODS[method]) / 1e3
+                for name, method in PREDICTED_BY.items()
+            }
+
+    def add(self, found: Found) -> None:
+        """Takes what is now known of some contenders, and saves the rows."""
+        self.found |= found
+        self.save(self.rows())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per contender, the bare GEMMs last; times only where all is right."""
+        timed = {n: x for n, x in self.found.items() if x["status"] == "ok" and "results" in x}
+        wrong = wrong_in_full(timed, self.dtype) if timed else set()
+        rows = []
+        for name, known in self.found.items():
+            row = {"workload": self.workload, "name": name, **known}
+            if name in wrong:
+                row["status"] = "wrong in full"
+            elif row["status"] == "ok" and "seconds" not in row:
+                row["status"] = "not timed"
+            if row["status"] != "ok":
+                row = {k: x for k, x in row.items() if not k.endswith("seconds")}
+            else:
+                row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
+                if name in self.predicted:
+                    row["predicted_seconds"] = self.predicted[name]
+                if "extra_bytes" in row:
+                    row["workspace_bytes"] = row["extra_bytes"] - self.gradient_bytes
+            rows.append(row)
+        return rows
+
+
+def run_workload(
+    workload: str,
+    args: argparse.Namespace,
+    save: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
     """Returns one row per contender; its `status` is "ok", "wrong" or why it has no times."""
     deadline = time.monotonic() + args.limit_s
     w = make(workload, args.shapes, args.device).to(getattr(torch, args.dtype))
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
-    rows: list[dict[str, Any]] = []
-    truth = truth_of(w)
-    for name in args.contenders:
-        row: dict[str, Any] = {"workload": w.describe(), "name": name}
-        idle = name == UNPADDED and w.mask is None
-        absent = "every token counts" if idle else CONTENDERS[name].absent(w.hidden.device)
-        row["status"] = absent or check(name, truth, row, backend=args.backend)
-        rows.append(row)
-    del truth
-    torch.compiler.reset()  # drops what was compiled for the shapes of the check
-    correct = [row for row in rows if row["status"] == "ok"]
-    flop, device = 6 * w.tokens * w.weight.numel(), w.hidden.device
-    gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
+    results = Results(w, args, save)
+    # On a GPU, a peer that takes too long or ends its process shall not take the others with it.
+    alone = [n for n in args.contenders if args.isolate and n not in TRUSTED]
     with stored(w) as path:
         del w
-        names = [row["name"] for row in correct]
-        taken = times(
-            names,
-            path,
-            device,
-            args.rounds,
-            fresh_memory=args.fresh_memory,
-            deadline=deadline,
-            backend=args.backend,
-        )
-        wrong = wrong_in_full(taken, getattr(torch, args.dtype))
-        for row in correct:
-            name, timing = row["name"], taken[row["name"]]
-            if "status" in timing:
-                row["status"] = timing["status"][0]
-                continue
+        together = [name for name in args.contenders if name not in alone]
+        measure_together(together, path, args, deadline, results.add)
+        if alone:
+            print_table(results.rows())
+            release()
+        for name in alone:
+            results.add({name: measure_alone(name, path, args, deadline)})
+    print_table(results.rows())
+    return results.rows()
+
+
+def measure_alone(
+    name: str, path: Path, args: argparse.Namespace, deadline: float
+) -> dict[str, Any]:
+    """Measures a contender in a process of its own; returns what is known of it at the end."""
+    limit_s = min(args.limit_s / 4, deadline - time.monotonic())
+    absent = CONTENDERS[name].absent(torch.device(args.device))
+    if absent or limit_s <= 0:
+        return {"status": absent or "not run: no time left"}
+    try:
+        found = run_alone(measure_together, [name], path, args, deadline, limit_s=limit_s)
+    except TimeoutError as error:
+        return {"status": f"out of time: {error}"}
+    except BrokenProcessPool:
+        return {"status": "its process ended"}
+    except Exception as error:
+        return {"status": reason(name, error)}
+    return {**found[name], "floor_seconds": found[FLOOR].get("seconds", [])}
+
+
+def measure_together(
+    names: list[str],
+    path: Path,
+    args: argparse.Namespace,
+    deadline: float,
+    tell: Callable[[Found], None] = lambda _: None,
+) -> Found:
+    """Checks contenders, then times them in turns, then measures their memory; returns all of it.
+
+    `tell` gets what is known after each of these, and after each round.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning)
+    device, backend = torch.device(args.device), args.backend
+    w = load(path, device, shared=True)
+    truth, masked = truth_of(w), w.mask is not None
+    del w
+    found: Found = {}
+    for name in names:
+        row: dict[str, Any] = {}
+        idle = name == UNPADDED and not masked
+        absent = "every token counts" if idle else CONTENDERS[name].absent(device)
+        row["status"] = absent or check(name, truth, row, backend=backend)
+        found[name] = row
+        tell(found)
+    del truth
+    torch.compiler.reset()  # drops what was compiled for the shapes of the check
+    correct = [name for name in names if found[name]["status"] == "ok"]
+    found[FLOOR] = {"status": "ok"}
+
+    def tell_times(taken: dict[str, dict[str, list[Any]]]) -> None:
+        for name, timing in taken.items():
+            failed = {"status": timing["status"][0]} if "status" in timing else {}
+            found[name] |= timing | failed
+        tell(found)
+
+    options = {"fresh_memory": args.fresh_memory, "deadline": deadline, "backend": backend}
+    tell_times(times(correct, path, device, args.rounds, each_round=tell_times, **options))
+    for name in correct:
+        row = found[name]
+        if row["status"] == "ok":
             try:
-                row["extra_bytes"] = extra_memory(name, path, device, backend=args.backend)
+                row["extra_bytes"] = extra_memory(name, path, device, backend=backend)
             except Exception as error:
                 row["status"] = reason(name, error)
-                continue
-            if name in wrong:
-                row |= {"status": "wrong in full", "results": timing["results"]}
-                continue
-            row |= timing
-            row["workspace_bytes"] = row["extra_bytes"] - gradient_bytes
-            row["tflops"] = flop / statistics.median(row["seconds"]) / 1e12
-    seconds = taken[FLOOR]["seconds"]
-    tflops = flop / statistics.median(seconds) / 1e12
-    rows.append({"name": FLOOR, "status": "ok", "seconds": seconds, "tflops": tflops})
-    print_table(rows)
-    return rows
+            tell(found)
+    return found
 
 
 def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
@@ -191,11 +303,12 @@ def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) ->
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     base = next((r for r in rows if r["name"] == BASELINE and r["status"] == "ok"), None)
+    predicted = any("predicted_seconds" in row for row in rows)
     floor = statistics.median(rows[-1]["seconds"])
     print(
         f"{'':27}{'seconds':>8} {'[p20, p80]':>15} {'x eager':>8} {'x GEMMs':>8} {'forward':>8}"
         f" {'TFLOP/s':>8} {'extra MiB':>10} {'x eager':>8} {'workspace':>10} {'loss err':>8}"
-        f" {'dH err':>8} {'dW err':>8}"
+        f" {'dH err':>8} {'dW err':>8}{' x model' if predicted else ''}"
     )
     for row in rows:
         if row["status"] != "ok":
@@ -213,11 +326,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             line += f"{'':9}"
         line += f" {row['tflops']:8.3g}"
         if row.get("extra_bytes") is not None:
-            share = row["extra_bytes"] / base["extra_bytes"] if base else float("nan")
+            share = row["extra_bytes"] / base["extra_bytes"] if base else math.nan
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
             line += f" {row['workspace_bytes'] / 2**20:10,.0f}"
             line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
-        print(line)
+        if "predicted_seconds" in row:
+            line += " " * (155 - len(line)) + f"{median / row['predicted_seconds']:8.2f}"
+        print(line, flush=True)
+    if predicted:
+        print(f"x model: the time over that of benchmarks/cost_model.py. {error_of_the_model()}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -254,7 +371,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="start no further round of a workload after this time (default: no limit)",
+        help="start no further round of a workload after this time; on a GPU, end a peer after a "
+        "quarter of it (default: no limit)",
     )
     parser.add_argument(
         "--fresh-memory",
@@ -264,6 +382,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or default_dtype(args.device)
+    args.isolate = torch.device(args.device).type == "cuda"
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
     fixed = [name for name in args.workload if name not in SYNTHETIC]
@@ -279,14 +398,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def shape(text: str) -> tuple[int, int, int]:
-    """Parses "N,V,H"."""
-    N, V, H = (int(part) for part in text.split(","))
-    if min(N, V, H) < 1:
-        raise ValueError
-    return N, V, H
-
-
 def main() -> None:
     args = parse_args()
     # Peers warn of the way in which they are called here.
@@ -294,14 +405,21 @@ def main() -> None:
     result = {**header(args.device), "backend": args.backend, "rows": []}
     result["fresh_memory"] = args.fresh_memory
     print_header(result)
+    done: list[dict[str, Any]] = []
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        result["rows"] = done + rows
+        write_json(args.json, result)
+
     for workload in args.workload:
         try:
-            result["rows"] += run_workload(workload, args)
+            done += run_workload(workload, args, save)
         except FileNotFoundError as error:  # the demo model's package
             print(f"\n{workload}: {error}")
-            result["rows"].append({"workload": workload, "name": "", "status": str(error)})
-        # After each workload, so that an interrupted run keeps its results.
-        write_json(args.json, result)
+            done.append({"workload": workload, "name": "", "status": str(error)})
+        save([])
+    ours = [row for row in done if row["name"] in OURS and row["status"] != "ok"]
+    sys.exit(f"failed: {', '.join(row['name'] for row in ours)}" if ours else 0)
 
 
 if __name__ == "__main__":

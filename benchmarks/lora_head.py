@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import contenders
-from benchmarks.head import shape
+from benchmarks.cost_model import shape
 from benchmarks.measure import (
     add_device_option,
     extra_memory,

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS
+from benchmarks.contenders import CONTENDERS, OURS
 from benchmarks.workloads import Workload
 from grpo_kernels.backends import BACKENDS
 
@@ -157,9 +158,10 @@ def times(
     forward: bool = True,
     fresh_memory: bool = False,
     deadline: float = math.inf,
+    each_round: Callable[[dict[str, dict[str, list[Any]]]], None] = lambda _: None,
     **options: Any,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Times forward and backward of each contender, and the bare GEMMs, in turns.
+    """Times forward and backward of the bare GEMMs and each contender, in turns.
 
     On a CPU each contender has a process of its own, which waits while others run. In a shared one
     the time would depend on the memory that the others left with the allocator.
@@ -172,13 +174,14 @@ def times(
         forward: whether to time the forward alone, too.
         fresh_memory: on a CPU, whether each step asks the system for its memory anew.
         deadline: a value of `time.monotonic()` after which no further round begins.
+        each_round: called after each round with what has been taken so far.
         options: keyword arguments for this library's contenders.
 
     Returns:
         For each name lists of `seconds`, `forward_seconds` and `results` (the loss and the norms of
         the gradients), one entry per round; for one that failed, `status` with the reason.
     """
-    taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (*names, FLOOR)}
+    taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (FLOOR, *names)}
     with ExitStack() as stack:
         pools = {
             name: stack.enter_context(fresh_process())
@@ -201,16 +204,17 @@ def times(
                     continue
                 for key, value in result.items():
                     mine.setdefault(key, []).append(value)
+            each_round(taken)
     _held.clear()
     return taken
 
 
 def reason(name: str, error: Exception) -> str:
-    """Returns the text for a peer's error; raises this library's own, unless out of memory."""
-    if isinstance(error, OUT_OF_MEMORY) and name != FLOOR:
-        return "out of memory"
-    if name in (BASELINE, FLOOR, *OURS):
+    """Returns the text for a contender's error; without the bare GEMMs nothing can be told."""
+    if name == FLOOR:
         raise error
+    if isinstance(error, OUT_OF_MEMORY):
+        return "out of memory"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
 
 
@@ -230,11 +234,30 @@ def fresh_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=context)
 
 
+def run_alone(run: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+    """Returns the result of a function that runs in a process of its own, for a time at most.
+
+    Raises:
+        TimeoutError: the time is over; the process has been killed.
+        BrokenProcessPool: the process ended by itself.
+    """
+    pool = fresh_process()
+    try:
+        waits = None if math.isinf(limit_s) else max(0.0, limit_s)
+        return pool.submit(run, *arguments).result(waits)
+    except FutureTimeout:
+        for process in (getattr(pool, "_processes", None) or {}).values():
+            process.kill()
+        raise TimeoutError(f"more than {limit_s:.0f} s") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 # The workload that this process has loaded, by its path.
 _held: dict[Path, Workload] = {}
 
 
-def _hold(path: Path, device: torch.device, *, shared: bool) -> Workload:
+def load(path: Path, device: torch.device, *, shared: bool) -> Workload:
     """Loads a stored workload once; `shared` maps its memory, which all processes then share."""
     if path not in _held:
         warnings.filterwarnings("ignore", category=UserWarning)
@@ -243,6 +266,12 @@ def _hold(path: Path, device: torch.device, *, shared: bool) -> Workload:
         _held.clear()
         _held[path] = Workload(**loaded)
     return with_grad(_held[path])
+
+
+def release() -> None:
+    """Gives the GPU's memory back, for another process."""
+    _held.clear()
+    torch.cuda.empty_cache()
 
 
 def take_turn(
@@ -254,7 +283,7 @@ def take_turn(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Runs a warm-up step and a timed one, then returns the memory to the system."""
-    w = _hold(path, device, shared=True)
+    w = load(path, device, shared=True)
     kept = device.type == "cpu" and not fresh_memory
     if kept:
         keep_memory()
@@ -329,7 +358,7 @@ def extra_memory(name: str, path: Path, device: torch.device, **options: Any) ->
 
 
 def measure_memory(name: str, path: Path, device: torch.device, options: dict[str, Any]) -> int:
-    loss, w = loss_of(name, options), _hold(path, device, shared=False)
+    loss, w = loss_of(name, options), load(path, device, shared=False)
     # The first call loads libraries and starts thread pools: make it a tiny one. torch.compile
     # compiles for the shapes, so its first call has to be of full size.
     if "compiled" in name:

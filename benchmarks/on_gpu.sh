@@ -5,8 +5,9 @@
 #     benchmarks/on_gpu.sh --dry-run      all steps on a CPU at tiny sizes, with Triton's interpreter
 #                                         (but for the training run)
 #
-# The steps are tests, the head beside its peers, a training run, block sizes, a sanitizer, and
-# scaling; see benchmarks/on_gpu.py.
+# The steps are tests, the head beside its peers, GEMMs one by one, block sizes, a sanitizer, a
+# training run, and scaling; see benchmarks/on_gpu.py. Times stand beside those that
+# benchmarks/cost_model.py predicts.
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6, pytest, numpy, tqdm and matplotlib. Uses no
 # network and installs nothing. Peers are compared if they can be imported, or if DIR has their

@@ -7,6 +7,12 @@ function at several cache block sizes; with TRITON_INTERPRET=1, each Triton kern
 it runs. The bytes are those that have to be moved: the logits are read once, their gradient is
 written once. A setting whose result differs from the default's gets no time. For chunk budgets, see
 `python -m benchmarks.scaling --axes chunk`.
+
+The parts of the sampled backward follow, at a hidden size of their own: the solver of the
+probabilities, the draw (which waits for the GPU), and for blocks of several sizes the gather of
+their kept logits and the gradients of these columns.
+
+On a GPU that the cost model knows, "x model" is the time over the predicted one.
 """
 
 from __future__ import annotations
@@ -24,9 +30,29 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.measure import add_device_option, header, print_header, time_once, write_json
+from benchmarks.cost_model import error_of_the_model
+from benchmarks.gpu_costs import (
+    INSTRUCTIONS,
+    KEPT_OF_BLOCK,
+    SCATTERED,
+    SMALL_GEMM,
+    Device,
+    device_of,
+    sweep_ms,
+)
+from benchmarks.measure import (
+    add_device_option,
+    header,
+    print_header,
+    reason,
+    time_once,
+    write_json,
+)
 from grpo_kernels import column_sampling
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
+from grpo_kernels.inputs import DEFAULT_TOLERANCE, ColumnSampling, head_call
+from grpo_kernels.lm_head import LMHead
+from grpo_kernels.sampled_gradients import KeptColumnGradients
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COPY = "copy"
@@ -84,13 +110,21 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         name = f"token_stats{', entropy' if entropy else ''}"
         yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
     weights = torch.randn(N, generator=g, device=device)
-    # The library writes the gradient over the logits, in the GEMM's dtype. Here it has memory of
-    # its own, so that every run finds the same logits; the bytes are the same.
+    # In memory of their own, so that every run finds the same logits.
     halves = (torch.float32, torch.bfloat16) if cuda else (torch.float32,)
+    for dtype in halves:
+        exps = torch.empty(N, V, dtype=dtype, device=device)
+
+        def sweep(exps: Tensor = exps, **setting: Any) -> Tensor:
+            args = (logits, targets, transform)
+            backend.token_stats(*args, entropy=True, exps=exps, **setting)
+            return exps
+
+        name = f"one sweep, {str(dtype).removeprefix('torch.')}"
+        yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), sweep
     for dtype, entropy in itertools.product(halves, (False, True)):
         out = torch.empty(N, V, dtype=dtype, device=device)
-        entropies = (stats.entropy, weights) if entropy else ()
-        grads = RowGrads(stats.logps, stats.logsumexp, weights, weights, *entropies)
+        grads = RowGrads.of(stats, weights, d_entropy=weights if entropy else None)
 
         def write(out: Tensor = out, grads: RowGrads = grads, **setting: Any) -> Tensor:
             backend.logit_grads_(logits, targets, transform, grads, out, **setting)
@@ -99,7 +133,7 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         name = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), write
     blocks = column_sampling.row_blocks(N, device)
-    grads = RowGrads(stats.logps, stats.logsumexp, weights, weights)
+    grads = RowGrads.of(stats, weights)
     score = partial(backend.column_scores, logits, targets, transform, grads, blocks)
     yield "column_scores", 4 * N * V, column_settings(cuda), lambda **s: score(**s)
     M = 64 if INTERPRETED else 1 << 20
@@ -111,6 +145,81 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         policy = partial(backend.policy_loss, logps, None, grad=True, **given, **clip)
         # Reads log-probs, old log-probs, advantages and weights; writes the gradient.
         yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: policy(**s)
+
+
+def sampled_cases(
+    N: int, V: int, H: int, device: torch.device
+) -> Iterator[tuple[str, int, list[Any], Any]]:
+    """Yields the parts of the sampled backward, as `cases` does."""
+    g = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(N, H, generator=g, device=device).to(dtype)
+    weight = (H**-0.5 * torch.randn(V, H, generator=g, device=device)).to(dtype)
+    targets = torch.arange(N, device=device) % 16  # kept in every block
+    operands, call = head_call(
+        hidden, weight, targets, None, bias=None, low_rank=None, temperature=1.0, logit_scale=1.0,
+        softcap=None, cu_seqlens=None, backward="sampled", tolerance=None, seed=0,
+        backend="triton" if INTERPRETED else "auto", chunk_bytes=None,
+    )  # fmt: skip
+    blocks = column_sampling.row_blocks(N, device)
+    # Squares of the columns' norms, some 1e8 apart, as those of a softmax are.
+    squares = torch.rand(len(blocks), V, generator=g, device=device).pow(16)
+    allowed = DEFAULT_TOLERANCE**2
+    broken = torch.zeros(len(blocks), dtype=torch.bool, device=device)
+    solve = partial(
+        column_sampling.keep_probabilities, squares, targets, blocks, allowed, broken, call.backend
+    )
+    yield "sampled: keep_probabilities", 4 * squares.numel(), [{}], solve
+    asked = ColumnSampling(DEFAULT_TOLERANCE, 0)
+    sampler = column_sampling.ColumnSampler(asked, V, device, call.backend)
+
+    def draw() -> None:
+        sampler.sample(squares, targets, blocks, 1 / 1.5)
+
+    yield "sampled: sample", 4 * squares.numel(), [{}], draw
+    head = LMHead(operands, call, N)
+    logits = head.logits(head.rows(slice(0, N)))
+    stats = call.backend.token_stats(logits, targets, call.transform, entropy=False)
+    ones = torch.ones_like(stats.logps)
+    for R, share in KEPT_OF_BLOCK.items():
+        size, K = min(R, N), max(16, int(share * V) // 16 * 16)
+        spread_out = 16 + torch.arange(K - 16, device=device) * ((V - 16) // max(1, K - 16))
+        ids = torch.cat([torch.arange(16, device=device), spread_out])
+        kept = column_sampling.KeptColumns(ids, torch.ones(K, device=device))
+        block = logits[:size]
+        gather = partial(block.index_select, 1, ids)
+        yield f"sampled: kept logits, {R} rows", 8 * size * K, [{}], gather
+        rows = head.rows(slice(0, size))
+        wanted = (True, True, False, False, False)
+        gradients = KeptColumnGradients(head, call.backend, wanted, size)
+        grads = RowGrads.of(stats, ones).at(slice(0, size))
+        given = block.index_select(1, ids)  # overwritten: what is timed is the same for any logits
+
+        def add(
+            given: Any = given,
+            rows: Any = rows,
+            grads: Any = grads,
+            kept: Any = kept,
+            gradients: Any = gradients,
+        ) -> None:
+            gradients.add_kept(rows, given, grads, kept, centred=rows.hidden)
+
+        yield f"sampled: add_kept, {R} rows", 22 * K * H, [{}], add
+
+
+def predicted_ms(model: Device, name: str, N: int, V: int, H: int, moved: int) -> float | None:
+    """Returns what the cost model has for a case, if it has anything."""
+    kernel, _, _ = name.partition(",")
+    if name == COPY:
+        return moved / (1e9 * model.tb_per_s)
+    if kernel in INSTRUCTIONS:
+        return sweep_ms(model, N * V, moved / (N * V), INSTRUCTIONS[kernel])
+    if name.startswith("sampled: add_kept"):
+        R = int(name.split()[-2])
+        flop = 4 * R * KEPT_OF_BLOCK[R] * V * H
+        traffic = moved / (1e9 * model.tb_per_s * SCATTERED)
+        return traffic + flop / (1e9 * model.tflops * SMALL_GEMM)
+    return None
 
 
 def measure(run: Run, device: torch.device, rounds: int) -> list[float]:
@@ -136,22 +245,33 @@ def _describe(setting: dict[str, Any]) -> str:
     return ", ".join(str(tuple(x) if isinstance(x, tuple) else x) for x in setting.values())
 
 
-def rows(N: int, V: int, device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(
+    N: int, V: int, H: int, device: torch.device, rounds: int, model: Device | None = None
+) -> Iterator[dict[str, Any]]:
     """Yields the measurements, one row per kernel and setting."""
     copy_gb_per_s = 0.0
-    for name, moved, settings, run in cases(N, V, device):
+    for name, moved, settings, run in itertools.chain(
+        cases(N, V, device), sampled_cases(N, V, H, device)
+    ):
         expected: list[Tensor] = []
         for setting in tqdm(settings, desc=name, disable=None, leave=False):
             row: dict[str, Any] = {"kernel": name, "setting": _describe(setting), "bytes": moved}
-            result = run(**setting)
-            expected = expected or [x.clone() for x in tensors(result)]
-            row["status"] = "ok" if same(result, expected) else "wrong"
-            del result
-            if row["status"] == "ok":
-                row["seconds"] = measure(partial(run, **setting), device, rounds)
+            try:
+                result = run(**setting)
+                expected = expected or [x.clone() for x in tensors(result)]
+                row["status"] = "ok" if same(result, expected) else "wrong"
+                del result
+                if row["status"] == "ok":
+                    row["seconds"] = measure(partial(run, **setting), device, rounds)
+            except Exception as error:  # too many registers, or too little memory
+                row["status"] = reason(name, error)
+            if "seconds" in row:
                 row["gb_per_s"] = moved / statistics.median(row["seconds"]) / 1e9
                 copy_gb_per_s = copy_gb_per_s or row["gb_per_s"]  # the first row is the copy
                 row["of_copy"] = row["gb_per_s"] / copy_gb_per_s
+                ms = predicted_ms(model, name, N, V, H, moved) if model else None
+                if ms is not None:
+                    row["predicted_seconds"] = ms / 1e3
             yield row
 
 
@@ -167,6 +287,9 @@ def main(argv: list[str] | None = None) -> None:
         "--vocabulary", type=int, help="columns (default: 151936 on cuda, 49152 on cpu)"
     )
     parser.add_argument(
+        "--hidden", type=int, help="hidden size of the sampled parts (default: 1536, 64 on cpu)"
+    )
+    parser.add_argument(
         "--rounds", type=int, default=7, help="measured rounds, on a CPU only (default: 7)"
     )
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
@@ -174,16 +297,22 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     N, V = (2560, 151_936) if device.type == "cuda" else (144, 49_152)
     N, V = args.tokens or N, args.vocabulary or V
+    H = args.hidden or (1536 if device.type == "cuda" else 64)
     result = {**header(args.device), "shape": [N, V], "rows": []}
     print_header(result)
     print(f"logits [{N:,}, {V:,}], float32")
-    print(f"{'':34}{'setting':>12} {'ms':>9} {'GB/s':>8} {'of a copy':>10}")
-    for row in rows(N, V, device, args.rounds):
+    model = device_of(result["device"])
+    if model:
+        print(f"x model: the time over the predicted one. {error_of_the_model()}")
+    print(f"{'':34}{'setting':>12} {'ms':>9} {'GB/s':>8} {'of a copy':>10} {'x model':>8}")
+    for row in rows(N, V, H, device, args.rounds, model):
         result["rows"].append(row)
         line = f"{row['kernel']:34}{row['setting']:>12}"
         if row["status"] == "ok":
             line += f" {1e3 * statistics.median(row['seconds']):9.4g} {row['gb_per_s']:8.4g}"
             line += f" {row['of_copy']:10.0%}"
+            if "predicted_seconds" in row:
+                line += f" {statistics.median(row['seconds']) / row['predicted_seconds']:8.2f}"
         else:
             line += f" {row['status']}"
         print(line, flush=True)

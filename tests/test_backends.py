@@ -172,6 +172,50 @@ def test_one_sweep_over_infinite_logits(backend, device):
     assert exps[2:].isnan().any(1).all()
 
 
+SIZES = (("cpu", 6, 5003), pytest.param("cuda", 2560, 151_936, marks=pytest.mark.gpu))
+
+
+@pytest.mark.parametrize(("device", "C", "V"), SIZES)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), ((torch.float32, 2e-5), (torch.float16, 1e-3), (torch.bfloat16, 2.5e-3)),
+    ids=("float32", "float16", "bfloat16"),
+)  # fmt: skip
+def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
+    """On a GPU a chunk as large as in training; the offsets of its rows in bytes pass 2^30."""
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates float32 to bfloat16")
+    g = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(C, V, generator=g, device=device).mul_(2)
+    targets = torch.randint(0, V, (C,), generator=g, device=device)
+    logits.scatter_(1, targets[:, None], 10.0)
+    exps = None if dtype == torch.float16 else torch.empty(C, V, dtype=dtype, device=device)
+    plain = LogitTransform()
+    stats = triton_backend.token_stats(logits, targets, plain, entropy=True, exps=exps)
+    d_logps, d_entropy = torch.randn(2, C, generator=g, device=device)
+    d_logits = torch.empty(C, V, dtype=dtype, device=device)
+    grads = RowGrads.of(stats, d_logps, d_entropy=d_entropy)
+    triton_backend.logit_grads_(logits, targets, plain, grads, d_logits)
+    for first in range(0, C, 128):
+        rows = slice(first, first + 128)
+        log_p = logits[rows].double().log_softmax(-1)
+        p, of = log_p.exp(), targets[rows, None]
+        entropy = -(p * log_p).sum(1)
+        assert (stats.logps[rows] - log_p.gather(1, of).squeeze(1)).abs().max() <= 1e-4
+        assert (stats.entropy[rows] - entropy).abs().max() <= 1e-4
+        assert (stats.logsumexp[rows] - logits[rows].double().logsumexp(1)).abs().max() <= 1e-4
+        d_p = d_logps[rows, None] + d_entropy[rows, None] * (log_p + entropy[:, None])
+        expected = (-p * d_p).scatter_add_(1, of, d_logps[rows, None].double())
+        actual = d_logits[rows].double()
+        assert expected.norm() > 0 and relative_error(actual, expected) <= limit
+        if exps is not None:  # one sweep, without the entropy's gradient
+            expected = (-p * d_logps[rows, None]).scatter_add_(1, of, d_logps[rows, None].double())
+            factors = row_factors(stats.at(rows), d_logps[rows], plain)
+            assert relative_error(factors[:, None] * exps[rows].double(), expected) <= limit
+        # Beside the target's entry the others are small.
+        others = (x.scatter(1, of, 0.0) for x in (actual, expected))
+        assert relative_error(*others) <= limit
+
+
 def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(7, tokens, generator=g).to(device)

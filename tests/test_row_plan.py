@@ -108,7 +108,7 @@ def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
 
 
 def test_rows_per_chunk_fill_a_gpu():
-    """At H = 1,536 dH has 6 tiles per 128 rows: 4,096 rows twice fill 132 multiprocessors, less 72."""
+    """At H = 1,536 dH has 6 tiles per 128 rows, of which an H200 computes 132 at a time."""
     even = RowPlan(None, 16384, 16384, 5120, 512)
     assert [c.size for c in even.chunks()] == [4096] * 4  # 8 waves
     plan = RowPlan(None, 16384, 16384, 5120, 512, (6, 132))

@@ -228,7 +228,8 @@ DAMAGES = [
     *_in(
         "fused_grpo_loss.py",
         "test_fused_grpo_loss test_autograd",
-        ("the caller's scale of the loss is ignored", "factor = d_loss / scale", "factor = 1 / scale"),
+        ("the caller's scale of the loss is ignored",
+         "factor = d_loss / scale", "factor = 1 / scale"),
         ("tokens of negative advantage are skipped",
          "with_grad = inputs.advantages != 0", "with_grad = inputs.advantages > 0"),
         ("the loss is the last chunk's", "losses.append(policy.loss)", "losses = [policy.loss]"),

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 
 import pytest
 import torch
 
-from benchmarks import head, measure, on_gpu, scaling, tune
+from benchmarks import gemms, head, measure, on_gpu, scaling, tune
 from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
+from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
 from benchmarks.workloads import make, profile
 
@@ -146,6 +148,73 @@ def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
         assert measured["results"][2] == pytest.approx(float(w.weight.grad.norm()), rel=1e-5)
 
 
+def test_what_is_known_is_saved_after_every_step(tmp_path, one_process, monkeypatch):
+    """Of a run that is ended, all but the measurement that was under way is on the disk."""
+    path = tmp_path / "told.json"
+    asked = []
+
+    def interrupted(name, *_, **__):
+        asked.append(name)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return 1000
+
+    monkeypatch.setattr(head, "extra_memory", interrupted)
+    told = []
+    monkeypatch.setattr(head, "write_json", lambda p, x: told.append(json.loads(json.dumps(x))))
+    options = ["--workload", "dense", "--shapes", "64,101,16", "--device", "cpu", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["head", *options, "--peers", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        head.main()
+    ours = [next(r for r in x["rows"] if r["name"] == OURS[0]) for x in told]
+    known = list(dict.fromkeys((r["status"], len(r.get("seconds", []))) for r in ours))
+    assert known == [("not measured", 0), ("not timed", 0), ("ok", 1), ("ok", 2)]
+    assert [r["name"] for r in told[-1]["rows"] if "extra_bytes" in r] == asked[:1]
+
+
+def test_a_peer_alone_has_a_limit(tiny, one_process, monkeypatch, capsys):
+    """On a GPU, where a slow compiler or a crash must not end the others."""
+
+    def slow(w):
+        time.sleep(4)
+        raise RuntimeError("later")
+
+    def run_alone(run, names, *others, limit_s):
+        if names == ["crashes"]:
+            raise BrokenProcessPool
+        return measure.run_alone(run, names, *others, limit_s=limit_s)
+
+    monkeypatch.setattr(head, "run_alone", run_alone)
+    for name, loss in (("slow", slow), ("crashes", one_pass), ("quick", one_pass)):
+        monkeypatch.setitem(CONTENDERS, name, Contender(loss))
+    given = args("--rounds", "1", "--limit-s", "12", "--peers", "slow", "crashes", "quick")
+    given.isolate = True
+    rows = {row["name"]: row for row in head.run_workload("rollout", given)}
+    assert rows["slow"]["status"] == "out of time: more than 3 s" and "seconds" not in rows["slow"]
+    assert rows["crashes"]["status"] == "its process ended"
+    assert rows["quick"]["status"] == "ok" and len(rows["quick"]["floor_seconds"]) == 1
+    assert all(rows[name]["status"] == "ok" for name in ("eager, log_softmax", *OURS))
+    assert capsys.readouterr().out.count("ours, one pass, sampled") == 2
+
+
+@pytest.mark.parametrize("code", ("os._exit(3)", "time.sleep(60)"))
+def test_a_process_alone_ends_with_its_time(code):
+    with pytest.raises((TimeoutError, BrokenProcessPool)):
+        measure.run_alone(exec, f"import os, time; {code}", limit_s=2)
+
+
+def test_predictions_stand_beside_measurements(tiny, one_process, monkeypatch, capsys):
+    """On a GPU that the cost model knows, for what it knows."""
+    monkeypatch.setattr(head, "device_of", lambda _: DEVICES["H200"])
+    given = ["--workload", "dense", "--shapes", "64,101,16", "--device", "cpu", "--rounds", "1"]
+    rows = head.run_workload("dense", head.parse_args([*given, "--dtype", "bfloat16", "--peers"]))
+    assert {row["name"] for row in rows if "predicted_seconds" in row} == {
+        "eager, log_softmax", *OURS[:3], FLOOR
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "x model: the time over that" in printed and "(worst)" in printed
+
+
 def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
     def broken(w):
         raise RuntimeError("no such kernel\nand more")
@@ -243,9 +312,13 @@ def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling
 
 def test_tune_times_only_what_is_right(monkeypatch):
     """Tunes in the interpreter, which the tests set."""
-    good = list(tune.rows(4, 300, torch.device("cpu"), 1))
+    good = list(tune.rows(4, 300, 16, torch.device("cpu"), 1, DEVICES["H200"]))
     assert all(row["status"] == "ok" and row["of_copy"] > 0 for row in good)
+    known = {row["kernel"] for row in good if "predicted_seconds" in row}
+    assert {"copy", "token_stats", "logit_grads, float32", "column_scores"} < known
+    assert "sampled: add_kept, 512 rows" in known
     moved = {row["kernel"]: row["bytes"] for row in good}
+    assert {"sampled: keep_probabilities", "sampled: sample"} < set(moved)
     assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
     from grpo_kernels.backends import triton_backend, triton_logits
 
@@ -259,8 +332,31 @@ def test_tune_times_only_what_is_right(monkeypatch):
     monkeypatch.setattr(
         tune, "row_settings", lambda cuda: [{}, {"launch": triton_logits.Launch(64, 1)}]
     )
-    rows = [r for r in tune.rows(4, 300, torch.device("cpu"), 1) if "token_stats" in r["kernel"]]
+    rows = [
+        r for r in tune.rows(4, 300, 16, torch.device("cpu"), 1) if "token_stats" in r["kernel"]
+    ]
     assert [r["status"] for r in rows] == ["ok", "wrong"] * 2 and "seconds" not in rows[1]
+
+
+def test_gemms_are_timed_one_by_one_if_they_are_right(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gemms, "device_of", lambda _: DEVICES["H200"])
+    path = tmp_path / "gemms.json"
+    small = ["--device", "cpu", "--heads", "600,32", "601,32", "--rows", "8", "--json", str(path)]
+    gemms.main(small)
+    rows = json.loads(path.read_text())["rows"]
+    names = [f"{name}, {dtype}" for dtype in ("float32", "bfloat16")
+             for name in ("logits", "dH", "dW, beta 0", "dW, beta 1")]  # fmt: skip
+    assert [row["product"] for row in rows] == 2 * names
+    assert all(row["status"] == "ok" and row["predicted_seconds"] > 0 for row in rows)
+    printed = capsys.readouterr().out
+    assert "x model" in printed and "(worst)" in printed and printed.count("dW, beta 1") == 4
+    monkeypatch.setattr(gemms, "mm", lambda a, b, out: out.copy_(1.1 * (a @ b)))
+    monkeypatch.setattr(gemms, "addmm", lambda *_, beta: 1 / 0)
+    gemms.main(small)
+    rows = json.loads(path.read_text())["rows"]
+    failed = ["wrong", "wrong", *["ZeroDivisionError: division by zero"] * 2]
+    assert [row["status"] for row in rows] == 4 * failed
+    assert not any("seconds" in row for row in rows)
 
 
 def test_a_lora_on_the_head_is_measured_both_ways():
@@ -298,7 +394,7 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     assert not late.exists()
     names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
     assert names[:2] == ["tests", "head-4096"]
-    assert {"training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
+    assert {"gemms", "training", "memcheck", "racecheck", "tune", "chunk", "tokens"} < set(names)
     (tmp_path / "head.log").write_text("a | table\n")
     steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
     about = {"device": "some GPU", "date": "today", "torch": "2"}

@@ -1,0 +1,172 @@
+"""Predicts milliseconds per step of the head with its loss on GPUs, from bytes, FLOPs and launches.
+
+    python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896] [--terms]
+    python -m benchmarks.cost_model --markdown docs/benchmarks.md     # writes the page's section
+
+Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
+of named terms, so that a run on a GPU (`benchmarks/on_gpu.sh`) refutes terms and not one total. The
+constants are few and not fitted to one figure or another: the same model is compared with figures
+that others have published, and its errors stand beside every prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu_costs import (
+    BASELINE,
+    DEVICES,
+    HOPPER_ONLY,
+    METHODS,
+    Device,
+    Method,
+    Step,
+    bare_gemms,
+    eager,
+    in_place_ce,
+    liger_flce,
+    liger_scaled_ce,
+)
+
+Shape = tuple[int, int, int]  # N, V, H
+SHOWN = [name for name in DEVICES if name != "B200"]
+SHAPES = [(16_384, 151_936, H) for H in (896, 1536, 3584, 5120)] + [(8192, 151_936, 4096)]
+BEGIN = "<!-- begin: python -m benchmarks.cost_model --markdown docs/benchmarks.md -->\n"
+END = "<!-- end of the cost model's tables -->\n"
+
+
+def predict(device: Device, shape: Shape, method: Method) -> float:
+    """Returns milliseconds per step."""
+    return sum(method(Step(device, *shape)).values())
+
+
+def absent(device: str, shape: Shape, method: str) -> str | None:
+    """Returns why a method cannot run there, or None if it can."""
+    N, V, H = shape
+    # Eager holds 14 bytes per logit at its peak.
+    if method == BASELINE and DEVICES[device].gib * 2**30 < 14 * N * V + 4 * V * H:
+        return "does not fit"
+    return "no kernel" if method == HOPPER_ONLY and device not in ("H100", "H200") else None
+
+
+class Published(NamedTuple):
+    """A figure that others have measured, and the method that stands for it here."""
+
+    what: str
+    device: str
+    shape: Shape
+    method: Method
+    ms: float
+
+
+_TRL, _CUTE = (8192, 151_936, 4096), (4096, 128_256, 4096)
+_SCALED = (8192, 131_072, 4096)  # published as a rate; the tokens are assumed
+PUBLISHED = (
+    Published("three bare GEMMs", "H100", _TRL, partial(bare_gemms, rows=8192), 42),
+    Published("materialized cross-entropy", "H100", _TRL, eager, 59),
+    Published("Liger FLCE, Triton", "H100", _TRL, partial(liger_flce, copied=True), 192),
+    Published("Liger FLCE, Triton", "H200", _CUTE, partial(liger_flce, copied=True), 141),
+    Published("Liger FLCE, CuTe", "H200", _CUTE, in_place_ce, 18.1),
+    Published("quack's chunked linear CE", "H200", _CUTE, in_place_ce, 17.3),
+    Published("Liger scaled CE, 682 TFLOP/s at 4 GEMMs", "H100", _SCALED, liger_scaled_ce,
+              8 * math.prod(_SCALED) / 682e9),
+    Published("materialized GRPO", "B200", (8192, 128_256, 4096), eager, 44),
+)  # fmt: skip
+
+
+def calibration() -> list[tuple[Published, float, float]]:
+    """Returns each published figure with the model's milliseconds and relative error."""
+    predicted = [predict(DEVICES[p.device], p.shape, p.method) for p in PUBLISHED]
+    return [(p, ms, ms / p.ms - 1) for p, ms in zip(PUBLISHED, predicted, strict=True)]
+
+
+def error_of_the_model() -> str:
+    """Returns the sentence that stands wherever predictions are shown."""
+    errors = [abs(error) for _, _, error in calibration()]
+    return (
+        f"Not measured. On {len(errors)} figures that others have published the model is off by "
+        f"{statistics.median(errors):.0%} (median) and {max(errors):.0%} (worst)."
+    )
+
+
+def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = False) -> str:
+    """Returns the tables: predictions by device, the terms if wanted, and the calibration."""
+    titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in shapes)
+    lines = [
+        f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
+    ]
+    lines[0] += " GEMMs."
+    for name in devices:
+        lines += ["", f"**{name}, predicted ms.** {error_of_the_model()}", ""]
+        lines += [f"| | {titles} |", "|---" * (len(shapes) + 1) + "|"]
+        device = DEVICES[name]
+        floors = [predict(device, shape, bare_gemms) for shape in shapes]
+        for title, method in METHODS.items():
+            cells = [
+                absent(name, shape, title)
+                or f"{(ms := predict(device, shape, method)):.1f} ({ms / floor:.2f})"
+                for shape, floor in zip(shapes, floors, strict=True)
+            ]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+        for shape in shapes if terms else ():
+            N, V, H = shape
+            lines += ["", f"{name}, N = {N:,}, V = {V:,}, H = {H:,}, predicted ms by term:", ""]
+            for title, method in METHODS.items():
+                parts = method(Step(device, *shape)).items()
+                told = "; ".join(f"{term} {ms:.2f}" for term, ms in parts if ms)
+                lines.append(f"- {title}: {told}")
+    lines += ["", "The same model on figures that others have published (as ms):", ""]
+    lines += [
+        "| published | on | N, V, H | ms | predicted ms | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for p, ms, error in calibration():
+        where = f"{p.what} | {p.device} | {', '.join(f'{x:,}' for x in p.shape)}"
+        lines.append(f"| {where} | {p.ms:.1f} | {ms:.1f} | {error:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_section(page: Path, text: str) -> None:
+    """Replaces what stands between the two marks of a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page}: expected {BEGIN.strip()} and {END.strip()}; got none")
+    page.write_text(before + BEGIN + text + END + after)
+
+
+def shape(text: str) -> Shape:
+    """Parses "N,V,H"."""
+    N, V, H = (int(part) for part in text.split(","))
+    if min(N, V, H) < 1:
+        raise ValueError
+    return N, V, H
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cost_model", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=SHOWN, metavar="NAME",
+                        help=f"among {', '.join(DEVICES)} (default: all but the last)")  # fmt: skip
+    parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, metavar="N,V,H",
+                        help="tokens, vocabulary and hidden size")  # fmt: skip
+    parser.add_argument("--terms", action="store_true", help="print the terms of each step, too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE",
+                        help="write the tables into this page, between its marks")  # fmt: skip
+    args = parser.parse_args(argv)
+    text = render(args.device, args.shapes, terms=args.terms)
+    if args.markdown:
+        write_section(args.markdown, text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""What the head with its loss costs on GPUs: the parts, and the methods made of them.
+
+Nothing here is measured. A method is a list of named terms that add up to its time:
+
+- a GEMM takes its FLOPs at the device's rate, or the reading of its operands if that is longer,
+  over the share of its last wave of tiles that is filled; part of writing its output is not hidden;
+- a sweep over logits takes its bytes or its instructions, whichever take longer;
+- each launch costs the GPU a little; where launches take the CPU longer than all of that takes the
+  GPU, the rest of it is a term, too.
+
+`python -m benchmarks.cost_model` prints what comes out, and how far it is off published figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+# Guesses, for all devices alike.
+EXPOSED = 0.4  # share of the traffic of a GEMM's output that its arithmetic does not hide
+OF_COPY = 0.88  # speed of a sweep that reads and writes, relative to a copy
+ISSUED = 0.6  # share of the issue slots that a sweep uses at best, at boost clock
+SCATTERED = 0.6  # speed of gathers and scatters of whole rows, relative to a copy
+SMALL_GEMM = 0.5  # rate of a block's GEMMs over its kept columns, relative to a large one's
+FUSED_GEMM = 0.88  # rate of a GEMM with a softmax in its epilogue
+WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
+# Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
+INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "column_scores": 13.4}
+
+# What the library does: bytes of logits at once, rows per strip of float32 logits, and columns that
+# blocks keep (measured on the synthetic workload `dense`, V = 151,936): 256 rows by tolerance, and
+# blocks of so many rows at 5e-3.
+CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
+BLOCK_ROWS, KEPT = 256, {5e-3: 0.107, 1e-2: 0.057}
+KEPT_OF_BLOCK = {256: 0.107, 512: 0.156, 1024: 0.218}
+BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The speeds of a GPU: what large dense bf16 GEMMs and copies sustain, not the data sheet's."""
+
+    tflops: float
+    tb_per_s: float
+    sms: int
+    ghz: float  # boost clock
+    gib: float
+    launch_us: float = 2.5  # of a small kernel, on the GPU
+    cpu_us: float = 5.0  # of a PyTorch operation, on the CPU
+
+
+# H200: 770 to 790 TFLOP/s on an 8,192^3 product and 4.3 TB/s on a copy, published. H100 and A100:
+# the best products of "mamf-finder" reach 794 and 271. Where nothing is published: FLOPs are the
+# data sheet's times 0.87 (the A100's share), on Blackwell times 0.79 (the H200's); bandwidth is the
+# data sheet's times 0.9 (the H200's share). B200 is here for the calibration alone.
+DEVICES = {
+    "H200": Device(780, 4.3, 132, 1.98, 139),
+    "H100": Device(780, 0.9 * 3.35, 132, 1.98, 79),
+    "A100": Device(270, 0.9 * 2.04, 108, 1.41, 79),
+    "RTX 4090": Device(0.87 * 165, 0.9 * 1.008, 128, 2.52, 23.5),
+    "B200": Device(0.79 * 2250, 0.9 * 8.0, 148, 1.96, 179),
+}
+TILES = ((128, 256), (256, 128), (128, 128))
+
+
+def device_of(name: str) -> Device | None:
+    """Returns the device whose name is part of `name`, as PyTorch tells it; None if none is."""
+    return next((device for key, device in DEVICES.items() if key in name), None)
+
+
+def fill(m: int, n: int, sms: int) -> float:
+    """Returns the share of the tiles' places that an [m, n] output uses, with the best tiles.
+
+    A product may be cut along its inner dimension into two or four, which costs 5 %.
+    """
+    shares = []
+    for (rows, columns), cuts in ((t, c) for t in TILES for c in (1, 2, 4)):
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * cuts
+        places = math.ceil(tiles / sms) * sms * rows * columns
+        shares.append(m * n * cuts / places * (1 if cuts == 1 else 0.95))
+    return max(shares)
+
+
+def gemm_ms(d: Device, m: int, n: int, k: int, moved: float = 0, rate: float = 1.0) -> float:
+    """Returns the time of [m, k] x [k, n], `moved` bytes per output read and written."""
+    arithmetic = 2 * m * n * k / (1e9 * d.tflops * fill(m, n, d.sms) * rate)
+    reading = 2 * (m + n) * k / (1e9 * d.tb_per_s)
+    return max(arithmetic, reading) + EXPOSED * moved * m * n / (1e9 * d.tb_per_s)
+
+
+def sweep_ms(d: Device, logits: float, bytes_each: float, instructions: float) -> float:
+    """Returns the time of a kernel that goes once over the logits."""
+    issue = ISSUED * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
+    return 1e3 * logits * max(bytes_each / (OF_COPY * d.tb_per_s * 1e12), instructions / issue)
+
+
+class Step:
+    """The terms of one step, in milliseconds by name, of N tokens under a head [V, H]."""
+
+    def __init__(self, d: Device, N: int, V: int, H: int) -> None:
+        self.d, self.N, self.V, self.H = d, N, V, H
+        self.terms: dict[str, float] = {}
+
+    def add(self, name: str, ms: float) -> None:
+        """Adds to a term."""
+        self.terms[name] = self.terms.get(name, 0.0) + ms
+
+    def copy(self, name: str, moved: float, of_copy: float = 1.0) -> None:
+        """Adds the time of moving so many bytes."""
+        self.add(name, moved / (1e9 * self.d.tb_per_s * of_copy))
+
+    def sweep(self, name: str, bytes_each: float, kernel: str) -> None:
+        """Adds a sweep over all logits."""
+        self.add(name, sweep_ms(self.d, self.N * self.V, bytes_each, INSTRUCTIONS[kernel]))
+
+    def logits(self, rows: int, width: int, name: str = "GEMM 1", rate: float = 1.0) -> None:
+        """Adds the logits' GEMM, `rows` at a time, and the unhidden writing of its output."""
+        rows = min(rows, self.N)
+        self.add(name, self.N / rows * gemm_ms(self.d, rows, self.V, self.H, rate=rate))
+        if width:
+            self.copy(f"{name}, its output", EXPOSED * width * self.N * self.V)
+
+    def gradients(self, rows: int, width: int) -> None:
+        """Adds the GEMMs of dH and dW, whose sum is read and written per chunk, `width` bytes."""
+        chunks = math.ceil(self.N / rows)
+        rows = min(self.N, math.ceil(self.N / chunks / 128) * 128)
+        share = self.N / rows
+        self.add("dH", share * gemm_ms(self.d, rows, self.H, self.V))
+        self.add("dW", share * gemm_ms(self.d, self.V, self.H, rows))
+        moved = (2 * chunks - 1) * width * self.V * self.H
+        self.copy("dW, read and written per chunk", EXPOSED * moved)
+
+    def finish(self, launches: float, waits: int = 0) -> dict[str, float]:
+        """Adds what launches and waits cost and returns the terms."""
+        self.add("launches", launches * self.d.launch_us / 1e3)
+        self.add("CPU behind", max(0.0, launches * self.d.cpu_us / 1e3 - sum(self.terms.values())))
+        self.add("waits", waits * WAIT_MS)
+        return self.terms
+
+
+Method = Callable[[Step], dict[str, float]]
+
+
+def _chunks(N: int, rows: float) -> int:
+    return math.ceil(N / max(128, rows // 128 * 128))
+
+
+def bare_gemms(s: Step, rows: int = 4096) -> dict[str, float]:
+    """The three GEMMs in bf16, as `benchmarks.head` times them."""
+    s.logits(rows, 2)
+    s.gradients(rows, 2)
+    return s.finish(3 * s.N / min(rows, s.N))
+
+
+def eager(s: Step) -> dict[str, float]:
+    """All logits at once; float32 copy, log-softmax, its backward, and back to bf16: 40 bytes."""
+    s.logits(s.N, 2)
+    s.copy("element-wise", 40 * s.N * s.V, OF_COPY)
+    s.gradients(s.N, 2)
+    return s.finish(40)
+
+
+def exact(s: Step) -> dict[str, float]:
+    """Strips of float32 logits; one sweep leaves statistics and E = e^(z - a) in bf16."""
+    rows = (CHUNK_BYTES - STRIP * 4 * s.V) // (2 * s.V) // STRIP * STRIP
+    s.logits(STRIP, 4)
+    s.sweep("sweep", 6, "one sweep")
+    s.gradients(max(STRIP, int(rows)), 4)
+    s.copy("r h, and dH to bf16", 10 * s.N * s.H)
+    s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
+    return s.finish(100 + 15 * _chunks(s.N, rows) + 2 * math.ceil(s.N / STRIP), waits=1)
+
+
+def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
+    """Statistics, then the logits' gradient, in buffers of equal rows; `again`: in two passes."""
+    rows = int(CHUNK_BYTES // (6 * s.V) // 128 * 128)
+    s.logits(rows, 4)
+    s.sweep("statistics", 4, "token_stats")
+    if again:
+        s.logits(rows, 4, "GEMM 1, again")
+    s.sweep("gradient of the logits", 6, "logit_grads")
+    s.gradients(rows, 4)
+    s.copy("dH to bf16", 6 * s.N * s.H)
+    s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
+    return s.finish(100 + (23 if again else 15) * _chunks(s.N, rows), waits=1)
+
+
+def sampled(s: Step, tolerance: float = 5e-3) -> dict[str, float]:
+    """Blocks of 256 rows keep some columns, which move 22 bytes per element of W."""
+    rows = CHUNK_BYTES // (6 * s.V) // BLOCK_ROWS * BLOCK_ROWS
+    blocks, kept = s.N / BLOCK_ROWS, KEPT[tolerance]
+    s.logits(int(rows), 4)
+    s.sweep("statistics", 4, "token_stats")
+    s.sweep("scores of columns", 4, "column_scores")
+    s.copy("kept logits", 4 * s.N * s.V, SCATTERED)
+    s.copy("kept rows of W and dW", 22 * blocks * kept * s.V * s.H, SCATTERED)
+    flop = 4 * s.N * kept * s.V * s.H
+    s.add("kept GEMMs", flop / (1e9 * s.d.tflops * SMALL_GEMM))
+    # W's squares read W twice; dW is zeroed, given its control variate, normed and scaled.
+    s.copy("per call", (4 + 22) * s.V * s.H)
+    return s.finish(100 + 60 * _chunks(s.N, rows) + 20 * blocks, waits=1)
+
+
+def trl(s: Step) -> dict[str, float]:
+    """TRL 1.16: tiles of 4,096 x 32,768 in bf16, computed again in the backward; dW in float32."""
+    rows, tiles = 4096, math.ceil(s.V / 32_768)
+    s.logits(rows, 2, "GEMM 1, twice")
+    s.logits(rows, 2, "GEMM 1, twice")
+    s.add("statistics", sweep_ms(s.d, s.N * s.V, 2, 25))
+    s.sweep("gradient of the logits", 4, "logit_grads")
+    s.gradients(rows, 4)
+    s.copy("dH, read and written per tile", EXPOSED * 8 * tiles * s.N * s.H)
+    s.copy("zeros, and to bf16", (4 + 6) * s.V * s.H)
+    return s.finish(60 + 25 * tiles * s.N / rows)
+
+
+def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
+    """Liger 0.8.5's Triton cross-entropy; `copied`: as before it, dW through a float32 copy."""
+    rows = 1 << math.ceil(math.log2(math.ceil(s.N / math.ceil(s.V / s.H))))
+    chunks = math.ceil(s.N / rows)
+    s.logits(rows, 2)
+    s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40))
+    s.gradients(rows, 2)
+    if copied:  # to float32, 6 bytes; added to the sum, 8
+        s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, OF_COPY)
+    return s.finish(20 + 8 * chunks, waits=1)
+
+
+def liger_scaled_ce(s: Step) -> dict[str, float]:
+    """Liger 0.8.5's kernels for Hopper: no logits in memory, recompute, dZ of 1,024 rows."""
+    s.logits(s.N, 0, "GEMM 1 with statistics", FUSED_GEMM)
+    s.logits(1024, 2, "GEMM 1 with dZ", FUSED_GEMM)
+    s.gradients(1024, 2)
+    return s.finish(60 + 8 * s.N / 1024)
+
+
+def in_place_ce(s: Step) -> dict[str, float]:
+    """bf16 logits, and one kernel that reads them once and leaves their gradient (quack, CuTe)."""
+    s.logits(4096, 2)
+    s.sweep("sweep", 4, "one sweep")
+    s.gradients(4096, 4)
+    return s.finish(30)
+
+
+METHODS: dict[str, Method] = {
+    "bare GEMMs": bare_gemms,
+    BASELINE: eager,
+    "exact": exact,
+    "exact, two sweeps": exact_two_sweeps,
+    "two passes": partial(exact_two_sweeps, again=True),
+    "sampled, 5e-3": sampled,
+    "sampled, 1e-2": partial(sampled, tolerance=1e-2),
+    "TRL chunked head": trl,
+    "Liger FLCE": liger_flce,
+    HOPPER_ONLY: liger_scaled_ce,
+}
