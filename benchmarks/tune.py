@@ -165,9 +165,8 @@ def sampled_cases(
     # Squares of the columns' norms, some 1e8 apart, as those of a softmax are.
     squares = torch.rand(len(blocks), V, generator=g, device=device).pow(16)
     allowed = DEFAULT_TOLERANCE**2
-    broken = torch.zeros(len(blocks), dtype=torch.bool, device=device)
     solve = partial(
-        column_sampling.keep_probabilities, squares, targets, blocks, allowed, broken, call.backend
+        column_sampling.keep_probabilities, squares, targets, blocks, allowed, call.backend
     )
     yield "sampled: keep_probabilities", 4 * squares.numel(), [{}], solve
     asked = ColumnSampling(DEFAULT_TOLERANCE, 0)

@@ -29,14 +29,9 @@ from torch import Tensor
 
 from .backends import Backend, RowGrads
 from .inputs import ColumnSampling
+from .sampling_cost import costs_of, dense_share
 
-# Rows that share a sample of columns: more of them share the traffic of its rows of W and dW, and
-# need more columns.
-_CPU_BLOCK_ROWS = 128
-_GPU_BLOCK_ROWS = 256
 _COLUMN_MULTIPLE = 16
-# A block that would keep more than this share of the columns keeps all: gathers cost, too.
-_DENSE_SHARE = 1 / 3
 # Probabilities are multiples of 2^-24: a column is kept exactly as often as its probability says.
 # None is less likely than this.
 _PROBABILITY_STEPS = 1 << 24
@@ -97,16 +92,16 @@ class KeptColumns(NamedTuple):
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
     """Cuts `count` rows into blocks of about equal size; those of a block share their columns."""
-    most = _CPU_BLOCK_ROWS if device.type == "cpu" else _GPU_BLOCK_ROWS
+    most = costs_of(device.type).block_rows
     # One somewhat larger block is better than two small ones.
     step = -(-count // max(1, round(count / most)))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def finite_squares(squares: Tensor) -> tuple[Tensor, Tensor]:
-    """The squares `[B, V]` with 0 for what is not finite, and the blocks where some was not."""
-    cleaned = squares.nan_to_num(nan=-1.0, posinf=-1.0)
-    return cleaned.clamp(min=0.0), cleaned.amin(1) < 0
+    """The squares `[B, V]`, 0 in blocks where some were not finite; and which these are, `[B]`."""
+    broken = ~(squares.amax(1) < torch.inf)
+    return squares.masked_fill(broken[:, None], 0.0), broken
 
 
 def keep_probabilities(
@@ -114,17 +109,15 @@ def keep_probabilities(
     targets: Tensor,
     blocks: list[slice],
     variance: float | Tensor,
-    broken: Tensor,
     backend: Backend,
-) -> tuple[Tensor, Tensor]:
-    """The probability of each column in each block, `[B, V]`, and the dense blocks, bool `[B]`.
+) -> Tensor:
+    """The probability of each column in each block, `[B, V]`.
 
     Args:
         squares: `[B, V]`, the squared norms of the columns of each block's gradient.
         targets: `[C]`, kept for certain in their block.
         blocks: of the rows `[C]`, equally large but for the last.
         variance: the one allowed, relative to the square of the whole gradient.
-        broken: blocks that are to be dense, bool `[B]`.
         backend: finds the level of the probabilities.
     """
     certain = torch.zeros_like(squares, dtype=torch.bool)
@@ -140,10 +133,7 @@ def keep_probabilities(
     stride = max(1, norms.numel() // _SOLVER_COLUMNS)
     level = backend.column_level(norms.view(-1)[::stride], allowed, stride)
     steps = norms.div_(level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
-    probabilities = steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
-    # By the expected count: a choice that looked at the draw would not be unbiased.
-    dense = (probabilities.sum(1) > _DENSE_SHARE * squares.shape[1]) | broken
-    return probabilities.masked_fill_(dense[:, None], 1.0), dense
+    return steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)
 
 
 def dense_rows(blocks: list[slice], samples: list[KeptColumns | None]) -> list[slice]:
@@ -165,6 +155,7 @@ class ColumnSampler:
     ) -> None:
         self.V, self.tolerance, self.backend = V, sampling.tolerance, backend
         self.generator = new_generator(sampling.seed, device)
+        self.dense_share = dense_share(device.type)
         self.rows = self.blocks = self.dense_blocks = 0
         self.kept = 0.0
         self.to_skip = self.last_skip = 0
@@ -220,9 +211,12 @@ class ColumnSampler:
         Waits for the device, to read how many columns were kept.
         """
         squares, broken = finite_squares(squares)
-        probabilities, dense = keep_probabilities(
-            squares, targets, blocks, self.tolerance**2 * shrinkage, broken, self.backend
+        probabilities = keep_probabilities(
+            squares, targets, blocks, self.tolerance**2 * shrinkage, self.backend
         )
+        # By the expected count: a choice that looked at the draw would not be unbiased.
+        dense = (probabilities.sum(1) > self.dense_share * self.V) | broken
+        probabilities.masked_fill_(dense[:, None], 1.0)
         variance = squares / probabilities - squares
         sampled = squares.masked_fill(dense[:, None], 0.0)
         self.planned += torch.stack((variance, sampled, squares)).sum((1, 2))
@@ -271,13 +265,22 @@ class ColumnSampler:
         if noise is None:
             noise = relative_noise(BLIND_VARIANCE_GROWTH * self.planned[0], self.planned[2])
         kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
-        # Filled on the device: a copy would wait for it.
-        shares = {"columns_kept": kept, "dense_blocks": dense}
-        on_device = {
-            name: torch.full((), share, dtype=torch.float32, device=noise.device)
-            for name, share in shares.items()
-        }
-        return {**on_device, "gradient_noise": noise.float()}
+        return _metrics(kept, dense, noise.float())
+
+
+def metrics_of_exact(device: torch.device) -> dict[str, Tensor]:
+    """The sampler's metrics of a call that kept all columns."""
+    return _metrics(1.0, 1.0, torch.zeros((), dtype=torch.float32, device=device))
+
+
+def _metrics(kept: float, dense: float, noise: Tensor) -> dict[str, Tensor]:
+    # Filled on the device: a copy would wait for it.
+    shares = {"columns_kept": kept, "dense_blocks": dense}
+    on_device = {
+        name: torch.full((), share, dtype=torch.float32, device=noise.device)
+        for name, share in shares.items()
+    }
+    return {**on_device, "gradient_noise": noise}
 
 
 def relative_noise(variance: Tensor, square: Tensor) -> Tensor:

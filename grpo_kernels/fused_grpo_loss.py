@@ -37,6 +37,7 @@ from .autograd import (
     scaled_gradient,
 )
 from .backends import RowGrads
+from .column_sampling import metrics_of_exact
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
 from .head_gradients import HeadGradients, chunk_layout
@@ -123,15 +124,16 @@ def fused_grpo_loss(
             advantage 0) out of the forward. The gradients are the same; the `logps` of these
             tokens are 0, and the metrics are over the others.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
-            percent of the vocabulary's columns (`docs/sampled_backward.md`).
+            percent of the vocabulary's columns; exact ones where that is faster, or is predicted
+            to be (`docs/sampled_backward.md`).
         tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
         seed: source of the sampled backward's draws: an int (the same gradients again; pass
             another one in each call), a `torch.Generator`, or None for torch's own generator on
             the CPU. Ranks draw differently in any case.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget of the buffer of logits, in bytes. None: on a CPU a quarter of the
-            weight's float32 gradient, within 16 and 160 MiB; on a GPU 1.5 GiB, or 1/16 of its
-            memory if that is less.
+        chunk_bytes: budget of the buffers of logits and of their gradient, in bytes. None: on a
+            CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB, or 1/16 of its memory if
+            that is less.
 
     Returns:
         `loss`: float32 scalar.
@@ -203,6 +205,8 @@ def fused_grpo_loss(
     else:
         logps, entropy, _, sampled = flat_logprobs(operands, call, plan, entropy=True)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
+    if call.exact_instead and any(operands.wants_grad()):
+        sampled = metrics_of_exact(hidden.device)
     shape = call.layout.shape
     logps, entropy = logps.detach().reshape(shape), entropy.detach().reshape(shape)
     return GRPOLossOutput(loss, metrics | sampled, logps, entropy)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import sampling_cost
 from .backends import Backend, LogitTransform, select_backend
 from .config import GRPOLossConfig, check_number
 from .layout import (
@@ -65,6 +66,7 @@ class HeadCall:
     backend: Backend
     dtype: torch.dtype  # of the GEMMs' operands
     sampling: ColumnSampling | None
+    exact_instead: bool  # sampling was asked for, where it does not pay
     chunk_bytes: int | None
 
 
@@ -95,6 +97,10 @@ def head_call(
     ):
         raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
     sampling = _column_sampling(backward, tolerance, seed)
+    (V, H), N = weight.shape, hidden.shape[:-1].numel()
+    exact_instead = sampling is not None and not sampling_cost.pays(
+        hidden.device.type, N, V, H, sampling.tolerance
+    )
     selected = select_backend(backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks()
@@ -116,7 +122,8 @@ def head_call(
         checks=checks,
         backend=selected,
         dtype=_gemm_dtype(hidden, weight),
-        sampling=sampling,
+        sampling=None if exact_instead else sampling,
+        exact_instead=exact_instead,
         chunk_bytes=chunk_bytes,
     )
     return operands, call

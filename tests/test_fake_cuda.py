@@ -11,7 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
+from grpo_kernels import (
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    sampling_cost,
+    selective_log_softmax,
+)
 from tests.support.batches import OBJECTIVES, config
 from tests.support.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
 
@@ -40,6 +46,15 @@ BUDGETS = {
     ("exact", "mask"): Budget(fixed=115, per_chunk=20, per_part=2, part_rows=STRIP_ROWS),
     ("sampled", "off_policy"): Budget(fixed=135, per_chunk=60, per_part=20, part_rows=256),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sampling_pays():
+    """Is not predicted to lose."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_cost, "pays", lambda *_: True)
+        yield
+
 
 # Memory that conftest.py poisons is written to.
 pytestmark = pytest.mark.usefixtures("real_memory")

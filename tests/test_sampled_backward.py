@@ -10,7 +10,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import make
-from grpo_kernels import column_sampling, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import (
+    column_sampling,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+    sampling_cost,
+)
 from grpo_kernels.backends import torch_backend
 from tests.support.batches import (
     HEAD,
@@ -43,8 +49,15 @@ UNBIASED = {
 
 @pytest.fixture(autouse=True)
 def every_chunk_is_scored(monkeypatch):
-    """The small vocabularies of these tests have flat rows, too."""
+    """The small vocabularies of these tests have flat rows, too, and do not pay on a GPU."""
     monkeypatch.setattr(column_sampling, "_FLAT_SHARE", 2.0)
+    monkeypatch.setattr(sampling_cost, "pays", lambda *_: True)
+
+
+def blocks_of(rows, monkeypatch):
+    """Has blocks of so many rows share a sample."""
+    cpu = sampling_cost.COSTS["cpu"]._replace(block_rows=rows)
+    monkeypatch.setitem(sampling_cost.COSTS, "cpu", cpu)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +122,8 @@ def test_unbiased_packed(batch, count):
 @pytest.mark.parametrize(("objective", "dense_share"), (("dapo", 0.12), ("gspo", 0.23)))
 def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, count, monkeypatch):
     """Several blocks per chunk, some dense: those of the states that favor no word."""
-    monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 5)
-    monkeypatch.setattr(column_sampling, "_DENSE_SHARE", dense_share)
+    blocks_of(5, monkeypatch)
+    monkeypatch.setattr(column_sampling, "dense_share", lambda _: dense_share)
     mixed = replace(batch, hidden=batch.hidden.clone())
     mixed.hidden[4:] *= 0.3
     options = {"config": config(loss_type=objective), "chunk_bytes": 4 * 1003 * 40}
@@ -131,8 +144,8 @@ def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
         logit_grads(*args, out=out, column_weights=weights)
 
     def dropping(*args):
-        kept, dense = probabilities(*args)
-        return kept.masked_fill(kept < 0.1, 0.0), dense
+        kept = probabilities(*args)
+        return kept.masked_fill(kept < 0.1, 0.0)
 
     if power is not None:
         monkeypatch.setattr(torch_backend, "logit_grads_", misweighted)
@@ -146,7 +159,7 @@ def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
 @pytest.fixture
 def all_kept(monkeypatch):
     """Every column that matters is kept for certain, by the way that columns are kept."""
-    monkeypatch.setattr(column_sampling, "_DENSE_SHARE", 2.0)
+    monkeypatch.setattr(column_sampling, "dense_share", lambda _: 2.0)
     return {"backward": "sampled", "tolerance": 2e-5, "seed": 0}
 
 
@@ -278,7 +291,7 @@ def test_evaluation_draws_nothing(batch):
 
 
 def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
-    monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 4)
+    blocks_of(4, monkeypatch)
     hidden = batch.hidden.nan_to_num().requires_grad_()
     weight = batch.weight.clone().requires_grad_()
     targets = batch.targets.clamp(min=0)
@@ -296,7 +309,7 @@ def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
 
 def test_rows_of_nan_that_need_no_gradient_stay_out(batch, monkeypatch):
     """A padded row that attention made NaN, left out by the loss: nobody else's business."""
-    monkeypatch.setattr(column_sampling, "_CPU_BLOCK_ROWS", 4)
+    blocks_of(4, monkeypatch)
     targets = batch.targets.clamp(min=0)
     gradients = []
     for options in ({}, {**SAMPLED, "tolerance": 0.1, "seed": 0}):

@@ -61,8 +61,8 @@ CUTS = {
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
     "entropy, dapo": {"entropy_coef": 0.1},
     "gspo": {"loss_type": "gspo", "epochs_per_rollout": 2},
-    # Between two of the 55 tokens: one on the threshold would go either way by an ulp.
-    "top entropy": {"top_entropy_quantile": 0.45},
+    # The threshold lies between two of the tokens: one on it would go either way by an ulp.
+    "top entropy": {"top_entropy_quantile": 0.4},
     "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "no skipping": {"skip_untrained": False, "loss_type": "bnpo"},
 }
