@@ -159,7 +159,7 @@ def sampled_cases(
     operands, call = head_call(
         hidden, weight, targets, None, bias=None, low_rank=None, temperature=1.0, logit_scale=1.0,
         softcap=None, cu_seqlens=None, backward="sampled", tolerance=None, seed=0,
-        backend="triton" if INTERPRETED else "auto", chunk_bytes=None,
+        backend="triton" if INTERPRETED else "auto", chunk_bytes=None, capturable=False,
     )  # fmt: skip
     blocks = column_sampling.row_blocks(N, device)
     # Squares of the columns' norms, some 1e8 apart, as those of a softmax are.

@@ -77,6 +77,7 @@ def fused_grpo_loss(
     seed: int | torch.Generator | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
+    capturable: bool = False,
 ) -> GRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
@@ -134,6 +135,9 @@ def fused_grpo_loss(
         chunk_bytes: budget of the buffers of logits and of their gradient, in bytes. None: on a
             CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB, or 1/16 of its memory if
             that is less.
+        capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
+            masked ones and those of advantage 0 too, at their cost, and values are checked by
+            assertions on the device. For the exact backward.
 
     Returns:
         `loss`: float32 scalar.
@@ -181,8 +185,13 @@ def fused_grpo_loss(
         seed=seed,
         backend=backend,
         chunk_bytes=chunk_bytes,
+        capturable=capturable,
     )
-    with_grad = _tokens_with_grad(config, inputs)
+    if capturable and skip_untrained:
+        raise ValueError(
+            "skip_untrained: expected False with capturable=True, as every row takes part; got True"
+        )
+    with_grad = None if capturable else _tokens_with_grad(config, inputs)
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
         call, inputs = replace(call, mask=active), replace(inputs, mask=active)
@@ -195,6 +204,7 @@ def fused_grpo_loss(
         num_tokens=call.layout.num_tokens,
         weight=weight,
         chunk_bytes=chunk_bytes,
+        capturable=capturable,
         **chunk_layout(call, makes_gradients, strips=not _has_entropy_grad(config)),
     )
     if one_pass:
@@ -270,7 +280,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     )
                 policy = policy_loss(
                     config,
-                    inputs.at(index),
+                    inputs.at(index, masked=call.capturable),
                     stats.logps,
                     stats.entropy,
                     call.backend,
@@ -289,6 +299,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     gradients.add_swept(rows, stats, g)
                 else:
                     gradients.add(rows, logits, RowGrads.of(stats, g, d_entropy=e))
+            call.zeroed(logps, entropy)
             ctx.save_for_backward(scale, *gradients.finish())
             sampled = gradients.metrics()
         ctx.dtypes = dtypes_of(*operands)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -67,7 +67,14 @@ class HeadCall:
     dtype: torch.dtype  # of the GEMMs' operands
     sampling: ColumnSampling | None
     exact_instead: bool  # sampling was asked for, where it does not pay
+    capturable: bool  # reads nothing from the device: every row takes part
     chunk_bytes: int | None
+
+    def zeroed(self, *per_token: Tensor) -> None:
+        """Sets values `[N]` of masked rows to 0 where these took part."""
+        if self.capturable and self.mask is not None:
+            for x in per_token:
+                x.masked_fill_(~self.mask, 0.0)
 
 
 def head_call(
@@ -87,6 +94,7 @@ def head_call(
     seed: int | torch.Generator | None,
     backend: str,
     chunk_bytes: int | None,
+    capturable: bool,
 ) -> tuple[HeadOperands, HeadCall]:
     """Checks and flattens the arguments that all calls over a linear head share."""
     _check_head(hidden, weight, bias)
@@ -97,6 +105,11 @@ def head_call(
     ):
         raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
     sampling = _column_sampling(backward, tolerance, seed)
+    if capturable and sampling:
+        raise ValueError(
+            "backward: expected 'exact' with capturable=True, as the other one reads how many "
+            "columns it keeps; got 'sampled'"
+        )
     (V, H), N = weight.shape, hidden.shape[:-1].numel()
     exact_instead = sampling is not None and not sampling_cost.pays(
         hidden.device.type, N, V, H, sampling.tolerance
@@ -113,7 +126,16 @@ def head_call(
         softcap=softcap,
         temperature=layout.flat_temperature(temperature, flat_mask, checks),
     )
-    operands = HeadOperands(hidden.reshape(-1, weight.shape[1]), weight, bias, lora_a_out, lora_b)
+    hidden = hidden.reshape(-1, weight.shape[1])
+    if capturable and flat_mask is not None:
+        # Masked rows take part, and may hold anything.
+        hidden, flat_targets = _selected(flat_mask, hidden), _selected(flat_mask, flat_targets)
+        lora_a_out = None if lora_a_out is None else _selected(flat_mask, lora_a_out)
+        if isinstance(transform.temperature, Tensor):
+            ones = torch.ones_like(transform.temperature)
+            temperature = torch.where(flat_mask, transform.temperature, ones)
+            transform = replace(transform, temperature=temperature)
+    operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
     call = HeadCall(
         targets=flat_targets,
         mask=flat_mask,
@@ -124,9 +146,15 @@ def head_call(
         dtype=_gemm_dtype(hidden, weight),
         sampling=None if exact_instead else sampling,
         exact_instead=exact_instead,
+        capturable=capturable,
         chunk_bytes=chunk_bytes,
     )
     return operands, call
+
+
+def _selected(mask: Tensor, x: Tensor) -> Tensor:
+    """The rows of `x` in `mask`, the others 0."""
+    return torch.where(mask if x.ndim == 1 else mask[:, None], x, torch.zeros_like(x[:1]))
 
 
 def loss_call(

@@ -50,6 +50,7 @@ def linear_logprobs(
     seed: int | torch.Generator | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
+    capturable: bool = False,
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
@@ -83,6 +84,7 @@ def linear_logprobs(
             gradients of the entropy, which widen it.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget of the buffer of logits, in bytes, as in `fused_grpo_loss`.
+        capturable: reads nothing back from the device, as in `fused_grpo_loss`.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
@@ -115,6 +117,7 @@ def linear_logprobs(
         seed=seed,
         backend=backend,
         chunk_bytes=chunk_bytes,
+        capturable=capturable,
     )
     plan = plan_rows(
         call.mask,
@@ -123,6 +126,7 @@ def linear_logprobs(
         num_tokens=call.layout.num_tokens,
         weight=weight,
         chunk_bytes=chunk_bytes,
+        capturable=capturable,
     )
     logps, entropies, logsumexp, _ = flat_logprobs(operands, call, plan, entropy=entropy)
     shape = call.layout.shape
@@ -171,6 +175,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     entropy[index] = stats.entropy
                 if drawn is not None and chunk.needs_grad:
                     drawn.draw(rows, logits, stats, call.backend)
+        call.zeroed(logps, logsumexp, entropy)
         # Copies, as the caller may change the outputs in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         ctx.save_for_backward(*operands, *kept)
@@ -199,6 +204,10 @@ class _LinearLogprobs(torch.autograd.Function):
         if call.mask is not None:
             # Masked rows came back as the constant 0, whatever gradient their value is given.
             needed &= call.mask
+        if call.capturable:
+            # The others take part, too.
+            d_logps, d_softmax = (torch.where(needed, x, 0.0) for x in (d_logps, d_softmax))
+            d_entropy = None if d_entropy is None else torch.where(needed, d_entropy, 0.0)
         given = [x for x in (d_logps, d_softmax, d_entropy) if x is not None]
         scale = _power_of_two_scale_of(given, needed)
         grads = RowGrads.of(
@@ -232,6 +241,7 @@ def _exact_gradients(
         num_tokens=len(needed),
         weight=operands.weight,
         chunk_bytes=call.chunk_bytes,
+        capturable=call.capturable,
         **chunk_layout(call, True, strips=True),
     )
     head = LMHead(operands, call, plan.logit_rows)

@@ -87,21 +87,22 @@ class LossInputs:
     entropy_threshold: Tensor | None = None
     sequences: Sequences | None = None
 
-    def at(self, rows: Tensor | slice) -> LossInputs:
-        """The tokens of `rows`, all of which must be unmasked; sequences are not told apart."""
+    def at(self, rows: Tensor | slice, *, masked: bool = False) -> LossInputs:
+        """The tokens of `rows`, some of them `masked` or none; sequences are not told apart."""
 
         def pick(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[rows]
 
-        return LossInputs(
+        return replace(
+            self,
             advantages=self.advantages[rows],
             weights=self.weights[rows],
-            count=self.count,
+            mask=pick(self.mask) if masked else None,
             old_logps=pick(self.old_logps),
             ref_logps=pick(self.ref_logps),
             sampling_logps=pick(self.sampling_logps),
             importance_sampling_weights=pick(self.importance_sampling_weights),
-            entropy_threshold=self.entropy_threshold,
+            sequences=None,
         )
 
 
@@ -454,14 +455,9 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
     return kl
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Float64, except on devices that have none."""
-    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
-
-
 def _wide(x: Tensor) -> Tensor:
-    """Widens where the device can."""
-    return x.to(torch.promote_types(x.dtype, wide_dtype(x.device)))
+    """Widens to float64, except on devices that have none."""
+    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ def plan_rows(
     chunk_bytes: int | None,
     grad_bytes: int = 0,
     strips: bool = False,
+    capturable: bool = False,
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
 
@@ -129,13 +130,17 @@ def plan_rows(
     `strips`: a chunk's logits are made and used a few rows at a time.
 
     Reads the row counts and the value checks in one transfer: the one time that a call waits for
-    the device. Raises ValueError for the checks.
+    the device. Raises ValueError for the checks. `capturable`: reads nothing, plans all rows as
+    they lie, and leaves the checks to assertions on the device.
     """
     sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips)
     tiles = None
     if weight.device.type == "cuda":
         tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
     checks = checks or ValueChecks()
+    if capturable:
+        checks.check_without_sync()
+        return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)
     if active is not None and with_grad is not None:
         with_grad = with_grad & active
     sums = [group.sum() for group in (active, with_grad) if group is not None]

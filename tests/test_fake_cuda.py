@@ -163,6 +163,35 @@ def test_a_packed_batch_reads_its_row_counts():
     assert len(gpu.transfers) == 1, gpu.report()
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_capturable_call_reads_nothing(case):
+    """As the capture of a CUDA graph forbids it; forward and backward."""
+    names, objective, options = CASES[case]
+
+    def call():
+        given = options_of(names, 2048)
+        tensors = head(2048, options.get("dtype", torch.bfloat16))
+        plain = {k: v for k, v in options.items() if k != "dtype"}
+        out = fused_grpo_loss(
+            *tensors, torch.empty(B, device=CUDA), config=config(**objective), capturable=True,
+            **given, **plain,
+        )  # fmt: skip
+        backward(out.loss)
+
+    gpu = reads_nothing(call)
+    assert any("_assert_async" in name for name in gpu.counts())  # of the ids
+
+
+def test_capturable_log_probs_read_nothing():
+    def call():
+        given = options_of(("mask", "temperature", "low_rank", "bias"), 2048)
+        out = linear_logprobs(*head(2048), entropy=True, capturable=True, **given)
+        ones = torch.ones(2048, device=CUDA)
+        backward(out.logps, ones, ones, None, None)
+
+    reads_nothing(call)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("objective", ("gspo", "off_policy", "top_entropy_bonus", "everything"))
 def test_two_passes_read_their_row_counts(objective):

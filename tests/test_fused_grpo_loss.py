@@ -138,6 +138,73 @@ def test_beats_bf16_eager_by_far():
         assert mine <= 2.5e-3 and mine <= eager / 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_capturable(loss_type, option, backend):
+    """Every row takes part; masked ones, which hold NaN and ids out of range, change nothing."""
+    config_options, options = OPTIONS[option]
+    if loss_type == "gspo" and "delta" in config_options:
+        config_options = {k: v for k, v in config_options.items() if k != "delta"}
+    options = {**options, "config": config(loss_type=loss_type, **config_options)}
+    batch = make_batch()
+    assert not batch.mask.all() and batch.hidden[~batch.mask].isnan().any()
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, backend=backend, capturable=True, **options)
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+def test_capturable_refuses_what_it_cannot_honour():
+    batch = make_batch()
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    for options, message in (
+        ({"backward": "sampled"}, "backward: expected 'exact' with capturable=True"),
+        ({"skip_untrained": True}, "skip_untrained: expected False with capturable=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_grpo_loss(*args, capturable=True, **options)
+    outside = batch.targets.masked_fill(batch.mask, 10**6)
+    with pytest.raises(ValueError, match="targets: expected ids in"):
+        fused_grpo_loss(*args[:2], outside, *args[3:], capturable=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", (False, True), ids=("all", "masked"))
+def test_cuda_graph(masked):
+    """A captured step, replayed on other inputs, gives what a plain call gives."""
+    batches = [make_batch(B=6, T=11, V=5003, seed=s).to("cuda", torch.bfloat16) for s in (0, 1)]
+    names = ("hidden", "weight", "targets", "advantages", "mask")
+
+    def inputs_of(batch):
+        given = [getattr(batch, name).clone() for name in names]
+        if not masked:
+            given[0], given[2] = given[0].nan_to_num(), given[2].clamp(0, 5002)
+            given[4] = torch.ones_like(given[4])
+        return given
+
+    def step(given, **options):
+        head = [x.detach().requires_grad_() for x in given[:2]]
+        fused_grpo_loss(*head, *given[2:], **options).loss.backward()
+        return [x.grad for x in head]
+
+    static = inputs_of(batches[0])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(static, capturable=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(static, capturable=True)
+    for batch in batches:
+        given = inputs_of(batch)
+        for place, value in zip(static, given, strict=True):
+            place.copy_(value)
+        graph.replay()
+        for mine, plain in zip(captured, step(given), strict=True):
+            assert plain.norm() > 0 and relative_error(mine, plain) <= 3e-3
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision_products(option, dtype, monkeypatch):

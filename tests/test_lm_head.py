@@ -12,6 +12,7 @@ def head_of(hidden, weight):
         hidden, weight, torch.zeros(len(hidden), dtype=torch.int64), None, bias=None,
         low_rank=None, temperature=1.0, logit_scale=1.0, softcap=None, cu_seqlens=None,
         backward="exact", tolerance=None, seed=None, backend="torch", chunk_bytes=None,
+        capturable=False,
     )  # fmt: skip
     return LMHead(operands, call, len(hidden))
 

@@ -72,6 +72,8 @@ _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _PATCHED = "_patched_by_grpo_kernels"
 # How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
+# The first micro-batches whose loss is compared with TRL's, and then one in so many.
+_FIRST_CHECKS, _CHECK_EVERY = 20, 100
 # Loss types that divide by the tokens of the whole optimizer step.
 _STEP_WIDE = ("dapo", "cispo")
 _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
@@ -278,8 +280,9 @@ def _compute_loss(
         assert out.aux_loss is not None
         coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
         policy_value = policy_value - coefficient * out.aux_loss.detach()
-    magnitude = _magnitude(trainer, objective)
-    _check_agreement(float(policy_value), float(loss.detach()), magnitude)
+    if _check_is_due(trainer):
+        magnitude = _magnitude(trainer, objective)
+        _check_agreement(float(policy_value), float(loss.detach()), magnitude)
     # `value` carries the gradient of the experts' loss; the other term adds 0 and our gradient.
     return value + (loss - loss.detach())
 
@@ -323,7 +326,7 @@ def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     return GRPOLossConfig(**options)
 
 
-def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float]:
+def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float | Tensor]:
     """Returns the objective that TRL computes from `inputs`, and the factor on its loss."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
@@ -332,17 +335,21 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float]:
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
     accumulation = _accumulation_steps(trainer)
-    scale, num_items = 1 / max(1, accumulation), None
+    scale: float | Tensor = 1 / max(1, accumulation)
+    num_items = None
     if trainer.loss_type in _STEP_WIDE:
-        # TRL counts the tokens of a generation batch, which several optimizer steps may share.
-        tokens = max(1.0, float(inputs["num_items_in_batch"])) / trainer.accelerator.num_processes
+        # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
+        # the device, where they are not read.
+        tokens = torch.as_tensor(inputs["num_items_in_batch"], device=mask.device).float()
+        tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
         if accumulation:
             tokens *= accumulation / trainer.args.steps_per_generation
         # `fused_grpo_loss` divides by at least 1, TRL by less if there is less.
-        num_items = max(1.0, tokens)
+        num_items = tokens.clamp(min=1.0)
         scale = num_items / tokens
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
-    config = _loss_config(trainer, 1 / max(1, accumulation) / scale)
+    unscaled = float(scale) if trainer._entropy_bonus_enabled else 1.0
+    config = _loss_config(trainer, 1 / max(1, accumulation) / unscaled)
     objective = Objective(
         advantages.float(),
         mask=mask,
@@ -352,6 +359,13 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float]:
         ref_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
     )
     return objective, scale
+
+
+def _check_is_due(trainer: Any) -> bool:
+    """True for the first micro-batches and then for some: to compare, the CPU waits for the GPU."""
+    seen = getattr(trainer, "_compared_micro_batches", 0)
+    trainer._compared_micro_batches = seen + 1
+    return bool(seen < _FIRST_CHECKS or seen % _CHECK_EVERY == 0)
 
 
 def _magnitude(trainer: Any, objective: Objective) -> float:

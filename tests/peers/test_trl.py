@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
+from grpo_kernels import column_sampling
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from tests.support.trl_runs import STEPS, arguments_of, folder_of, noise, prompts
@@ -221,7 +223,9 @@ def test_what_else_is_passed_on(loss_type, injected, tmp_path):
     compare(tmp_path, loss_type=loss_type, injected=injected, **TWICE)
 
 
-def test_patched(tmp_path):
+def test_patched(tmp_path, monkeypatch):
+    # The small model's softmax is too flat to be worth sampling.
+    monkeypatch.setattr(column_sampling, "_FLAT_SHARE", 2.0)
     theirs = trained(GRPOTrainer, tmp_path / "a")
     own = GRPOTrainer._compute_loss
     with patch_trl():
@@ -292,6 +296,13 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path):
             trained(Other, tmp_path)
 
 
+def test_losses_are_compared_at_first_and_then_now_and_then():
+    """Each time the CPU waits for the GPU."""
+    trainer = SimpleNamespace()
+    due = [i for i in range(320) if integration._check_is_due(trainer)]
+    assert due == [*range(20), 100, 200, 300]
+
+
 def test_virtual_tokens_are_refused(tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="peft_config: expected adapters inside the layers"):
@@ -337,6 +348,7 @@ def test_other_versions(version, monkeypatch):
 def test_without(absent, tmp_path):
     code = """
 import sys
+from types import SimpleNamespace
 from importlib import metadata
 absent, version = sys.argv[1], metadata.version
 def told(name):
