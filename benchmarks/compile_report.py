@@ -53,8 +53,8 @@ What `make compile-report` compiles, on memory and rows that divide by 16 and on
 - for the other architectures, and with the oldest Triton for all: a sample in which every pair of
   options occurs. Where all are compiled, too, its most registers must be theirs.
 
-Loops are those of Qwen's vocabulary and a bf16 head without options; instructions are counted in the
-machine code, per logit that one thread handles. `benchmarks/compile_report.py` says what fails.
+Loops are those of Qwen's vocabulary and a bf16 head without options; instructions are counted in
+the machine code, per logit that one thread handles. `benchmarks/compile_report.py` says what fails.
 """
 
 
