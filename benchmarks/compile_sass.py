@@ -31,6 +31,7 @@ class Loop(NamedTuple):
     vector_stores: int
     other_stores: int
     loaded_bytes: int  # by vectors
+    spilled: int  # registers moved to the stack and back
 
 
 def budgeted() -> dict[str, KernelLaunch]:
@@ -88,6 +89,7 @@ def _counted(body: list[str]) -> Loop:
         vector_stores,
         count(r"STG?\b") - vector_stores,
         sum(int(width[1]) // 8 for width in widths if width),
+        count(r"(LDL|STL)\b"),
     )
 
 
