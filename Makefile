@@ -63,8 +63,16 @@ bench-compare: $(VENV)/installed
 	  --benchmark-compare='*/$(basename $(lastword $(sort $(notdir $(wildcard benchmarks/results/stored/*/*)))))' --benchmark-compare-fail=median:30% \
 	  --benchmark-columns=median,iqr,rounds $(ARGS)
 
-compile-report: $(VENV)/installed
+# In full with the pinned Triton, a sample with the oldest one that pyproject.toml allows.
+OLD_TRITON := .venv-oldest-triton
+compile-report: $(VENV)/installed $(OLD_TRITON)/installed
 	$(RUN) -m benchmarks.compile_report $(ARGS)
+	PYTHONPATH=$(OLD_TRITON) $(RUN) -m benchmarks.compile_report --sample $(ARGS)
+
+$(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
+	rm -rf $(OLD_TRITON)
+	$(RUN) -m pip install --no-deps -c constraints-lowest.txt --target $(OLD_TRITON) triton
+	touch $@
 
 api: $(VENV)/installed
 	$(RUN) docs/api.py
@@ -79,4 +87,4 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest $(OLD_TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis

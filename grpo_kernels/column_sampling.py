@@ -36,7 +36,7 @@ _COLUMN_MULTIPLE = 16
 # None is less likely than this.
 _PROBABILITY_STEPS = 1 << 24
 _LEAST_PROBABILITY = 2.0**-20
-# The level of the probabilities is found from so many columns, evenly spread.
+# The level of the probabilities is found from at most so many columns, evenly spread.
 _SOLVER_COLUMNS = 1 << 15
 # More likely words than this share of the vocabulary are not worth scoring: e to the entropy of a
 # row, on average; a block of many rows will keep several times as many.
@@ -130,7 +130,7 @@ def keep_probabilities(
     norms = squares.masked_fill(certain, 0.0).sqrt_()
     allowed = squares.sum() * variance
     # Any level leaves the draw unbiased, so that some of the columns tell enough.
-    stride = max(1, norms.numel() // _SOLVER_COLUMNS)
+    stride = max(1, -(-norms.numel() // _SOLVER_COLUMNS))
     level = backend.column_level(norms.view(-1)[::stride], allowed, stride)
     steps = norms.div_(level).clamp_(_LEAST_PROBABILITY, 1.0).mul_(_PROBABILITY_STEPS).ceil_()
     return steps.div_(_PROBABILITY_STEPS).masked_fill_(certain, 1.0)

@@ -161,6 +161,23 @@ def test_level(K, share, backend):
         assert backend.column_level(*nothing, 1) > 0
 
 
+@pytest.mark.parametrize("V", (1000, 32_769, 65_535, 151_936))
+def test_the_level_is_found_from_as_many_columns_as_a_kernel_takes(V):
+    seen = []
+
+    class Backend:
+        @staticmethod
+        def column_level(norms, allowed, copies):
+            seen.append((len(norms), copies))
+            return torch_backend.column_level(norms, allowed, copies)
+
+    squares, broken = torch.rand(1, V), torch.zeros(1, dtype=torch.bool)
+    targets = torch.zeros(4, dtype=torch.int64)
+    column_sampling.keep_probabilities(squares, targets, [slice(0, 4)], 0.1, broken, Backend)
+    ((count, copies),) = seen
+    assert min(V, 16_384) <= count <= 32_768 and count == -(-V // copies)
+
+
 @pytest.mark.parametrize("frozen", (("weight",), ("hidden",)))
 def test_what_is_frozen_does_not_change_the_budget(frozen, workload):
     """Samples several chunks, each corrected for the noise that those before have shown."""

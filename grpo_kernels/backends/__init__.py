@@ -190,7 +190,7 @@ class Backend(Protocol):
     def column_level(self, norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
         """The level u, 0-d, at which the sum over norm < u of norm * (u - norm) is `allowed`.
 
-        `norms [K]`, fewer than 65,536, float32 and not negative, count `copies` times; `allowed` is
+        `norms [K]`, at most 32,768, float32 and not negative, count `copies` times; `allowed` is
         0-d. Found from above, and for any input a number above 0.
         """
         ...

@@ -148,11 +148,13 @@ def column_scores(
 def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
     level = torch.empty_like(allowed)
     block_k = max(128, triton.next_power_of_2(len(norms)))
+    # A block has at most 1,024 threads: 16 of AMD's warps.
+    num_warps = min(16, max(4, block_k // 1024))
     with _device_of(norms):
         column_level_kernel[(1,)](
             norms, allowed, level,
             len(norms), copies,
             norms.stride(0),
-            STEPS=LEVEL_STEPS, BLOCK_K=block_k, num_warps=max(4, block_k // 1024),
+            STEPS=LEVEL_STEPS, BLOCK_K=block_k, num_warps=num_warps,
         )  # fmt: skip
     return level

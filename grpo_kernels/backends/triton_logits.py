@@ -41,8 +41,8 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-# The largest that spills in no configuration and still fills the SMs of sm_80, sm_90 and sm_100
-# with warps (`benchmarks.compile_report`); `benchmarks.tune` times others.
+# The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
+# (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
 # Row counts, and pointers to one value per row, are not specialized: otherwise each new count and
 # each new first row would compile the kernel again, in the middle of training.
@@ -196,9 +196,11 @@ def token_stats_kernel(
                 logit_scale, softcap, to_log2,
                 HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
             )  # fmt: skip
-        if whole < V:
+        # A loop of at most one turn: the addresses of an `if` would be computed before the sweeps,
+        # and be held in 40 registers.
+        for start in range(whole, V, BLOCK_V):
             totals, weights, peaks = _add_block(
-                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, whole, V, anchor,
+                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor,
                 logit_scale, softcap, to_log2,
                 HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
             )  # fmt: skip

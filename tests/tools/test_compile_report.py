@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 SETUP = """
 import sys
 from dataclasses import replace
-from benchmarks import compile_report as report
+from benchmarks import compile_report as report, compile_sass as sass
 from grpo_kernels.backends import triton_backend
 launches = report.all_launches()
 few = {}
 for launch in launches:
     few.setdefault(launch.kernel, launch)
 few = list(few.values())
+of = {launch.kernel.removesuffix("_kernel"): launch for launch in few}
 report.all_launches = lambda: few
 """
 
@@ -36,41 +38,108 @@ def test_table(tmp_path):
     out = tmp_path / "compile.md"
     result = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     assert result.returncode == 0, result.stderr
-    for kernel in ("token_stats", "logit_grads", "column_scores", "policy_loss"):
+    # Of the policy loss nothing is compiled anew for what 16 divides.
+    builds = dict.fromkeys(("token_stats", "logit_grads", "column_scores", "column_level"), 2)
+    for kernel, count in (builds | {"policy_loss": 1}).items():
         for arch in ("sm_80", "gfx942"):
-            assert f"| {kernel}_kernel | {arch} | 2 |" in result.stdout
-    assert result.stdout.strip() in out.read_text()
+            assert f"| {kernel}_kernel | {arch} | {count} |" in result.stdout
+    for name in ("one sweep", "token_stats", "logit_grads", "column_scores"):
+        assert f"| {name} | sm_80 | " in result.stdout
+    page = out.read_text()
+    tables = result.stdout.strip().split("\n", 1)[1]
+    assert f"## Triton {triton.__version__}\n" in page and tables in page
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     (
-        ("few.pop(0)", "no launch covered it"),
-        ("report.ARCHITECTURES['sm_90'] = (('cuda', 90, 32), 0)", "bytes of shared memory, of 0"),
+        ("few.remove(of['column_level'])", "column_level_kernel: no launch covered it"),
+        (
+            "chip = replace(report.ARCHITECTURES['sm_90'], shared_kib=0)\n"
+            "report.ARCHITECTURES['sm_90'] = chip",
+            "bytes of shared memory, of 0",
+        ),
+        (
+            "few.append(replace(of['policy_loss'], num_warps=64))",
+            "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
+        ),
         # Far more than the registers hold.
         (
-            "x = next(x for x in few if x.kernel == 'logit_grads_kernel')\n"
-            "constants = dict(x.constants) | {'BLOCK_V': 32768}\n"
-            "few[few.index(x)] = replace(x, num_warps=4, constants=tuple(constants.items()))",
+            "constants = dict(of['logit_grads'].constants) | {'BLOCK_V': 32768}\n"
+            "constants = tuple(constants.items())\n"
+            "few.append(replace(of['logit_grads'], num_warps=4, constants=constants))",
             "bytes of stack",
         ),
         # What comes of loads one by one.
         (
             "judged = report.judged\n"
-            "report.judged = lambda usage, arch, launch, aligned, ptx: judged(usage, arch, launch,"
-            " aligned, ptx.replace('.v4', ''))",
-            "token_stats_kernel on sm_90, aligned: no vector loads",
+            "report.judged = lambda *args: judged(*args[:3], args[3].replace('.v4', ''))",
+            "token_stats_kernel on sm_90: no vector loads",
+        ),
+        (
+            "report.sample = lambda launches: [of['token_stats']]",
+            "logit_grads_kernel on sm_90: 0 registers in the sample",
+        ),
+        ("sass.BUDGETS['one sweep'] = 1.0", "one sweep (token_stats_kernel): 9."),
+        # The sums of column_level are over the whole block.
+        (
+            "sass.budgeted = lambda: {'one sweep': of['column_level']}",
+            "one sweep (column_level_kernel): 6 barriers and 14 shuffles in its loop, on sm_90",
+        ),
+        (
+            "sass.budgeted = lambda: {'one sweep': of['policy_loss']}",
+            "one sweep (policy_loss_kernel): no loop found, on sm_90",
+        ),
+        # A sweep over rows of any width.
+        (
+            "for name, launch in (budgeted := sass.budgeted()).items():\n"
+            "    budgeted[name] = replace(launch, divisible=())\n"
+            "sass.budgeted = lambda: budgeted",
+            "logit_grads (logit_grads_kernel): logits that are not loaded in vectors, on sm_90",
         ),
     ),
-    ids=("uncovered", "shared_memory", "spills", "vectors"),
+    ids=(
+        *("uncovered", "shared_memory", "threads", "spills", "vectors", "sample", "budget"),
+        *("barrier", "no_loop", "loads_in_loop"),
+    ),
 )
 def test_fails(damage, message):
     result = run(damage, "--arch", "sm_90")
-    assert result.returncode == 1 and f"{message}" in result.stderr, result.stderr
+    assert result.returncode == 1 and message in result.stderr, result.stderr
+
+
+def test_innermost_loops_are_read():
+    code = """
+text = '''
+        /*0000*/  LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
+        /*0010*/  BAR.SYNC.DEFER_BLOCKING 0x0 ;   /* 0x0 */
+        /*0020*/  @!P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0030*/  LDG.E.ENL2.256 R8, R4, desc[UR4][R2.64] ;
+        /*0040*/  @P1 LDG.E.64 R2, desc[UR4][R2.64] ;
+        /*0050*/  STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0060*/  SHFL.BFLY PT, R3, R2, 0x1, 0x1f ;
+        /*0070*/  @P2 LDL.LU R1, [R1+0x8] ;
+        /*0080*/  BRA.U UP0, 0x20 ;
+        /*0090*/  @!P5 BRA 0x10 ?trans6 ;
+        /*00a0*/  BRA 0xa0;
+'''
+(loop,) = sass.innermost_loops(text)
+assert loop == sass.Loop(
+    instructions=7, barriers=0, shuffles=1, vector_loads=2, other_loads=1, vector_stores=0,
+    other_stores=1, loaded_bytes=48, spilled=1,
+), loop
+problems = " ".join(sass.problems_of("one sweep", sass.budgeted()["one sweep"], [loop]))
+assert "1 shuffles" in problems and "1 stores in its loop that are not vectors" in problems
+# Unrolled: twelve logits, where a block has eight per thread.
+assert sass.logits_per_thread(sass.budgeted()["one sweep"], loop) == 12
+sys.exit(0)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_table_that_is_not_the_stored_one_is_seen():
-    from benchmarks.compile_report import differences
+    from benchmarks.compile_report import differences, section_of, with_section
 
     rows = [f"| {kernel} | {arch} | 2 | 8-9 |" for kernel in "ab" for arch in ("sm_80", "sm_90")]
     stored, few = "\n".join(["# Title", "", *rows]), [rows[0], rows[2].replace("9", "99")]
@@ -79,14 +148,25 @@ def test_a_table_that_is_not_the_stored_one_is_seen():
     changed = differences(stored, ["", "", *few], ["sm_80"])
     assert changed == [f"- {rows[2]}", f"+ {few[1]}"]
 
+    page = with_section(with_section("", "3.6.0", "old"), "3.7.1", "new")
+    assert page.index("## Triton 3.7.1") < page.index("## Triton 3.6.0")
+    assert with_section(page, "3.6.0", "old") == page
+    changed = with_section(page, "3.7.1", "newer")
+    assert section_of(changed, "3.7.1").split() == ["##", "Triton", "3.7.1", "newer"]
+    assert section_of(changed, "3.6.0") == section_of(page, "3.6.0") != ""
+    assert section_of(changed, "3.7.10") == section_of("", "3.7.1") == ""
 
-def test_a_hidden_nan_is_seen():
+
+def test_hidden_nans_and_spills_in_loops_are_seen():
     code = """
 clean = report.Usage(8, 0, 0, 0)
 policy = next(x for x in launches if x.kernel == "policy_loss_kernel")
 for ptx, problem in (("min.f32 %f1", "hides NaN"), ("max.NaN.f32 %f1", "")):
-    found = report.judged(clean, "sm_90", policy, True, ptx).problem
+    found = report.judged(clean, "sm_90", policy, ptx).problem
     assert problem in found and bool(problem) == bool(found)
+for stack, in_loops, fine in ((0, 0, True), (16, 0, True), (8, 1, False), (40, 0, False)):
+    usage = replace(clean, stack=stack, spilled_in_loops=in_loops)
+    assert bool(report.judged(usage, "gfx942", policy).problem) != fine
 sys.exit(0)
 """
     result = run(code)
@@ -99,7 +179,7 @@ flags = {}
 for launch in launches:
     for name, value in launch.constants:
         flags.setdefault((launch.kernel, name), set()).add(value)
-one_valued = [k for k, v in flags.items() if len(v) < 2 and not k[1].startswith("BLOCK")]
+one_valued = [k for k, v in flags.items() if v <= {True, False} and len(v) < 2]
 assert not one_valued, one_valued
 assert flags["policy_loss_kernel", "SURROGATE"] == {"clip", "cispo", "sapo", "reinforce", "dppo_tv"}
 assert len(flags["policy_loss_kernel", "KL_ESTIMATOR"]) == 6
@@ -107,12 +187,26 @@ assert len(flags["policy_loss_kernel", "KL_ESTIMATOR"]) == 6
 # Of the policy loss every pair of options; without a KL its own options have no effect.
 from itertools import combinations, product
 drawn = [dict(x.constants) for x in launches if x.kernel == "policy_loss_kernel"]
+sample = report.sample(launches)
+few = [dict(x.constants) for x in sample if x.kernel == "policy_loss_kernel"]
+assert len(few) < len(drawn) / 5
 for a, b in combinations([n for n in drawn[0] if n != "BLOCK_N"], 2):
     for u, v in product(flags["policy_loss_kernel", a], flags["policy_loss_kernel", b]):
         needs_kl = any(n.startswith(("HAS_KL_", "KL_")) for n in (a, b))
         if needs_kl and (("HAS_KL", False) in ((a, u), (b, v))):
             continue
         assert any(x[a] == u and x[b] == v for x in drawn), (a, u, b, v)
+        assert any(x[a] == u and x[b] == v for x in few), (a, u, b, v)
+
+# Of the others every pair that occurs, of dtypes and strides, too.
+assert {x.kernel for x in sample} == {x.kernel for x in launches} == report.kernels().keys()
+def pairs(launches):
+    features = [
+        (x.kernel, *pair) for x in launches
+        for pair in combinations((*x.constants, *x.signature, *x.divisible), 2)
+    ]
+    return set(features)
+assert pairs(sample) == pairs(launches)
 sys.exit(0)
 """
     result = run(code)
@@ -128,12 +222,41 @@ def source(fn, attrs, **_):
     raise Seen({fn.arg_names[place] for place, in attrs})
 
 report.ASTSource = source
-stats = next(x for x in few if x.kernel == "token_stats_kernel")
-try:
-    report.compiled((stats, "sm_90", True))
-except Seen as seen:
-    aligned, = seen.args
+names = {}
+for divisible in (of["token_stats"].divisible, ()):
+    try:
+        report.compiled(replace(of["token_stats"], divisible=divisible), "sm_90")
+    except Seen as seen:
+        names[divisible], = seen.args
+aligned, unaligned = names.values()
 assert "logits_ptr" in aligned and not aligned & {"targets_ptr", "logps_ptr", "N"}, aligned
+assert not unaligned
+sys.exit(0)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_is_compiled_where():
+    code = """
+def counts(archs, **options):
+    found = {}
+    for launch, arch in report.builds(launches, archs, **options):
+        if launch.divisible or launch.kernel == "policy_loss_kernel":
+            found[launch.kernel, arch] = found.get((launch.kernel, arch), 0) + 1
+    return found
+
+every, few = (
+    {name: sum(x.kernel == name for x in some) for name in report.kernels()}
+    for some in (launches, report.sample(launches))
+)
+archs = list(report.ARCHITECTURES)
+full = counts(archs, in_full=True)
+for (kernel, arch), count in counts(archs, in_full=False).items():
+    assert count == few[kernel]
+    whole = arch in ("sm_90", "gfx942") and (kernel, arch) != ("policy_loss_kernel", "gfx942")
+    assert full[kernel, arch] == (every if whole else few)[kernel], (kernel, arch)
+assert len(full) == len(every) * len(archs)
 sys.exit(0)
 """
     result = run(code)

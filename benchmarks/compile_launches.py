@@ -1,0 +1,224 @@
+"""What the launchers of the Triton kernels would launch, recorded instead of launched.
+
+The configurations are not listed here: the launchers are called with every combination of their
+options. Those of the policy loss multiply to thousands; there, every surrogate meets every form of
+the KL, and the other options are drawn at random once and once inverted, so that every pair of them
+occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from grpo_kernels.backends import (
+    LogitTransform,
+    RowGrads,
+    triton_backend,
+    triton_column_scores,
+    triton_logits,
+    triton_policy_loss,
+)
+from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.objective import LossInputs
+
+# The modules whose kernels are compiled.
+MODULES = (triton_logits, triton_column_scores, triton_policy_loss)
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+HALVES = (torch.bfloat16, torch.float16)
+# Qwen's, GPT-2's, and less than a block.
+VOCABULARIES = (151_936, 50_257, 1003)
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel with the arguments of its launcher."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    # Arguments that 16 divides, of those that Triton compiles anew for; all pointers do.
+    divisible: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+
+
+def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
+    """Returns what `calls` would launch."""
+    launches: set[KernelLaunch] = set()
+
+    def record(
+        self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **flags: Any
+    ) -> None:
+        params = [p for p in self.params if not p.is_constexpr]
+        kinds, divisible = [], []
+        for param, value in zip(params, args, strict=True):
+            specialized = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+            if isinstance(value, torch.Tensor):
+                kinds.append((param.name, "*" + DTYPES[value.dtype]))
+                divisible += [param.name] if specialized else []
+            else:
+                number = isinstance(value, float)
+                kinds.append((param.name, "fp32" if number else "i32"))
+                divides = not number and value % 16 == 0
+                divisible += [param.name] if specialized and divides else []
+        launches.add(
+            KernelLaunch(
+                self.__name__,
+                tuple(kinds),
+                tuple(divisible),
+                tuple(sorted(flags.items())),
+                num_warps,
+            )
+        )
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        calls()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def head_launches() -> None:
+    """Launches the kernels on logits with every transform that the public calls can ask for."""
+    rows = 2
+    targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
+    transforms = itertools.product(
+        (None, torch.float32, *HALVES), (None, 30.0), temperatures, (False, True)
+    )
+    for bias, softcap, temperature, entropy in transforms:
+        for V in VOCABULARIES[: 3 if bias in (None, torch.float32) else 1]:
+            logits = padded(rows, V, torch.float32)
+            transform = LogitTransform(
+                None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
+            )
+            triton_backend.token_stats(logits, targets, transform, entropy=entropy)
+            if entropy:
+                # A head in bf16 keeps the exponentials apart, one in float32 on the logits.
+                for exps in (padded(rows, V, torch.bfloat16), logits):
+                    triton_backend.token_stats(logits, targets, transform, entropy=True, exps=exps)
+            grads = RowGrads(*[column] * (6 if entropy else 4))
+            triton_backend.column_scores(logits, targets, transform, grads, [slice(0, rows)])
+            # On the logits or beside them, the launch is the same.
+            for dtype in (torch.float32, *HALVES):
+                out = padded(rows, V, dtype)
+                triton_backend.logit_grads_(logits, targets, transform, grads, out)
+                # Sampled columns lie in a buffer of their own, of any width.
+                if logits.stride(0) != V:
+                    kept, out = torch.empty(rows, V), torch.empty(rows, V, dtype=dtype)
+                    triton_backend.logit_grads_(
+                        kept, targets, transform, grads, out, column_weights=torch.empty(V)
+                    )
+    # selective_log_softmax gets the caller's logits, in any dtype; the gradients have the same.
+    for dtype, temperature in itertools.product(HALVES, temperatures):
+        logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
+        transform = LogitTransform(temperature=temperature)
+        triton_backend.token_stats(logits, targets, transform, entropy=False)
+        grads = RowGrads(*[column] * 4)
+        triton_backend.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
+    # The most columns, some, and fewer than a block of them.
+    for count in (32_768, 5000, 50):
+        norms = torch.empty(2 * count)[::2]
+        triton_backend.column_level(norms, torch.ones(()), 2)
+
+
+def padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns logits whose rows are padded as in the head's chunks."""
+    return torch.empty(rows, -(-V // 64) * 64, dtype=dtype)[:, :V]
+
+
+def policy_launches() -> None:
+    """Launches the policy loss: every surrogate with every KL, and all pairs of other options."""
+    draw = random.Random(0)
+    surrogates: dict[str, dict[str, Any]] = {
+        "dapo": {},
+        "cispo": {"epsilon_high": 5.0},
+        "sapo": {},
+        "reinforce": {},
+        "dppo_tv": {},
+    }
+    kls: list[dict[str, Any]] = [{}]
+    for name, clamp, ratio in itertools.product(KL_ESTIMATORS, (None, 10.0), (False, True)):
+        kl = {"kl_estimator": name, "kl_clamp": clamp, "use_bias_correction_kl": ratio}
+        kls.append({"beta": 0.1, **kl})
+    tokens = torch.ones(4)
+    for loss_type, kl in itertools.product(surrogates, kls):
+        drawn = [draw.random() < 0.5 for _ in range(5)]
+        everything = [[True] * 5] if kl else []
+        for flags in (drawn, [not flag for flag in drawn], *everything):
+            masked, old, scaled, bonus, grad = flags
+            config = GRPOLossConfig(
+                loss_type=loss_type,
+                entropy_coef=0.1 * bonus,
+                **surrogates[loss_type],
+                **kl,
+                is_correction="token_mask" if scaled else "none",
+            )
+            inputs = LossInputs(
+                advantages=tokens,
+                weights=tokens,
+                count=torch.tensor(4.0),
+                mask=tokens > 0 if masked else None,
+                old_logps=tokens if old else None,
+                ref_logps=tokens if kl else None,
+                sampling_logps=tokens,
+            )
+            policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
+
+
+def all_launches() -> list[KernelLaunch]:
+    launches = recorded(head_launches) | recorded(policy_launches)
+    return sorted(launches, key=repr)
+
+
+def kernels() -> dict[str, Any]:
+    """Returns the kernels by name. Names with an underscore are helpers that kernels call."""
+    return {
+        name: x
+        for module in MODULES
+        for name, x in vars(module).items()
+        if isinstance(x, JITFunction) and not name.startswith("_")
+    }
+
+
+def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
+    """Few of the launches, in which every pair of options occurs that occurs in all of them."""
+    by_kernel: dict[str, list[KernelLaunch]] = defaultdict(list)
+    for launch in launches:
+        by_kernel[launch.kernel].append(launch)
+    chosen = [launch for of_kernel in by_kernel.values() for launch in _covering(of_kernel)]
+    return sorted(chosen, key=repr)
+
+
+def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
+    """Greedily covers all pairs; of launches that cover as many, that with more switched on."""
+    left = {launch: _pairs(launch) for launch in launches}
+    on = {x: sum(value is True for _, value in x.constants) for x in launches}
+    chosen = []
+    while any(left.values()):
+        best = max(left, key=lambda x: (len(left[x]), on[x], repr(x)))
+        covered = left.pop(best)
+        chosen.append(best)
+        left = {launch: pairs - covered for launch, pairs in left.items()}
+    return chosen
+
+
+def _pairs(launch: KernelLaunch) -> set[Any]:
+    strides = [("divides", name) for name in launch.divisible]
+    return set(itertools.combinations((*launch.constants, *launch.signature, *strides), 2))

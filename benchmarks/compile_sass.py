@@ -1,0 +1,134 @@
+"""Instructions in the innermost loops of compiled kernels, and how many there may be.
+
+A sweep over the logits is to be bound by memory. It is, as long as a thread spends few instructions
+on a logit, moves 16 bytes at a time and waits for no other. Counted is what is in the machine code,
+per logit that one thread handles in one iteration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.compile_launches import KernelLaunch, padded, recorded
+from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
+
+# Instructions per logit, rounded up from what is known to be possible.
+BUDGETS = {"one sweep": 16.0, "token_stats": 12.0, "logit_grads": 16.0, "column_scores": 20.0}
+
+
+class Loop(NamedTuple):
+    """What is in one innermost loop."""
+
+    instructions: int
+    barriers: int
+    shuffles: int
+    vector_loads: int  # of 16 bytes or more
+    other_loads: int
+    vector_stores: int
+    other_stores: int
+    loaded_bytes: int  # by vectors
+    spilled: int  # registers moved to the stack and back
+
+
+def budgeted() -> dict[str, KernelLaunch]:
+    """Returns the launches that have a budget: Qwen's vocabulary, a bf16 head, no options."""
+    V = 151_936
+    logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
+    exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
+    given = (logits, targets, LogitTransform())
+    grads = RowGrads(*[column] * 4)
+    calls: dict[str, Callable[[], Any]] = {
+        "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
+        "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
+        "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
+        "column_scores": lambda: triton_backend.column_scores(*given, grads, [slice(0, 2)]),
+    }
+    return {name: recorded(call).pop() for name, call in calls.items()}
+
+
+def innermost_loops(sass: str) -> list[Loop]:
+    """Reads the innermost loops from what `cuobjdump -sass` prints."""
+    code = [
+        (int(address, 16), text)
+        for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
+    ]
+    places = {address: i for i, (address, _) in enumerate(code)}
+    # By its first instruction, the last that branches back there.
+    ends: dict[int, int] = {}
+    for i, (address, text) in enumerate(code):
+        branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
+        # The code ends in a branch to itself.
+        if branch and int(branch[1], 16) < address:
+            ends[places[int(branch[1], 16)]] = i
+    innermost = [
+        (first, last)
+        for first, last in ends.items()
+        if not any(first < other <= last for other in ends)
+    ]
+    return [_counted([text for _, text in code[a : b + 1]]) for a, b in sorted(innermost)]
+
+
+def _counted(body: list[str]) -> Loop:
+    names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for text in body]
+
+    def count(pattern: str) -> int:
+        return sum(re.match(pattern, name) is not None for name in names)
+
+    widths = [re.match(r"LDG\b.*\.(128|256)\b", name) for name in names]
+    vector_loads, vector_stores = sum(map(bool, widths)), count(r"STG\b.*\.(128|256)\b")
+    return Loop(
+        len(body),
+        count(r"BAR\b"),
+        count(r"SHFL\b|REDUX\b"),
+        vector_loads,
+        count(r"LDG?\b") - vector_loads,
+        vector_stores,
+        count(r"STG?\b") - vector_stores,
+        sum(int(width[1]) // 8 for width in widths if width),
+        count(r"(LDL|STL)\b"),
+    )
+
+
+def logits_per_thread(launch: KernelLaunch, loop: Loop) -> int:
+    """Logits that one thread handles in an iteration; more where iterations were unrolled."""
+    block = next(value for name, value in launch.constants if name.startswith("BLOCK"))
+    return max(int(block) // (32 * launch.num_warps), loop.loaded_bytes // 4)
+
+
+def problems_of(name: str, launch: KernelLaunch, loops: list[Loop]) -> list[str]:
+    """What is wrong with the loops of the launch that has the budget `name`."""
+    problems = [] if loops else ["no loop found"]
+    for loop in loops:
+        logits = logits_per_thread(launch, loop)
+        if loop.instructions > BUDGETS[name] * logits:
+            per_logit = loop.instructions / logits
+            problems.append(f"{per_logit:.1f} instructions per logit, of {BUDGETS[name]:g}")
+        if loop.barriers or loop.shuffles:
+            problems.append(f"{loop.barriers} barriers and {loop.shuffles} shuffles in its loop")
+        if loop.loaded_bytes < 4 * logits:
+            problems.append("logits that are not loaded in vectors")
+        if loop.other_stores:
+            problems.append(f"{loop.other_stores} stores in its loop that are not vectors")
+    return [f"{name} ({launch.kernel}): {problem}" for problem in problems]
+
+
+def rows_of(name: str, launch: KernelLaunch, loops: list[Loop], arch: str) -> list[str]:
+    """The lines of the table; `HEADER` stands above them."""
+    return [
+        f"| {name} | {arch} | {loop.instructions} | {logits_per_thread(launch, loop)}"
+        f" | {loop.instructions / logits_per_thread(launch, loop):.1f} | {BUDGETS[name]:g}"
+        f" | {loop.barriers} | {loop.shuffles} | {loop.vector_loads} | {loop.other_loads}"
+        f" | {loop.vector_stores} | {loop.other_stores} |"
+        for loop in loops
+    ]
+
+
+HEADER = [
+    "| innermost loop of | architecture | instructions | logits | per logit | budget | barriers "
+    "| shuffles | vectors loaded | other loads | vectors stored | other stores |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+]
