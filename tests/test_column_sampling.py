@@ -171,9 +171,8 @@ def test_the_level_is_found_from_as_many_columns_as_a_kernel_takes(V):
             seen.append((len(norms), copies))
             return torch_backend.column_level(norms, allowed, copies)
 
-    squares, broken = torch.rand(1, V), torch.zeros(1, dtype=torch.bool)
-    targets = torch.zeros(4, dtype=torch.int64)
-    column_sampling.keep_probabilities(squares, targets, [slice(0, 4)], 0.1, broken, Backend)
+    squares, targets = torch.rand(1, V), torch.zeros(4, dtype=torch.int64)
+    column_sampling.keep_probabilities(squares, targets, [slice(0, 4)], 0.1, Backend)
     ((count, copies),) = seen
     assert min(V, 16_384) <= count <= 32_768 and count == -(-V // copies)
 
