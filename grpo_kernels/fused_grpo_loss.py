@@ -5,12 +5,12 @@ chunk of logits can be computed, used for loss and gradient, and overwritten: on
 
     for each chunk of rows:
         Z        = h W^T                        GEMM 1, float32, one reused buffer
-        l, H, E  = token_stats(Z)               log-prob of the target, entropy; E = e^(z - a) stays
-        x, g     = policy_loss(l, H)            loss, dL/dl
-        dh       = r o (E W)                    GEMM 2, r = -g / (T sum E) for each row
-        dW      += E^T (r o h)                  GEMM 3, accumulated in float32
+        l, E, X  = token_stats(Z)               log-prob of the target, entropy; X = e^(z - a) stays
+        x, g     = policy_loss(l, E)            loss, dL/dl
+        dh       = r o (X W)                    GEMM 2, r = -g / (T sum X) for each row
+        dW      += X^T (r o h)                  GEMM 3, accumulated in float32
 
-The gradient of the logits, r o E, is never made. Where the entropy has a gradient, or the GEMMs
+The gradient of the logits, r o X, is never made. Where the entropy has a gradient, or the GEMMs
 take float16, it is, by a second sweep: `logit_grads_(Z)`.
 
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
@@ -127,7 +127,8 @@ def fused_grpo_loss(
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
             percent of the vocabulary's columns; exact ones where that is faster, or is predicted
             to be (`docs/sampled_backward.md`).
-        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
+        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3, at which
+            sampling is predicted to lose on a GPU, so that the exact way is taken.
         seed: source of the sampled backward's draws: an int (the same gradients again; pass
             another one in each call), a `torch.Generator`, or None for torch's own generator on
             the CPU. Ranks draw differently in any case.
@@ -205,7 +206,7 @@ def fused_grpo_loss(
         weight=weight,
         chunk_bytes=chunk_bytes,
         capturable=capturable,
-        **chunk_layout(call, makes_gradients, strips=not _has_entropy_grad(config)),
+        **chunk_layout(call, makes_gradients, strips=_one_sweep(config, call)),
     )
     if one_pass:
         loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
@@ -270,7 +271,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
             for chunk in plan.chunks():
                 index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
                 rows = head.rows(index)
-                one_sweep = wants_grad and gradients.sweeps_once and not _has_entropy_grad(config)
+                one_sweep = wants_grad and gradients.sweeps_once and _one_sweep(config, call)
                 if one_sweep:
                     stats = gradients.sweep(rows)
                 else:
@@ -324,8 +325,9 @@ def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 
-def _has_entropy_grad(config: GRPOLossConfig) -> bool:
-    return config.entropy_coef != 0.0
+def _one_sweep(config: GRPOLossConfig, call: HeadCall) -> bool:
+    """False where the gradient of the logits is no factor per row, or one beyond float16."""
+    return config.entropy_coef == 0.0 and call.dtype != torch.float16
 
 
 def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadGradients:

@@ -4,8 +4,8 @@ With D the gradient of some rows' raw logits `[C, V]`:
 
     dh = D W,    dW += D^T h,    db += sum_rows D        accumulated in float32
 
-Where D is a factor per row times what the forward's sweep has left behind, D = r o E, it is never
-made: dh = r o (E W), dW += E^T (r o h).
+Where D is a factor per row times what the forward's sweep has left behind, D = r o X, it is never
+made: dh = r o (X W), dW += X^T (r o h).
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class HeadGradients:
     @property
     def sweeps_once(self) -> bool:
         """True if the next rows may take `sweep` and `add_swept`."""
-        # A factor per row is beyond float16's range.
-        return self.head.dtype != torch.float16
+        return True
 
     def sweep(self, rows: Rows) -> TokenStats:
         """The statistics of `rows`; their exponentials stay for `add_swept`, which comes next."""
@@ -146,6 +145,9 @@ class HeadGradients:
         if factors is None:
             self.d_bias += d_logits.sum(0, dtype=torch.float32)
             return
+        if factors.dtype == d_logits.dtype:
+            self.d_bias.addmv_(d_logits.t(), factors)
+            return
         # Two columns, the second with what the first has rounded away.
         high = factors.to(d_logits.dtype)
         both = torch.stack((high, (factors - high).to(d_logits.dtype)), dim=1)
@@ -179,12 +181,11 @@ def chunk_layout(call: HeadCall, with_grad: bool, *, strips: bool) -> dict[str, 
     """What `plan_rows` has to know of the gradient of the logits; `strips`: rows go one by one."""
     if not with_grad or call.dtype == torch.float32:
         return {}
-    strips = strips and call.sampling is None and call.dtype != torch.float16
-    return {"grad_bytes": call.dtype.itemsize, "strips": strips}
+    return {"grad_bytes": call.dtype.itemsize, "strips": strips and call.sampling is None}
 
 
 def row_factors(stats: TokenStats, d_logps: Tensor, transform: LogitTransform) -> Tensor:
-    """What each row's exponentials `E` have to be multiplied with to be D, float32 `[C]`."""
+    """What each row's exponentials X have to be multiplied with to be D, float32 `[C]`."""
     assert stats.total is not None
     return d_logps * (-transform.logit_scale / transform.temperature) / stats.total
 

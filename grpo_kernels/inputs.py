@@ -105,7 +105,9 @@ def head_call(
     ):
         raise ValueError(f"chunk_bytes: expected a positive int, or None; got {chunk_bytes!r}")
     sampling = _column_sampling(backward, tolerance, seed)
-    if capturable and sampling:
+    if not isinstance(capturable, bool):
+        raise TypeError(f"capturable: expected a bool; got {capturable!r}")
+    if capturable and sampling is not None:
         raise ValueError(
             "backward: expected 'exact' with capturable=True, as the other one reads how many "
             "columns it keeps; got 'sampled'"

@@ -74,16 +74,18 @@ def linear_logprobs(
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
         entropy: computes the entropy, too.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
-            percent of the vocabulary's columns (`docs/sampled_backward.md`).
+            percent of the vocabulary's columns; exact ones where that is faster, or is predicted
+            to be (`docs/sampled_backward.md`).
         tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
         seed: source of the sampled backward's draws: an int (the same gradients again; pass
             another one in each call), a `torch.Generator`, or None for torch's own generator on
             the CPU. Ranks draw differently in any case.
             The columns are drawn in the forward and kept as 8 bytes each, at most V / 3 per 128
-            tokens (256 on a GPU, fewer if a chunk has fewer). The noise is planned without
-            gradients of the entropy, which widen it.
+            tokens (on a GPU V / 8 per 256; fewer tokens if a chunk has fewer). The noise is
+            planned without gradients of the entropy, which widen it.
         backend: `"auto"`, `"triton"` or `"torch"`.
-        chunk_bytes: budget of the buffer of logits, in bytes, as in `fused_grpo_loss`.
+        chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, as in
+            `fused_grpo_loss`.
         capturable: reads nothing back from the device, as in `fused_grpo_loss`.
 
     Returns:
@@ -175,9 +177,9 @@ class _LinearLogprobs(torch.autograd.Function):
                     entropy[index] = stats.entropy
                 if drawn is not None and chunk.needs_grad:
                     drawn.draw(rows, logits, stats, call.backend)
-        call.zeroed(logps, logsumexp, entropy)
         # Copies, as the caller may change the outputs in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
+        call.zeroed(logps, logsumexp, entropy)
         ctx.save_for_backward(*operands, *kept)
         ctx.call, ctx.drawn = call, drawn
         ctx.set_materialize_grads(False)

@@ -160,7 +160,7 @@ class SampledGradients(KeptColumnGradients):
     @property
     def sweeps_once(self) -> bool:
         """True for chunks that are known to keep all columns."""
-        return self.sampler.to_skip > 0 and super().sweeps_once
+        return self.sampler.to_skip > 0
 
     def sweep(self, rows: Rows) -> TokenStats:
         """As in the base class; counts the chunk as dense."""

@@ -52,7 +52,10 @@ def dense_share(device_type: str) -> float:
 
 
 def pays(device_type: str, N: int, V: int, H: int, tolerance: float) -> bool:
-    """True if a call of N rows had better be sampled; on a CPU the blocks tell."""
+    """True if a call of N tokens had better be sampled; on a CPU the blocks tell.
+
+    Taken as if all tokens counted, the weight were trained, and every GPU were an H200.
+    """
     if device_type == "cpu":
         return True
     costs = costs_of(device_type)

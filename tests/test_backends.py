@@ -1,5 +1,7 @@
 """The Triton kernels against the torch backend, at the sizes that bite."""
 
+import math
+
 import pytest
 import torch
 
@@ -214,6 +216,21 @@ def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
             one_hot = torch.zeros_like(p).scatter_(1, of, 1.0)
             swept = row_factors(stats.at(rows), d_logps[rows], plain)[:, None] * exps[rows].double()
             assert relative_error(swept, (one_hot - p) * d_logps[rows, None]) <= limit
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", ({"logit_scale": 0.0}, {"temperature": math.inf}), ids=str)
+def test_logits_that_are_all_the_same(option, device):
+    """A scale of 0, or an infinite temperature: uniform, with gradients of 0 but for the target."""
+    logits, targets, _ = tile(4, 2 * 2048 + 5, device)
+    given = {k: torch.full((4,), v, device=device) if k == "temperature" else v
+             for k, v in option.items()}  # fmt: skip
+    for exps in (None, torch.empty_like(logits)):
+        stats = triton_backend.token_stats(
+            logits, targets, LogitTransform(**given), entropy=True, exps=exps
+        )
+        assert (stats.logps + math.log(logits.shape[1])).abs().max() <= 1e-5
+        assert (stats.entropy - math.log(logits.shape[1])).abs().max() <= 1e-5
 
 
 def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):

@@ -154,6 +154,15 @@ def test_capturable(loss_type, option, backend):
     assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 
+def test_capturable_with_a_masked_row_of_large_logits(backend="torch"):
+    """A masked row's logits are the bias alone, which a small temperature makes large."""
+    batch = make_batch()
+    options = {"config": config(loss_type="gspo"), "bias": True, "temperature": 0.03}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, capturable=True, **options)
+    assert_matches(actual, expected, 1e-4, logps=1e-3)
+
+
 def test_capturable_refuses_what_it_cannot_honour():
     batch = make_batch()
     args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
@@ -163,6 +172,8 @@ def test_capturable_refuses_what_it_cannot_honour():
     ):
         with pytest.raises(ValueError, match=message):
             fused_grpo_loss(*args, capturable=True, **options)
+    with pytest.raises(TypeError, match="capturable: expected a bool; got 'yes'"):
+        fused_grpo_loss(*args, capturable="yes")
     outside = batch.targets.masked_fill(batch.mask, 10**6)
     with pytest.raises(ValueError, match="targets: expected ids in"):
         fused_grpo_loss(*args[:2], outside, *args[3:], capturable=True)

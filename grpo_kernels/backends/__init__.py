@@ -51,7 +51,7 @@ class LogitTransform:
 class TokenStats(NamedTuple):
     """Statistics of each row of logits, float32 `[C]`.
 
-    `total` is the sum of the row's exponentials E as they were left behind, so that p = E / total.
+    `total` is the sum of the row's exponentials X as they were left behind, so that p = X / total.
     """
 
     logps: Tensor
@@ -149,7 +149,7 @@ class Backend(Protocol):
         `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per
         row, `row_factors`:
 
-            E = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
+            X = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
 
         The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself;
         else `logits` stay as they are.

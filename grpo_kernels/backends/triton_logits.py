@@ -181,12 +181,12 @@ def token_stats_kernel(
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
-    above = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
+    next_anchor = anchor
     out_of_reach = True
     while out_of_reach:
-        anchor += above / to_log2
+        anchor = next_anchor
         totals = tl.zeros((BLOCK_V,), tl.float32)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
@@ -207,7 +207,10 @@ def token_stats_kernel(
         total = tl.sum(totals, axis=0)
         weighted = tl.sum(weights, axis=0)
         above = tl.max(peaks, axis=0)
+        next_anchor = anchor + above / to_log2
+        # In place there are no logits left to sweep.
         out_of_reach = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
+        out_of_reach = out_of_reach & (not IN_PLACE)
 
     log_total = tl.log2(total)
     # Not target_logit - logsumexp, which loses what is below an ulp of the logits.

@@ -6,7 +6,7 @@
 TRL's own code computes the loss and what it logs; it asks the model for log-probs and entropies,
 which here come from `attach_fused_head`. If the objective is token-local, the gradient is computed
 along with the log-probs, in one pass: the returned loss has TRL's value and our gradient, and the
-two losses are compared in every step. Otherwise TRL's loss is differentiated through
+two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
 This file alone depends on private parts of TRL:
