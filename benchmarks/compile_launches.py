@@ -198,12 +198,20 @@ def kernels() -> dict[str, Any]:
 
 
 def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
-    """Few of the launches, in which every pair of options occurs that occurs in all of them."""
+    """Few of the launches: every pair of options that occurs in all of them, and the hungriest."""
     by_kernel: dict[str, list[KernelLaunch]] = defaultdict(list)
     for launch in launches:
         by_kernel[launch.kernel].append(launch)
-    chosen = [launch for of_kernel in by_kernel.values() for launch in _covering(of_kernel)]
-    return sorted(chosen, key=repr)
+    chosen = {launch for of_kernel in by_kernel.values() for launch in _covering(of_kernel)}
+    return sorted(chosen | set(filter(_takes_most_registers, launches)), key=repr)
+
+
+def _takes_most_registers(launch: KernelLaunch) -> bool:
+    """Returns True for float32 throughout, a bias, and one more operand; the report checks it."""
+    flags, kinds = dict(launch.constants), {kind for _, kind in launch.signature}
+    wide = not kinds & {"*bf16", "*fp16"} and flags.get("BLOCK_V", 0) >= 2048
+    more = flags.get("HAS_WEIGHTS") or flags.get("IN_PLACE")
+    return bool(wide and more and flags["HAS_BIAS"] and flags["HAS_TEMPERATURE"])
 
 
 def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
