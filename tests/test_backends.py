@@ -164,10 +164,15 @@ def test_one_sweep_over_infinite_logits(backend, device):
     logits[1, targets[1]] = -inf
     logits[2] = -inf
     logits[3, 7], logits[4, 3000] = float("nan"), inf
-    stats = backend.token_stats(
-        logits, targets, transform, entropy=True, exps=(exps := torch.empty_like(logits))
-    )
+    exps = torch.empty_like(logits)
+    stats = backend.token_stats(logits, targets, transform, entropy=True, exps=exps)
     expected = logits.double().log_softmax(1)
+    # Nothing to take an anchor from, neither in the first block nor at the target.
+    far = torch.full_like(logits, -inf)
+    far[:, 3000:] = -1000.0 - torch.arange(V - 3000, device=device) % 7
+    alone = backend.token_stats(far, torch.zeros_like(targets), transform, entropy=True)
+    assert (alone.logps == -inf).all() and (alone.entropy > 1).all()
+    assert (alone.logsumexp - far.double().logsumexp(1)).abs().max() <= 1e-3
     assert stats.logps[1] == -inf and stats.logps[2:].isnan().all()
     p = expected[:2].exp()
     entropy = -torch.where(p > 0, p * expected[:2], 0.0).sum(1)
