@@ -92,10 +92,10 @@ def two_passes(w: Workload, **options: Any) -> Tensor:
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
-def sampled(loss: Callable[..., Tensor], w: Workload) -> Tensor:
+def sampled(loss: Callable[..., Tensor], w: Workload, **options: Any) -> Tensor:
     """Samples also where a call is predicted to lose: what is measured may say otherwise."""
     with mock.patch.object(sampling_cost, "pays", return_value=True):
-        return loss(w, backward="sampled", seed=0)
+        return loss(w, backward="sampled", seed=0, **options)
 
 
 def trl_chunked(w: Workload) -> Tensor:

@@ -46,18 +46,21 @@ def token_stats(
         may_overwrite = z.data_ptr() != block.data_ptr() or _same_memory(exps, logits)
         in_place = may_overwrite and z.is_contiguous()
         p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
-        # The largest probability is 1 over the sum of e^(z - peak).
-        log_total = -p.amax(1).log()
+        # softmax adds up less exactly than sum: its probabilities are off by one factor per row.
+        total = p.sum(1)
+        # The largest of them is that factor over the sum of e^(z - peak).
+        log_total = (total / p.amax(1)).log()
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
         out.logps[rows] = shifted.gather(1, targets[rows, None]).squeeze(1) - log_total
         out.logsumexp[rows] = peak.squeeze(1) + log_total
         if entropy:
             assert out.entropy is not None
-            out.entropy[rows] = log_total - _sum_of_products(p, shifted)
+            out.entropy[rows] = log_total - _sum_of_products(p, shifted) / total
         if exps is not None:
             assert out.total is not None
-            out.total[rows] = 1.0
-            p.scatter_(1, targets[rows, None], out.logps[rows, None].expm1())
+            out.total[rows] = total
+            at_target = total * out.logps[rows].expm1()
+            p.scatter_(1, targets[rows, None], at_target[:, None])
             if chain is not None:
                 p.mul_(chain)
             if p.data_ptr() != exps[rows].data_ptr():
