@@ -19,11 +19,20 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from . import GRPOLossConfig, __version__, fused_grpo_loss, linear_logprobs, reference
+from . import (
+    GRPOLossConfig,
+    __version__,
+    column_sampling,
+    fused_grpo_loss,
+    linear_logprobs,
+    reference,
+    sampling_cost,
+)
 from .backends import select_backend
 
 
@@ -161,9 +170,12 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     if call == "sampled":
         options = {"backward": "sampled", "tolerance": SAMPLED_NOISE, "seed": 0}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
-    start = time.perf_counter()
-    logps, *gradients = _run(fused_grpo_loss, batch, config, **options)
-    seconds = time.perf_counter() - start
+    # So small a batch would not be worth sampling.
+    always = mock.patch.object(sampling_cost, "pays", return_value=True)
+    with always, mock.patch.object(column_sampling, "_FLAT_SHARE", 1.0):
+        start = time.perf_counter()
+        logps, *gradients = _run(fused_grpo_loss, batch, config, **options)
+        seconds = time.perf_counter() - start
     expected_logps, *expected = _run(reference.fused_grpo_loss, exact, config)
     without_loss = linear_logprobs(
         batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"]

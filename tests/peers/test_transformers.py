@@ -265,9 +265,9 @@ def test_lora_on_the_head_makes_no_weight():
     asked = []
     original = HeadGradients.__init__
 
-    def watched(self, head, backend, wanted, **options):
+    def watched(self, head, backend, wanted, *rest, **options):
         asked.append(tuple(wanted))
-        original(self, head, backend, wanted, **options)
+        original(self, head, backend, wanted, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadGradients, "__init__", watched)

@@ -32,18 +32,32 @@ def test_the_sampled_backward_is_looked_at():
 def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
     logit_grads, token_stats = torch_backend.logit_grads_, torch_backend.token_stats
 
+    def damage_(gradient):
+        gradient.neg_() if damage == "flipped" else gradient.zero_()
+
     def damaged(*args, out, **options):
         logit_grads(*args, out=out, **options)
-        out.neg_() if damage == "flipped" else out.zero_()
+        damage_(out)
 
-    def with_tail(logits, *args, **options):
-        tail = logits.new_zeros(len(logits), 640)
-        return token_stats(torch.cat([logits, tail], 1), *args, **options)
+    def damaged_sweep(*args, exps=None, **options):
+        stats = token_stats(*args, exps=exps, **options)
+        if exps is not None:
+            damage_(exps)
+        return stats
+
+    def with_tail(logits, *args, exps=None, **options):
+        wider = torch.cat([logits, logits.new_zeros(len(logits), 640)], 1)
+        if exps is None:
+            return token_stats(wider, *args, **options)
+        stats = token_stats(wider, *args, exps=wider, **options)
+        exps.copy_(wider[:, :-640])
+        return stats
 
     if damage == "tail":
         monkeypatch.setattr(torch_backend, "token_stats", with_tail)
     else:
         monkeypatch.setattr(torch_backend, "logit_grads_", damaged)
+        monkeypatch.setattr(torch_backend, "token_stats", damaged_sweep)
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
     assert told.count("WRONG") == 9 and "VERDICT: 9 checks failed" in told
