@@ -96,7 +96,7 @@ DAMAGES = [
     ),
     *_in(
         "head_gradients.py",
-        "test_fused_grpo_loss test_backends",
+        "test_fused_grpo_loss test_backends test_half_products",
         ("one sweep loses the temperature",
          "(-transform.logit_scale / transform.temperature)", "(-transform.logit_scale)"),
         ("one sweep loses the factors of dW",
