@@ -71,53 +71,47 @@ class HeadGradients:
 
     def sweep(self, rows: Rows) -> TokenStats:
         """The statistics of `rows`; their exponentials stay for `add_swept`, which comes next."""
-        stats: TokenStats | None = None
+        exps = self._gradient_rows(len(rows.hidden))
+        stats = TokenStats.empty(exps, entropy=True, total=True)
         for part in self.head.strips(len(rows.hidden)):
             strip = rows.at(part)
-            logits = self.head.logits(strip)
-            if stats is None:
-                exps = self._gradient_buffer(logits, len(rows.hidden))
-                stats = TokenStats.empty(exps, entropy=True, total=True)
             self.backend.token_stats(
-                logits,
+                self.head.logits(strip),
                 strip.targets,
                 strip.transform,
                 entropy=True,
                 exps=exps[part],
                 out=stats.at(part),
             )
-        assert stats is not None
-        self._exps = exps
         return stats
 
     def add_swept(self, rows: Rows, stats: TokenStats, d_logps: Tensor) -> None:
         """Adds the share of the rows that were swept, from the gradient of their log-probs."""
-        self._multiply(rows, self._exps, row_factors(stats, d_logps, rows.transform))
+        exps = self._gradient_rows(len(rows.hidden))
+        self._multiply(rows, exps, row_factors(stats, d_logps, rows.transform))
 
     def add(self, rows: Rows, logits: Tensor, grads: RowGrads) -> None:
         """Adds the share of `rows`, from their raw logits `[C, V]`, which may be overwritten."""
-        d_logits = self._gradient_buffer(logits, len(logits))
+        in_place = self.head.dtype == logits.dtype
+        d_logits = logits if in_place else self._gradient_rows(len(logits))
         self.backend.logit_grads_(logits, rows.targets, rows.transform, grads, out=d_logits)
         self._multiply(rows, d_logits)
 
     def add_again(self, rows: Rows, grads: RowGrads) -> None:
         """Adds the share of `rows`, whose logits are computed again."""
-        d_logits: Tensor | None = None
+        d_logits = self._gradient_rows(len(rows.hidden))
         for part in self.head.strips(len(rows.hidden)):
             strip = rows.at(part)
             logits = self.head.logits(strip)
-            if d_logits is None:
-                d_logits = self._gradient_buffer(logits, len(rows.hidden))
             self.backend.logit_grads_(
                 logits, strip.targets, strip.transform, grads.at(part), out=d_logits[part]
             )
-        assert d_logits is not None
         self._multiply(rows, d_logits)
 
-    def _gradient_buffer(self, logits: Tensor, count: int) -> Tensor:
-        """Where the gradient of `count` rows goes: on the logits themselves, if it is as wide."""
-        if self.head.dtype == logits.dtype:
-            return logits
+    def _gradient_rows(self, count: int) -> Tensor:
+        """Where the gradient of `count` rows goes: over their logits, if it is as wide."""
+        if self.head.dtype == torch.float32:
+            return self.head.buffer[:count]
         if self._d_logits is None:
             self._d_logits = self.head.new_rows(self._max_rows, self.head.dtype)
         return self._d_logits[:count]
@@ -178,7 +172,7 @@ class HeadGradients:
 
 
 def chunk_layout(call: HeadCall, with_grad: bool, *, strips: bool) -> dict[str, Any]:
-    """What `plan_rows` has to know of the gradient of the logits; `strips`: rows go one by one."""
+    """What `plan_rows` has to know of the gradient of the logits; `strips`: no step needs all rows."""
     if not with_grad or call.dtype == torch.float32:
         return {}
     return {"grad_bytes": call.dtype.itemsize, "strips": strips and call.sampling is None}

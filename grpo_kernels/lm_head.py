@@ -67,7 +67,7 @@ class LMHead:
             # No BLAS takes it: copied once here instead of in every GEMM.
             weight = weight.contiguous()
         self.weight, self.operands, self.call = weight, operands, call
-        self._logits = self.new_rows(max_rows, torch.float32)
+        self.buffer = self.new_rows(max_rows, torch.float32)
         self._tail = _unaligned_columns(weight)
 
     def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ class LMHead:
 
     def strips(self, count: int) -> Iterator[slice]:
         """Cuts `count` rows into as many as have their logits in the buffer at a time."""
-        return even_slices(0, count, len(self._logits))
+        return even_slices(0, count, len(self.buffer))
 
     def rows(self, index: slice | Tensor) -> Rows:
         """The rows `index` of the call, ready for the GEMMs."""
@@ -92,7 +92,7 @@ class LMHead:
 
     def logits(self, rows: Rows) -> Tensor:
         """Raw logits, float32 `[C, V]`, in the buffer: valid until the next call."""
-        out = self._logits[: len(rows.hidden)]
+        out = self.buffer[: len(rows.hidden)]
         at_once = self.V
         if out.device.type == "cpu":
             at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()

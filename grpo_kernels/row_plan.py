@@ -58,15 +58,15 @@ class RowPlan:
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        grad_rows = slices(0, self.num_grad_rows, self._rows_per_chunk())
-        yield from self._split(grad_rows, True)
-        others = even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows)
-        yield from self._split(others, False)
-
-    def _split(self, parts: Iterator[slice], needs_grad: bool) -> Iterator[Chunk]:
-        for rows in parts:
+        for rows, needs_grad in self._parts():
             index = rows if self.order is None else self.order[rows]
             yield Chunk(index, rows.stop - rows.start, needs_grad)
+
+    def _parts(self) -> Iterator[tuple[slice, bool]]:
+        for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
+            yield rows, True
+        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
+            yield rows, False
 
     def _rows_per_chunk(self) -> int:
         """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
@@ -85,7 +85,7 @@ class RowPlan:
     @property
     def largest_chunk(self) -> int:
         """The rows of the largest chunk."""
-        return max((chunk.size for chunk in self.chunks()), default=0)
+        return max((rows.stop - rows.start for rows, _ in self._parts()), default=0)
 
     @property
     def logit_rows(self) -> int:
