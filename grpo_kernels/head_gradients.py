@@ -172,7 +172,7 @@ class HeadGradients:
 
 
 def chunk_layout(call: HeadCall, with_grad: bool, *, strips: bool) -> dict[str, Any]:
-    """What `plan_rows` has to know of the gradient of the logits; `strips`: no step needs all rows."""
+    """What `plan_rows` has to know of the logits' gradient; `strips`: no step needs all rows."""
     if not with_grad or call.dtype == torch.float32:
         return {}
     return {"grad_bytes": call.dtype.itemsize, "strips": strips and call.sampling is None}
