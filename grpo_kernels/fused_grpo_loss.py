@@ -36,7 +36,7 @@ from .autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from .backends import RowGrads
+from .backends import RowGrads, TokenStats
 from .column_sampling import metrics_of_exact
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
@@ -49,6 +49,7 @@ from .objective import LossInputs, token_local
 from .outputs import GRPOLossOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import SampledGradients
+from .support_head import SupportHead, with_support
 
 
 @eager_only
@@ -78,6 +79,8 @@ def fused_grpo_loss(
     backend: str = "auto",
     chunk_bytes: int | None = None,
     capturable: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
+    support_fallback: str = "error",
 ) -> GRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
@@ -139,6 +142,15 @@ def fused_grpo_loss(
         capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
             masked ones and those of advantage 0 too, at their cost, and values are checked by
             assertions on the device. For the exact backward.
+        support: `(token_ids, offsets)`, int32 or int64: the words that the sampler kept for each
+            token, with top-k, top-p or min-p. `token_ids[offsets[i] : offsets[i + 1]]` are those of
+            token i in row-major order, the target among them, in any order, each once; none at all
+            stands for the whole vocabulary. `[K]` and `[B * T + 1]` or `[N + 1]`. Log-probs,
+            entropy, loss and metrics are then those of the softmax over these words, and gradients
+            are exact, from their rows of the head alone (`docs/support.md`). Masked tokens may have
+            anything.
+        support_fallback: `"dense"` takes tokens whose target is not among their words over the
+            whole vocabulary, and counts them in a metric; `"error"` refuses them.
 
     Returns:
         `loss`: float32 scalar.
@@ -147,7 +159,10 @@ def fused_grpo_loss(
             best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
             nothing clips); `kl` and `kl_max` given `ref_logps`; those of the loss's options under
             TRL's names (`docs/objectives.md`); `columns_kept`, `dense_blocks` and `gradient_noise`
-            of the sampled backward.
+            of the sampled backward;
+            `support/mean` and `support/p99` (words per token that has a support),
+            `support/singletons` (share of these), `support/gathered` (share of all tokens) and
+            `support/fallback` (count), given a `support`.
         `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked, detached (for
             differentiable ones see `linear_logprobs`).
 
@@ -196,6 +211,8 @@ def fused_grpo_loss(
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
         call, inputs = replace(call, mask=active), replace(inputs, mask=active)
+    if support is not None:
+        call = with_support(call, weight, support, support_fallback)
     one_pass = token_local(config, inputs)
     makes_gradients = one_pass and any(operands.wants_grad())
     plan = plan_rows(
@@ -208,6 +225,8 @@ def fused_grpo_loss(
         capturable=capturable,
         **chunk_layout(call, makes_gradients, strips=_one_sweep(config, call)),
     )
+    if call.support is not None and plan.num_rows == 0:
+        one_pass = False  # a second pass over kept words costs nothing
     if one_pass:
         loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
             *operands, config, inputs, call, plan, operands.wants_grad()
@@ -216,6 +235,8 @@ def fused_grpo_loss(
     else:
         logps, entropy, _, sampled = flat_logprobs(operands, call, plan, entropy=True)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
+    if call.support is not None:
+        metrics = metrics | call.support.metrics(inputs.count)
     if call.exact_instead and any(operands.wants_grad()):
         sampled = metrics_of_exact(hidden.device)
     shape = call.layout.shape
@@ -266,7 +287,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
         losses = [logps.new_zeros(())]
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
-            head = LMHead(operands, call, plan.logit_rows)
+            head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
             gradients = _new_gradients(head, plan, wanted)
             for chunk in plan.chunks():
                 index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
@@ -300,6 +321,9 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     gradients.add_swept(rows, stats, g)
                 else:
                     gradients.add(rows, logits, RowGrads.of(stats, g, d_entropy=e))
+            if call.support is not None:
+                per_token = (logps, entropy, d_logps, d_entropy)
+                losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))
             call.zeroed(logps, entropy)
             ctx.save_for_backward(scale, *gradients.finish())
             sampled = gradients.metrics()
@@ -320,6 +344,37 @@ class _FusedGRPOLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
+def _add_support(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    gradients: HeadGradients,
+    scale: Tensor,
+    per_token: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> Tensor:
+    """Adds the tokens that have a support to `gradients`; returns their loss.
+
+    Sets what belongs to them in `per_token`: log-probs, entropies, and the gradients of each.
+    """
+    call = gradients.head.call
+    assert call.support is not None
+    words = SupportHead(gradients.head.operands, call)
+    logits = words.logits()
+    logps, entropy, d_logps, d_entropy = per_token
+    stats = TokenStats(logps, torch.zeros_like(logps), entropy)
+    words.stats(logits, stats)
+    inputs = replace(inputs, mask=call.support.tokens)
+    policy = policy_loss(config, inputs, logps, entropy, call.backend, grad=any(wanted))
+    if policy.d_logps is not None:
+        g, e = scale * policy.d_logps, None
+        d_logps += g
+        if policy.d_entropy is not None:
+            e = scale * policy.d_entropy
+            d_entropy += e
+        words.add_to(words.word_grads(logits, RowGrads.of(stats, g, d_entropy=e)), gradients)
+    return policy.loss
+
+
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
@@ -335,4 +390,5 @@ def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadG
     if call.sampling is not None and any(wanted):
         return SampledGradients(head, call.backend, wanted, call.sampling, plan)
     every_row = plan.num_grad_rows == call.layout.num_tokens
-    return HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)
+    largest = max(plan.largest_chunk, call.support_rows)
+    return HeadGradients(head, call.backend, wanted, largest, every_row=every_row)

@@ -99,6 +99,23 @@ class HeadGradients:
 
     def add_again(self, rows: Rows, grads: RowGrads) -> None:
         """Adds the share of `rows`, whose logits are computed again."""
+        self._multiply(rows, self._gradients_again(rows, grads))
+
+    def add_words(
+        self, rows: Rows, places: tuple[Tensor, Tensor], d_words: Tensor, grads: RowGrads | None
+    ) -> None:
+        """Adds the share of `rows` from the gradient of single logits, at `places` (row, column).
+
+        `grads`: those of the whole rows, which are then added.
+        """
+        if grads is None:
+            d_logits = self._gradient_rows(len(rows.hidden)).zero_()
+        else:
+            d_logits = self._gradients_again(rows, grads)
+        d_logits[places] = (d_logits[places] + d_words).to(d_logits.dtype)
+        self._multiply(rows, d_logits)
+
+    def _gradients_again(self, rows: Rows, grads: RowGrads) -> Tensor:
         d_logits = self._gradient_rows(len(rows.hidden))
         for part in self.head.strips(len(rows.hidden)):
             strip = rows.at(part)
@@ -106,7 +123,7 @@ class HeadGradients:
             self.backend.logit_grads_(
                 logits, strip.targets, strip.transform, grads.at(part), out=d_logits[part]
             )
-        self._multiply(rows, d_logits)
+        return d_logits
 
     def _gradient_rows(self, count: int) -> Tensor:
         """Where the gradient of `count` rows goes: over their logits, if it is as wide."""
@@ -157,14 +174,19 @@ class HeadGradients:
             mm(d_logits, lora_b.to(d_logits.dtype), out=share)
             put_rows(self.d_lora_a_out, rows.index, share, factors)
 
-    def finish(self) -> tuple[Tensor | None, ...]:
-        """The gradients in the order of `HeadOperands`, None where not wanted.
+    def so_far(self) -> tuple[Tensor | None, ...]:
+        """The gradients in the order of `HeadOperands`, None where not wanted; may be added to.
 
         Those of rows are in their operand's dtype, the others in float32.
         """
         if self.d_weight is not None and not self._weight_written:
             self.d_weight.zero_()
+            self._weight_written = True
         return self.d_hidden, self.d_weight, self.d_bias, self.d_lora_a_out, self.d_lora_b
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """The gradients, as in `so_far`, when all rows have been added."""
+        return self.so_far()
 
     def metrics(self) -> dict[str, Tensor]:
         """Metrics of the backward: none of an exact one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .layout import (
     check_tensor,
 )
 from .objective import LossInputs, aggregation_weights, with_known_weights
+
+if TYPE_CHECKING:
+    from .support import Support
 
 # Noise of the sampled backward, relative to the gradient.
 DEFAULT_TOLERANCE = 5e-3
@@ -69,6 +72,12 @@ class HeadCall:
     exact_instead: bool  # sampling was asked for, where it does not pay
     capturable: bool  # reads nothing from the device: every row takes part
     chunk_bytes: int | None
+    support: Support | None = None  # of tokens that are then not in `mask`
+
+    @property
+    def support_rows(self) -> int:
+        """The most rows of logits that tokens with a support need at a time."""
+        return 0 if self.support is None else self.support.logit_rows
 
     def zeroed(self, *per_token: Tensor) -> None:
         """Sets values `[N]` of masked rows to 0 where these took part."""

@@ -56,20 +56,46 @@ def flatten(x: Tensor) -> Tensor:
 
 
 @dataclass
+class Sizes:
+    """Whole numbers, int64 `[K]` on the device; `numbers` once they have been read."""
+
+    on_device: Tensor
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass
 class ValueChecks:
-    """Questions about values on the device: each a count of offenders and a message."""
+    """Questions about values on the device: each a count of offenders and a message.
+
+    And sizes that are wanted for their own sake.
+    """
 
     counts: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
 
     def add(self, offenders: Tensor, message: str) -> None:
         self.counts.append(offenders.sum())
         self.messages.append(message)
 
-    def raise_for(self, counts: Sequence[int]) -> None:
-        for count, message in zip(counts, self.messages, strict=True):
-            if count:
+    def ask(self, *sizes: Tensor) -> Sizes:
+        """Sizes, 0-d or `[K]`, that are read together with the checks."""
+        asked = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
+        self.sizes.append(asked)
+        return asked
+
+    def read(self, *further: Tensor) -> list[int]:
+        """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
+        questions = [x.reshape(1) for x in (*self.counts, *further)]
+        questions += [asked.on_device for asked in self.sizes]
+        answers = iter(torch.cat(questions).tolist() if questions else ())
+        for message in self.messages:
+            if count := next(answers):
                 raise ValueError(f"{message} ({count} of them)")
+        of_further = [next(answers) for _ in further]
+        for asked in self.sizes:
+            asked.numbers = [next(answers) for _ in asked.on_device]
+        return of_further
 
     def check_without_sync(self) -> None:
         """Raises on a CPU; leaves a device-side assertion on a GPU, as torch's own gather does."""

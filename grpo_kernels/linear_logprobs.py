@@ -10,7 +10,8 @@ for the rows that have one:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .lm_head import LMHead
 from .outputs import LogprobOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import DrawnBlocks
+from .support_head import SupportHead, with_support
 
 
 @eager_only
@@ -51,6 +53,8 @@ def linear_logprobs(
     backend: str = "auto",
     chunk_bytes: int | None = None,
     capturable: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
+    support_fallback: str = "error",
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
@@ -87,6 +91,9 @@ def linear_logprobs(
         chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, as in
             `fused_grpo_loss`.
         capturable: reads nothing back from the device, as in `fused_grpo_loss`.
+        support: the words that the sampler kept for each token, as in `fused_grpo_loss`: log-probs,
+            entropy and logsumexp are of the softmax over these words.
+        support_fallback: as in `fused_grpo_loss`.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
@@ -121,6 +128,8 @@ def linear_logprobs(
         chunk_bytes=chunk_bytes,
         capturable=capturable,
     )
+    if support is not None:
+        call = with_support(call, weight, support, support_fallback, logsumexp=True)
     plan = plan_rows(
         call.mask,
         None,
@@ -177,11 +186,16 @@ class _LinearLogprobs(torch.autograd.Function):
                     entropy[index] = stats.entropy
                 if drawn is not None and chunk.needs_grad:
                     drawn.draw(rows, logits, stats, call.backend)
+            ctx.words = None
+            if call.support is not None:
+                words = SupportHead(operands, call)
+                ctx.words = words.logits()
+                words.stats(ctx.words, TokenStats(logps, logsumexp, entropy))
         # Copies, as the caller may change the outputs in place.
         kept = (logps.clone(), logsumexp.clone(), entropy.clone())
         call.zeroed(logps, logsumexp, entropy)
         ctx.save_for_backward(*operands, *kept)
-        ctx.call, ctx.drawn = call, drawn
+        ctx.call, ctx.drawn, ctx.has_rows = call, drawn, plan.num_rows > 0
         ctx.set_materialize_grads(False)
         metrics = {} if drawn is None else drawn.metrics()
         return logps, entropy if wants_entropy else None, logsumexp, metrics
@@ -211,7 +225,12 @@ class _LinearLogprobs(torch.autograd.Function):
             d_logps, d_softmax = (torch.where(needed, x, 0.0) for x in (d_logps, d_softmax))
             d_entropy = None if d_entropy is None else torch.where(needed, d_entropy, 0.0)
         given = [x for x in (d_logps, d_softmax, d_entropy) if x is not None]
-        scale = _power_of_two_scale_of(given, needed)
+        words = None if call.support is None else SupportHead(operands, call)
+        if words is not None and words.all_gathered and not ctx.has_rows:
+            scale = logps.new_ones(())  # float32 alone, and gradients in their own dtype
+        else:
+            counts = needed if words is None else needed | words.support.tokens
+            scale = _power_of_two_scale_of(given, counts)
         grads = RowGrads.of(
             TokenStats(logps, logsumexp, entropy),
             scale * d_logps,
@@ -219,8 +238,16 @@ class _LinearLogprobs(torch.autograd.Function):
             None if d_entropy is None else scale * d_entropy,
         )
         compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
+        wanted = ctx.needs_input_grad[:5]
         with torch.autocast(logps.device.type, enabled=False):
-            gradients = compute(operands, call, grads, needed, ctx.needs_input_grad[:5])
+            if words is None:
+                gradients = compute(operands, call, grads, needed, wanted)
+            else:
+                d_words = words.word_grads(ctx.words, grads)
+                if words.all_gathered and not ctx.has_rows:
+                    return (*words.gathered_gradients(d_words, wanted), None, None, None, None)
+                also = partial(words.add_to, d_words)
+                gradients = compute(operands, call, grads, needed, wanted, also)
         unscaled = (
             scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
             for gradient, dtype in zip(gradients, dtypes_of(*operands), strict=True)
@@ -234,8 +261,12 @@ def _exact_gradients(
     grads: RowGrads,
     needed: Tensor,
     wanted: Sequence[bool],
+    also: Callable[[HeadGradients], None] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The head's gradients, from those of all rows `[N]`; rows not `needed` are left out."""
+    """The head's gradients, from those of all rows `[N]`; rows not `needed` are left out.
+
+    `also` adds the tokens that have a support.
+    """
     plan = plan_rows(
         needed,
         None,
@@ -246,11 +277,14 @@ def _exact_gradients(
         capturable=call.capturable,
         **chunk_layout(call, True, strips=True),
     )
-    head = LMHead(operands, call, plan.logit_rows)
+    head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
     every_row = plan.num_rows == len(needed)
-    gradients = HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)
+    largest = max(plan.largest_chunk, call.support_rows)
+    gradients = HeadGradients(head, call.backend, wanted, largest, every_row=every_row)
     for chunk in plan.chunks():
         gradients.add_again(head.rows(chunk.index), grads.at(chunk.index))
+    if also is not None:
+        also(gradients)
     return gradients.finish()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,23 +58,25 @@ class LMHead:
     """
 
     def __init__(self, operands: HeadOperands, call: HeadCall, max_rows: int) -> None:
-        weight, dtype = operands.weight, call.dtype
-        self.V, self.H = weight.shape
-        self.dtype = dtype
-        # Autocast changes the weight's dtype once; float32 from bf16 goes by slices.
-        if dtype.itemsize <= weight.dtype.itemsize:
-            weight = weight.to(dtype)
-        if 1 not in weight.stride():
-            # No BLAS takes it: copied once here instead of in every GEMM.
-            weight = weight.contiguous()
-        self.weight, self.operands, self.call = weight, operands, call
+        self.V, self.H = operands.weight.shape
+        self.dtype, self.operands, self.call = call.dtype, operands, call
         self.buffer = self.new_rows(max_rows, torch.float32)
-        self._tail = _unaligned_columns(weight)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """W as the GEMMs take it."""
+        weight = self.operands.weight
+        # Autocast changes the weight's dtype once; float32 from bf16 goes by slices.
+        if self.dtype.itemsize <= weight.dtype.itemsize:
+            weight = weight.to(self.dtype)
+        # No BLAS takes other strides: copied once here instead of in every GEMM.
+        return weight if 1 in weight.stride() else weight.contiguous()
 
     def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
-        length = self.V if self.weight.device.type == "cpu" else -(-self.V // 64) * 64
-        return self.weight.new_empty((count, length), dtype=dtype)[:, : self.V]
+        weight = self.operands.weight
+        length = self.V if weight.device.type == "cpu" else -(-self.V // 64) * 64
+        return weight.new_empty((count, length), dtype=dtype)[:, : self.V]
 
     def strips(self, count: int) -> Iterator[slice]:
         """Cuts `count` rows into as many as have their logits in the buffer at a time."""
@@ -132,10 +135,11 @@ class LMHead:
 
     def column_slices(self, at_once: int | None = None) -> Iterator[slice]:
         """Cuts the vocabulary into slices that GEMMs take well, at most `at_once` long."""
-        aligned = self.V - self._tail
+        tail = _unaligned_columns(self.weight)
+        aligned = self.V - tail
         for start in range(0, aligned, at_once or self.V):
             yield slice(start, min(start + (at_once or self.V), aligned))
-        if self._tail:
+        if tail:
             yield slice(aligned, self.V)
 
     def gathers(self, count: int) -> Iterator[slice]:

@@ -49,6 +49,21 @@ def selective_log_softmax(
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
 
+def kept_words(
+    support: tuple[Tensor, Tensor], targets: Tensor, active: Tensor, V: int, fallback: str
+) -> Tensor:
+    """The words of each token's set as a mask, bool `[..., V]`; all words where there is none."""
+    ids, offsets = (x.tolist() for x in support)
+    kept = torch.ones(targets.numel(), V, dtype=torch.bool, device=targets.device)
+    tokens = zip(targets.reshape(-1).tolist(), active.reshape(-1).tolist(), strict=True)
+    for i, (target, is_active) in enumerate(tokens):
+        words = ids[offsets[i] : offsets[i + 1]] if is_active else []
+        if words and (target in words or fallback == "error"):
+            kept[i] = False
+            kept[i, words] = True
+    return kept.reshape(*targets.shape, V)
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -60,6 +75,8 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
+    support_fallback: str = "error",
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
     if mask is None:
@@ -80,8 +97,12 @@ def linear_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
     )
+    targets = targets.long().masked_fill(~active, 0)
+    if support is not None:
+        kept = kept_words(support, targets, active, logits.shape[-1], support_fallback)
+        logits = logits.masked_fill(~kept, -torch.inf)
     log_p = logits.log_softmax(-1)
-    logps = log_p.gather(-1, targets.long().masked_fill(~active, 0).unsqueeze(-1)).squeeze(-1)
+    logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     # p log p is 0 where p is: a word of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
@@ -161,6 +182,8 @@ def fused_grpo_loss(
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
+    support_fallback: str = "error",
 ) -> GRPOLossOutput:
     """`linear_logprobs`, then `grpo_loss`."""
     out = linear_logprobs(
@@ -173,6 +196,8 @@ def fused_grpo_loss(
         temperature=config.temperature if temperature is None else temperature,
         logit_scale=logit_scale,
         softcap=softcap,
+        support=support,
+        support_fallback=support_fallback,
     )
     return grpo_loss(
         out.logps,

@@ -143,11 +143,7 @@ def plan_rows(
         return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)
     if active is not None and with_grad is not None:
         with_grad = with_grad & active
-    sums = [group.sum() for group in (active, with_grad) if group is not None]
-    questions = checks.counts + sums
-    answers = torch.stack(questions).tolist() if questions else []
-    checks.raise_for(answers[: len(checks.counts)])
-    counts = iter(answers[len(checks.counts) :])
+    counts = iter(checks.read(*(x.sum() for x in (active, with_grad) if x is not None)))
     num_rows = num_tokens if active is None else next(counts)
     num_grad_rows = num_rows if with_grad is None else next(counts)
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
@@ -167,6 +163,11 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
     if device_type == "cpu":
         return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
     return _GPU_CHUNK_BYTES // 4
+
+
+def rows_of_logits(weight: Tensor, chunk_bytes: int | None) -> int:
+    """The rows of logits that fit the budget."""
+    return _buffer_rows(weight, chunk_bytes, 0, False)[0]
 
 
 def gpu(device: torch.device) -> Any:

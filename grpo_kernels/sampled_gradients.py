@@ -12,7 +12,7 @@ columns take the exact way, `HeadGradients.add`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,9 +87,7 @@ class KeptColumnGradients(HeadGradients):
         )
         if self.d_bias is not None and centred is None:
             self.d_bias.index_add_(0, ids, d_logits.sum(0, dtype=torch.float32))
-        if self.d_weight is not None and not self._weight_written:
-            self.d_weight.zero_()
-            self._weight_written = True
+        self.so_far()
         states = rows.hidden if centred is None else centred
         d_rows = self._along_mean_row(rows, d_logits, grads)
         for part in head.gathers(len(ids)):
@@ -266,13 +264,16 @@ class DrawnBlocks:
         grads: RowGrads,
         needed: Tensor,
         wanted: Sequence[bool],
+        also: Callable[[HeadGradients], None] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """The head's gradients; the logits of the drawn columns alone are computed again.
 
-        `grads` are of all rows `[N]`; those not `needed`, bool `[N]`, are left out.
+        `grads` are of all rows `[N]`; those not `needed`, bool `[N]`, are left out. `also` adds the
+        tokens that have a support.
         """
         blocks = self._with_gradient(needed)
         largest = max((len(index) for index, kept in blocks if kept is None), default=0)
+        largest = max(largest, call.support_rows)
         head = LMHead(operands, call, largest)
         gradients = KeptColumnGradients(head, call.backend, wanted, largest)
         for index, kept in blocks:
@@ -282,6 +283,8 @@ class DrawnBlocks:
             else:
                 logits = head.columns(rows, kept.ids.long())
                 gradients.add_kept(rows, logits, grads.at(index), kept)
+        if also is not None:
+            also(gradients)
         return gradients.finish()
 
     def _with_gradient(self, needed: Tensor) -> list[tuple[Tensor, KeptColumns | None]]:

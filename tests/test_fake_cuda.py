@@ -145,7 +145,7 @@ def test_reads_its_row_counts_and_nothing_else(case):
     for chunks in (2, 4):
         gpu, in_forward = record_fused(case, chunks=chunks)
         assert in_forward == len(gpu.transfers) == 1, gpu.report()
-        assert "row_plan.py" in gpu.transfers[0].where
+        assert "layout.py" in gpu.transfers[0].where
 
 
 def test_a_packed_batch_reads_its_row_counts():

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -115,6 +116,29 @@ class RowGrads(NamedTuple):
         return RowGrads(*(None if x is None else parts[id(x)] for x in self))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Words:
+    """Pairs of a token and a word of its set, token by token."""
+
+    ids: Tensor  # int64 [E]
+    tokens: Tensor  # int64 [E]
+    offsets: Tensor  # int64 [N + 1]: where each token's words begin and end
+    positions: Tensor  # int64 [N]: place of the target among its token's words
+    order: Tensor  # int64 [E]: the words by id, then by token
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def tokens_by_id(self) -> Tensor:
+        """The tokens of the words, by id."""
+        return self.tokens[self.order]
+
+    def begins_of(self, ids: Tensor) -> Tensor:
+        """Where the words of each of `ids`, ascending, begin in `order`."""
+        return torch.searchsorted(self.ids[self.order], ids)
+
+
 class PolicyLoss(NamedTuple):
     """The loss over some tokens, float32 0-d, and its gradients, float32 `[C]`."""
 
@@ -192,6 +216,44 @@ class Backend(Protocol):
 
         `norms [K]`, at most 32,768, float32 and not negative, count `copies` times; `allowed` is
         0-d. Found from above, and for any input a number above 0.
+        """
+        ...
+
+    def word_dots(self, x: Tensor, rows: Tensor, words: Words, out: Tensor) -> None:
+        """Adds to `out [E]` the product of each word's token's `x [N, K]` and its `rows [V, K]`.
+
+        Float32 in any case.
+        """
+        ...
+
+    def word_stats(
+        self, logits: Tensor, words: Words, transform: LogitTransform, out: TokenStats
+    ) -> None:
+        """Reduces raw logits `[E]` to statistics of each token, in `out [N]`.
+
+        Tokens without words keep what is there. `transform` has no bias; `out.entropy` may be None.
+        """
+        ...
+
+    def word_grads(
+        self, logits: Tensor, words: Words, transform: LogitTransform, grads: RowGrads
+    ) -> Tensor:
+        """The gradient of raw logits `[E]`, from those of each token `[N]`; float32."""
+        ...
+
+    def segment_sums(
+        self,
+        factors: Tensor,
+        index: Tensor,
+        offsets: Tensor,
+        rows: Tensor,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
+
+        Segment s is `offsets[s] : offsets[s + 1]`. `out`, in any dtype, is added to and returned.
+        Each sum is taken in float32 and in the order of e, and rounded once.
         """
         ...
 

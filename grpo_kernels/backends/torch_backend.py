@@ -6,12 +6,13 @@ the sweeps run over blocks of rows that stay in the cache between them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from . import LEVEL_STEPS, LogitTransform, RowGrads, TokenStats
+from . import LEVEL_STEPS, LogitTransform, RowGrads, TokenStats, Words
 
 # Autograd differentiates the objective.
 policy_loss = None
@@ -155,6 +156,117 @@ def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
         level = square / below.sum().clamp_(min=tiny)
         below = norms.masked_fill(norms >= level, 0.0)
     return level
+
+
+def word_dots(x: Tensor, rows: Tensor, words: Words, out: Tensor) -> None:
+    if x.device.type == "cpu" and x.dtype == rows.dtype == torch.float32:
+        shape = (len(words.offsets) - 1, len(rows))
+        with warnings.catch_warnings():
+            # Once per process: that sparse CSR tensors are in beta.
+            warnings.simplefilter("ignore")
+            at = torch.sparse_csr_tensor(
+                words.offsets, words.ids, out, shape, check_invariants=False
+            )
+            out.copy_(torch.sparse.sampled_addmm(at, x, rows.t()).values())
+        return
+    for part in _slices(len(words), x.shape[1]):
+        factors = x[words.tokens[part]].float()
+        out[part] += factors.mul_(rows[words.ids[part]]).sum(1)
+
+
+def word_stats(logits: Tensor, words: Words, transform: LogitTransform, out: TokenStats) -> None:
+    z = _transformed(logits[:, None], transform.at(words.tokens))
+    for tokens, padded, _ in _by_length(z, words):
+        stats = token_stats(
+            padded, words.positions[tokens], LogitTransform(), entropy=out.entropy is not None
+        )
+        for to, x in zip(out, stats, strict=True):
+            if to is not None and x is not None:
+                to[tokens] = x
+
+
+def word_grads(logits: Tensor, words: Words, transform: LogitTransform, grads: RowGrads) -> Tensor:
+    local = transform.at(words.tokens)
+    z = _transformed(logits[:, None], local)
+    d_logits = torch.empty_like(z)
+    for tokens, padded, places in _by_length(z, words):
+        targets = words.positions[tokens]
+        logit_grads_(padded, targets, LogitTransform(), grads.at(tokens), out=padded)
+        real = places < len(words)
+        d_logits[places[real], 0] = padded[real]
+    chain = _softcap_slope(z, local)
+    if chain is not None:
+        d_logits *= chain
+    return (d_logits * (local.logit_scale / _column(local.temperature))).squeeze(1)
+
+
+def _by_length(z: Tensor, words: Words) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens of about as many words, their logits `[C, K]`, padded with -inf, and the places.
+
+    So that the functions on rows of logits take the words: rows are at most twice as long as need
+    be. The places are indices of words, `len(words)` where padded.
+    """
+    begins, counts = words.offsets[:-1], words.offsets.diff()
+    padded = torch.nn.functional.pad(z.squeeze(1), (0, 1), value=-torch.inf)
+    # The number of bits of count - 1: lengths up to 1, 2, 4, ...
+    bits = torch.frexp((counts - 1).double()).exponent
+    for width in bits[counts > 0].unique().tolist():
+        tokens = ((counts > 0) & (bits == width)).nonzero().squeeze(1)
+        steps = torch.arange(2 ** max(width, 0), device=z.device)
+        places = begins[tokens, None] + steps
+        places = torch.where(steps < counts[tokens, None], places, len(words))
+        yield tokens, padded[places], places
+
+
+def segment_sums(
+    factors: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    whole = rows.dtype == torch.float32
+    if whole and out is None:
+        return _bags(factors, index, offsets, rows).to(dtype)
+    result = rows.new_empty((len(offsets) - 1, rows.shape[1]), dtype=dtype) if out is None else out
+    # Slices whose words, or sums, are a few megabytes at a time.
+    step = max(1, _CPU_BLOCK_BYTES // (4 * rows.shape[1]))
+    for part in _segment_slices(offsets, step):
+        bounds = offsets[part.start : part.stop + 1]
+        words = slice(int(bounds[0]), int(bounds[-1]))
+        at, matrix = index[words], rows
+        if not whole:
+            matrix, at = rows[at].float(), torch.arange(len(at), device=at.device)
+        sums = _bags(factors[words], at, bounds - bounds[0], matrix)
+        if out is None:
+            result[part] = sums.to(dtype)
+        else:
+            result[part] += sums.to(out.dtype)
+    return result
+
+
+def _bags(factors: Tensor, index: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
+    return torch.nn.functional.embedding_bag(
+        index, rows, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True
+    )
+
+
+def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
+    """Cuts the segments into slices of about `step` words and at most `step` segments."""
+    count = len(offsets) - 1
+    # A slice may begin at every step-th segment, and at the first behind every step-th word.
+    marks = torch.arange(0, int(offsets[-1]) if count else 0, step, device=offsets.device)
+    inside = torch.searchsorted(offsets[:-1].contiguous(), marks).tolist()
+    firsts = sorted({*range(0, count, step), *(i for i in inside if i < count)})
+    for begin, end in zip(firsts, [*firsts[1:], count], strict=True):
+        yield slice(begin, end)
+
+
+def _slices(count: int, width: int) -> Iterator[slice]:
+    step = max(1, _CPU_BLOCK_BYTES // (4 * width))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:

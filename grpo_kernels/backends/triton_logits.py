@@ -156,18 +156,24 @@ def _add_block(
 @_per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
-    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr,
+    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, offsets_ptr,
     V,
     stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr, IN_PLACE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # A chunk passes 2^31 elements: row offsets need 64 bits.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
     exps_row_ptr = exps_ptr + row * stride_exps_n
+    if RAGGED:
+        begin = tl.load(offsets_ptr + row)
+        row_ptr = logits_ptr + begin
+        V = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+        if V == 0:
+            return
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     to_log2 = _to_log2(logit_scale, temperature, HAS_SOFTCAP)
@@ -288,16 +294,24 @@ def _store_logit_grads(
 def logit_grads_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
     logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
-    weights_ptr, out_ptr,
+    weights_ptr, out_ptr, offsets_ptr,
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
     out_row_ptr = out_ptr + row * stride_out_n
+    if RAGGED:
+        begin = tl.load(offsets_ptr + row)
+        row_ptr = logits_ptr + begin
+        out_row_ptr = out_ptr + begin
+        V = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
+        if V == 0:
+            return
     row_grads = _row_grads(
         row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
         entropy_ptr, d_entropy_ptr, logit_scale, temperature,
@@ -338,13 +352,13 @@ def token_stats(
         with _device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, *_transform_pointers(transform, logits),
-                *pointers, kept,
+                *pointers, kept, unused,
                 V,
                 logits.stride(0), kept.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
-                IN_PLACE=exps is not None and exps.dtype == logits.dtype,
+                IN_PLACE=exps is not None and exps.dtype == logits.dtype, RAGGED=False,
                 BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
     return out
@@ -366,13 +380,13 @@ def logit_grads_(
             logit_grads_kernel[(count,)](
                 logits, targets, *_transform_pointers(transform, logits),
                 *_gradient_pointers(grads, logits),
-                logits if column_weights is None else column_weights, out,
+                logits if column_weights is None else column_weights, out, logits,
                 V,
                 logits.stride(0), out.stride(0),
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
-                BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
+                RAGGED=False, BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
 
 

@@ -1,0 +1,185 @@
+"""Triton kernels over the words that a sampler kept: pairs of a token and a row of W.
+
+    z_e  = x[token_e] . rows[id_e]                      `word_dots`, a program per token
+    y_s  = sum over e of segment s of f_e rows[index_e]     `segment_sums`, a program per segment
+
+The second one is dh (segments are tokens, rows those of W) and dW (segments are ids, the words
+sorted by them, rows the states). Each sum has one owner, which takes it in float32 and in the order
+of e, and rounds it once: no atomics, the same bits in every run. Statistics and gradients of a
+token's z are those of any row of logits, by the kernels of `triton_logits.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import LogitTransform, RowGrads, TokenStats, Words
+from .triton_logits import (
+    Launch,
+    _device_of,
+    _gradient_pointers,
+    _transform_flags,
+    _transform_pointers,
+    _transform_scalars,
+    logit_grads_kernel,
+    token_stats_kernel,
+)
+
+# Logits of a token's words: most tokens have fewer than a warp has lanes.
+WORD_LAUNCH = Launch(128, 1)
+# Elements of a tile of gathered rows, and how many rows it has.
+TILE_LAUNCH = Launch(4096, 4)
+_DOT_ROWS, _SUM_ROWS = 8, 16
+
+
+@triton.jit
+def word_dots_kernel(
+    x_ptr, rows_ptr, ids_ptr, offsets_ptr, out_ptr,
+    K,
+    stride_x_n, stride_rows_v,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets_ptr + token)
+    end = tl.load(offsets_ptr + token + 1)
+    for first in range(begin, end, BLOCK_E):
+        offs_e = first + tl.arange(0, BLOCK_E)
+        mask_e = offs_e < end
+        ids = tl.load(ids_ptr + offs_e, mask=mask_e, other=0)
+        products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < K
+            x = tl.load(x_ptr + token * stride_x_n + offs_k, mask=mask_k, other=0.0)
+            rows = tl.load(
+                rows_ptr + ids[:, None] * stride_rows_v + offs_k[None, :],
+                mask=mask_e[:, None] & mask_k[None, :], other=0.0,
+            )  # fmt: skip
+            products += rows.to(tl.float32) * x.to(tl.float32)[None, :]
+        z = tl.load(out_ptr + offs_e, mask=mask_e, other=0.0) + tl.sum(products, axis=1)
+        tl.store(out_ptr + offs_e, z, mask=mask_e)
+
+
+@triton.jit
+def segment_sums_kernel(
+    factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
+    K,
+    stride_rows_m, stride_out_s,
+    ADDS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    if ADDS & (begin == end):
+        return
+    products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
+    for first in range(begin, end, BLOCK_E):
+        offs_e = first + tl.arange(0, BLOCK_E)
+        mask_e = offs_e < end
+        factors = tl.load(factors_ptr + offs_e, mask=mask_e, other=0.0)
+        index = tl.load(index_ptr + offs_e, mask=mask_e, other=0)
+        # Words without a gradient, those of tokens of advantage 0 say, are not read.
+        rows = tl.load(
+            rows_ptr + index[:, None] * stride_rows_m + offs_k[None, :],
+            mask=(factors != 0.0)[:, None] & mask_k[None, :], other=0.0,
+        )  # fmt: skip
+        products += factors[:, None] * rows.to(tl.float32)
+    sums = tl.sum(products, axis=0)
+    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    if ADDS:
+        sums += tl.load(out_ptrs, mask=mask_k, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
+
+
+def word_dots(
+    x: Tensor, rows: Tensor, words: Words, out: Tensor, *, launch: Launch = TILE_LAUNCH
+) -> None:
+    K = x.shape[1]
+    with _device_of(x):
+        word_dots_kernel[(len(x),)](
+            x, rows, words.ids, words.offsets, out,
+            K,
+            x.stride(0), rows.stride(0),
+            BLOCK_E=_DOT_ROWS, BLOCK_K=_block_k(K, _DOT_ROWS, launch), num_warps=launch.num_warps,
+        )  # fmt: skip
+
+
+def word_stats(
+    logits: Tensor,
+    words: Words,
+    transform: LogitTransform,
+    out: TokenStats,
+    *,
+    launch: Launch = WORD_LAUNCH,
+) -> None:
+    unused = out.logps
+    pointers = (unused if x is None else x for x in out)
+    with _device_of(logits):
+        token_stats_kernel[(len(words.positions),)](
+            logits, words.positions, *_transform_pointers(transform, logits),
+            *pointers, logits, words.offsets,
+            launch.block,
+            launch.block, launch.block,
+            *_transform_scalars(transform),
+            **_transform_flags(transform),
+            HAS_ENTROPY=out.entropy is not None, KEEPS_EXPS=False, IN_PLACE=False, RAGGED=True,
+            BLOCK_V=launch.block, num_warps=launch.num_warps,
+        )  # fmt: skip
+
+
+def word_grads(
+    logits: Tensor,
+    words: Words,
+    transform: LogitTransform,
+    grads: RowGrads,
+    *,
+    launch: Launch = WORD_LAUNCH,
+) -> Tensor:
+    out = torch.empty_like(logits)
+    with _device_of(logits):
+        logit_grads_kernel[(len(words.positions),)](
+            logits, words.positions, *_transform_pointers(transform, logits),
+            *_gradient_pointers(grads, logits),
+            logits, out, words.offsets,
+            launch.block,
+            launch.block, launch.block,
+            *_transform_scalars(transform),
+            **_transform_flags(transform),
+            HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=False, RAGGED=True,
+            BLOCK_V=launch.block, num_warps=launch.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def segment_sums(
+    factors: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    *,
+    launch: Launch = TILE_LAUNCH,
+) -> Tensor:
+    S, K = len(offsets) - 1, rows.shape[1]
+    result = rows.new_empty((S, K), dtype=dtype) if out is None else out
+    block_k = _block_k(K, _SUM_ROWS, launch)
+    if S:
+        with _device_of(rows):
+            segment_sums_kernel[(S, triton.cdiv(K, block_k))](
+                factors, index, offsets, rows, result,
+                K,
+                rows.stride(0), result.stride(0),
+                ADDS=out is not None, BLOCK_E=_SUM_ROWS, BLOCK_K=block_k,
+                num_warps=launch.num_warps,
+            )  # fmt: skip
+    return result
+
+
+def _block_k(K: int, rows: int, launch: Launch) -> int:
+    return min(launch.block // rows, max(16, triton.next_power_of_2(K)))

@@ -1,0 +1,218 @@
+"""The head over the words that a sampler kept: statistics, and gradients of all operands.
+
+    z_tj = logits of token t at the words j of its set S_t, and of no others
+    l, E = token_stats over S_t
+    D_tj = their gradient, as of any softmax
+    dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
+
+so that no row of logits is made: the head costs |S_t| rows of W instead of V. Each row of dh and of
+dW is summed by one owner, in float32 and in one order, and rounded once; for dW the words are
+sorted by id. The forward keeps one number per word; the backward makes the products.
+
+Where a set is a large part of the vocabulary, three GEMMs are faster: z is then picked out of whole
+rows of logits, and D is put into rows of zeros. That way also gives the log-probs of the whole
+softmax, beside those of the set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .backends import RowGrads, TokenStats, Words
+from .head_gradients import HeadGradients
+from .inputs import HeadCall, HeadOperands
+from .lm_head import LMHead
+from .row_plan import rows_of_logits
+from .support import check_support, support_of
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def with_support(
+    call: HeadCall,
+    weight: Tensor,
+    support: object,
+    fallback: str,
+    *,
+    logsumexp: bool = False,
+    route: str | None = None,
+    distinct: bool = False,
+) -> HeadCall:
+    """The call, without the tokens that have a support in its mask; `support_of` has the rest."""
+    if call.capturable:
+        raise ValueError(
+            "support: expected None with capturable=True, as the number of words is read from the "
+            "device; got a support"
+        )
+    ids, offsets = check_support(support, fallback, call.layout.num_tokens, call.targets.device)
+    found = support_of(
+        ids,
+        offsets,
+        fallback,
+        targets=call.targets,
+        mask=call.mask,
+        weight=weight,
+        rows_per_chunk=rows_of_logits(weight, call.chunk_bytes),
+        checks=call.checks,
+        logsumexp=logsumexp,
+        route=route,
+        distinct=distinct,
+    )
+    others = ~found.tokens
+    mask = others if call.mask is None else call.mask & others
+    return replace(call, mask=mask, support=found)
+
+
+class SupportHead:
+    """The kept words of one call.
+
+    Args:
+        operands: of any head dtype; gathered words are multiplied in float32 whatever it is.
+        call: with a support, whose sizes have been read.
+    """
+
+    def __init__(self, operands: HeadOperands, call: HeadCall) -> None:
+        assert call.support is not None
+        self.operands = HeadOperands(*map(_by_rows, operands))  # type: ignore[arg-type]
+        self.call, self.support = call, call.support
+        # Biases are added to single words.
+        self.transform = replace(call.transform, bias=None)
+
+    def logits(self, full: TokenStats | None = None) -> list[Tensor]:
+        """The raw logits of the words of both routes, bias included, float32 `[E]`.
+
+        `full`: gets the statistics of the whole softmax of tokens that go through logits.
+        """
+        return [self._gathered_logits(), self._picked_logits(full)]
+
+    def stats(self, logits: Sequence[Tensor], out: TokenStats) -> None:
+        """Puts the statistics of every token's set into `out [N]`, which may lack the entropy."""
+        for words, z in zip(self._words(), logits, strict=True):
+            if len(words):
+                self.call.backend.word_stats(z, words, self.transform, out)
+
+    def word_grads(self, logits: Sequence[Tensor], grads: RowGrads) -> list[Tensor]:
+        """The gradient of the raw logits of the words of both routes, float32 `[E]`."""
+        return [
+            self.call.backend.word_grads(z, words, self.transform, grads) if len(words) else z
+            for words, z in zip(self._words(), logits, strict=True)
+        ]
+
+    @property
+    def all_gathered(self) -> bool:
+        """True if no token goes through logits."""
+        return not len(self.support.through_logits)
+
+    def add_to(
+        self, d_words: Sequence[Tensor], gradients: HeadGradients, full: RowGrads | None = None
+    ) -> None:
+        """Adds the share of all words, from the gradient of their logits.
+
+        `full`: adds that of the whole softmax of tokens that go through logits, from the gradients
+        of its statistics `[N]`.
+        """
+        words = self.support.through_logits
+        for index, part, places in self.support.chunks():
+            gradients.add_words(
+                gradients.head.rows(index),
+                (places, words.ids[part]),
+                d_words[1][part],
+                None if full is None else full.at(index),
+            )
+        if len(self.support.gathered):
+            wanted = [x is not None for x in gradients.so_far()]
+            self.gathered_gradients(d_words, wanted, gradients.so_far())
+
+    def gathered_gradients(
+        self, d_words: Sequence[Tensor], wanted: Sequence[bool], to: Gradients | None = None
+    ) -> Gradients:
+        """The share of the first route's words in the gradients, in the order of `HeadOperands`.
+
+        `to`: gradients that this is added to; None makes them, in the dtypes of the operands.
+        """
+        d_logits, _ = d_words
+        hidden, weight, bias, a_out, lora_b = self.operands
+        words = self.support.gathered
+        of_tokens = (d_logits, words.ids, words.offsets)
+        by_id = words.tokens_by_id
+        begins = words.begins_of(torch.arange(len(weight) + 1, device=weight.device))
+        of_ids = (d_logits[words.order], by_id, begins)
+        ones = weight.new_ones((1, 1), dtype=torch.float32)
+        of_bias = (of_ids[0], torch.zeros_like(by_id), begins)
+        parts = (
+            (hidden, of_tokens, weight), (weight, of_ids, hidden), (bias, of_bias, ones),
+            (a_out, of_tokens, lora_b), (lora_b, of_ids, a_out),
+        )  # fmt: skip
+        results: list[Tensor | None] = []
+        for i, (operand, group, rows) in enumerate(parts):
+            if operand is None or not wanted[i]:
+                results.append(None)
+                continue
+            assert rows is not None
+            out = None if to is None else to[i]
+            result = self.call.backend.segment_sums(
+                *group, rows, operand.dtype, out if out is None or out.ndim > 1 else out[:, None]
+            )
+            results.append(result.view(operand.shape))
+        return tuple(results)
+
+    def sparse_weight_gradient(self, d_words: Sequence[Tensor]) -> Tensor:
+        """The gradient of the weight by gathered words, row-sparse, in the weight's dtype."""
+        d_logits, _ = d_words
+        hidden, weight, *_ = self.operands
+        words, ids = self.support.gathered, self.support.distinct_ids()
+        begins = torch.nn.functional.pad(words.begins_of(ids), (0, 1), value=len(words))
+        values = self.call.backend.segment_sums(
+            d_logits[words.order], words.tokens_by_id, begins, hidden, weight.dtype, None
+        )
+        return torch.sparse_coo_tensor(
+            ids[None], values, weight.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _words(self) -> tuple[Words, Words]:
+        return self.support.gathered, self.support.through_logits
+
+    def _gathered_logits(self) -> Tensor:
+        hidden, weight, bias, a_out, lora_b = self.operands
+        words, dots = self.support.gathered, self.call.backend.word_dots
+        z = _bias_of(words, bias, weight)
+        if len(words):
+            dots(hidden, weight, words, z)
+            if a_out is not None and lora_b is not None:
+                dots(a_out, lora_b, words, z)
+        return z
+
+    def _picked_logits(self, full: TokenStats | None) -> Tensor:
+        _, weight, bias, *_ = self.operands
+        words = self.support.through_logits
+        z = _bias_of(words, bias, weight)
+        if not len(words):
+            return z
+        head = LMHead(self.operands, self.call, self.support.logit_rows)
+        for index, part, places in self.support.chunks():
+            rows = head.rows(index)
+            logits = head.logits(rows)
+            z[part] += logits[places, words.ids[part]]
+            if full is not None:
+                stats = self.call.backend.token_stats(
+                    logits, rows.targets, rows.transform, entropy=full.entropy is not None
+                )
+                for to, x in zip(full, stats, strict=True):
+                    if to is not None and x is not None:
+                        to[index] = x
+        return z
+
+
+def _by_rows(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _bias_of(words: Words, bias: Tensor | None, like: Tensor) -> Tensor:
+    """The bias of each word, float32 `[E]`."""
+    if bias is None:
+        return like.new_zeros(len(words), dtype=torch.float32)
+    return bias.detach()[words.ids].float()
