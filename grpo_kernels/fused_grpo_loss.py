@@ -42,14 +42,15 @@ from .config import GRPOLossConfig
 from .grpo_loss import flat_loss, policy_loss
 from .head_gradients import HeadGradients, chunk_layout
 from .inputs import HeadCall, HeadOperands, loss_call
-from .linear_logprobs import flat_logprobs
+from .linear_logprobs import either, flat_logprobs
 from .lm_head import LMHead
-from .metrics import loss_metrics
-from .objective import LossInputs, token_local
+from .metrics import full_metrics, loss_metrics
+from .objective import LossInputs, Tokens, kl_terms, log_importance_ratio, token_local
 from .outputs import GRPOLossOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import SampledGradients
-from .support_head import SupportHead, with_support
+from .support import check_support_options
+from .support_head import SupportHead, of_support_alone, with_support
 
 
 @eager_only
@@ -81,6 +82,8 @@ def fused_grpo_loss(
     capturable: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
+    score: str = "support",
+    sparse_weight_grad: bool = False,
 ) -> GRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
@@ -151,6 +154,11 @@ def fused_grpo_loss(
             anything.
         support_fallback: `"dense"` takes tokens whose target is not among their words over the
             whole vocabulary, and counts them in a metric; `"error"` refuses them.
+        score: `"both"` also scores every token over the whole vocabulary: the KL to the reference,
+            whose `ref_logps` are then of its whole softmax, is that of the whole policy, and all
+            else that of the truncated one. In two passes.
+        sparse_weight_grad: gives `weight` a row-sparse gradient (`torch.sparse_coo`), for
+            optimizers that take one. For calls in which every token has a support.
 
     Returns:
         `loss`: float32 scalar.
@@ -162,7 +170,8 @@ def fused_grpo_loss(
             of the sampled backward;
             `support/mean` and `support/p99` (words per token that has a support),
             `support/singletons` (share of these), `support/gathered` (share of all tokens) and
-            `support/fallback` (count), given a `support`.
+            `support/fallback` (count), given a `support`; `full/kl`, `full/kl_max` and
+            `full/entropy` of the whole softmax with `score="both"`, instead of `kl` and `kl_max`.
         `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked, detached (for
             differentiable ones see `linear_logprobs`).
 
@@ -178,6 +187,7 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
+    check_support_options(support, score, sparse_weight_grad)
     operands, call, inputs = loss_call(
         hidden,
         weight,
@@ -211,8 +221,29 @@ def fused_grpo_loss(
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
         call, inputs = replace(call, mask=active), replace(inputs, mask=active)
-    if support is not None:
-        call = with_support(call, weight, support, support_fallback)
+    if support is None:
+        loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
+    else:
+        full = call
+        call = with_support(call, weight, support, support_fallback, sparse=sparse_weight_grad)
+        assert call.support is not None
+        if score == "both":
+            loss, metrics, *values = _loss_of_both(operands, full, call, config, inputs)
+        else:
+            loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
+        metrics = metrics | call.support.metrics(inputs.count)
+    values = [x.detach().reshape(call.layout.shape) for x in values]
+    return GRPOLossOutput(loss, metrics, *values)
+
+
+def _loss(
+    operands: HeadOperands,
+    call: HeadCall,
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    with_grad: Tensor | None,
+) -> tuple[Any, ...]:
+    """The loss, its metrics, and the log-prob and entropy of every token, `[N]`."""
     one_pass = token_local(config, inputs)
     makes_gradients = one_pass and any(operands.wants_grad())
     plan = plan_rows(
@@ -220,13 +251,13 @@ def fused_grpo_loss(
         with_grad,
         call.checks,
         num_tokens=call.layout.num_tokens,
-        weight=weight,
-        chunk_bytes=chunk_bytes,
-        capturable=capturable,
+        weight=operands.weight,
+        chunk_bytes=call.chunk_bytes,
+        capturable=call.capturable,
         **chunk_layout(call, makes_gradients, strips=_one_sweep(config, call)),
     )
     if call.support is not None and plan.num_rows == 0:
-        one_pass = False  # a second pass over kept words costs nothing
+        one_pass = False  # over the words of a support a second pass costs nothing
     if one_pass:
         loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
             *operands, config, inputs, call, plan, operands.wants_grad()
@@ -235,13 +266,50 @@ def fused_grpo_loss(
     else:
         logps, entropy, _, sampled = flat_logprobs(operands, call, plan, entropy=True)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
-    if call.support is not None:
-        metrics = metrics | call.support.metrics(inputs.count)
     if call.exact_instead and any(operands.wants_grad()):
-        sampled = metrics_of_exact(hidden.device)
-    shape = call.layout.shape
-    logps, entropy = logps.detach().reshape(shape), entropy.detach().reshape(shape)
-    return GRPOLossOutput(loss, metrics | sampled, logps, entropy)
+        sampled = metrics_of_exact(operands.hidden.device)
+    return loss, metrics | sampled, logps, entropy
+
+
+def _loss_of_both(
+    operands: HeadOperands,
+    full_call: HeadCall,
+    call: HeadCall,
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+) -> tuple[Any, ...]:
+    """As `_loss` of the truncated policy, but for the KL, which is that of the whole softmax.
+
+    Then the log-prob and entropy of every token under the whole softmax.
+    """
+    plan = plan_rows(
+        full_call.mask,
+        None,
+        call.checks,
+        num_tokens=call.layout.num_tokens,
+        weight=operands.weight,
+        chunk_bytes=call.chunk_bytes,
+    )
+    full_logps, full_entropy, _, sampled = flat_logprobs(operands, full_call, plan, entropy=True)
+    of_support = flat_logprobs(operands, *of_support_alone(call, plan), entropy=True)
+    logps = either(call, of_support[0], full_logps)
+    entropy = either(call, of_support[1], full_entropy)
+    policy = replace(inputs, ref_logps=None)
+    loss, metrics = flat_loss(replace(config, beta=0.0), policy, logps, entropy, call.backend)
+    tokens, kl = Tokens.of(inputs, full_logps, full_entropy), None
+    if inputs.ref_logps is not None:
+        log_ratio = log_importance_ratio(config, Tokens.of(policy, logps, entropy))
+        kl = kl_terms(config, tokens, log_ratio)
+        if config.beta:
+            loss = loss + config.beta * (inputs.weights * kl).sum()
+    return (
+        loss,
+        metrics | full_metrics(tokens, kl) | sampled,
+        logps,
+        entropy,
+        full_logps,
+        full_entropy,
+    )
 
 
 def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:

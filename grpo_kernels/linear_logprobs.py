@@ -31,7 +31,8 @@ from .lm_head import LMHead
 from .outputs import LogprobOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import DrawnBlocks
-from .support_head import SupportHead, with_support
+from .support import check_support_options
+from .support_head import SupportHead, of_support_alone, with_support
 
 
 @eager_only
@@ -55,6 +56,8 @@ def linear_logprobs(
     capturable: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
+    score: str = "support",
+    sparse_weight_grad: bool = False,
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
@@ -94,6 +97,9 @@ def linear_logprobs(
         support: the words that the sampler kept for each token, as in `fused_grpo_loss`: log-probs,
             entropy and logsumexp are of the softmax over these words.
         support_fallback: as in `fused_grpo_loss`.
+        score: `"both"` also returns the values of the whole softmax, with their own gradients: the
+            rows of logits are made once, beside the words of the support.
+        sparse_weight_grad: as in `fused_grpo_loss`.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
@@ -110,6 +116,7 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
+    check_support_options(support, score, sparse_weight_grad)
     operands, call = head_call(
         hidden,
         weight,
@@ -128,10 +135,15 @@ def linear_logprobs(
         chunk_bytes=chunk_bytes,
         capturable=capturable,
     )
+    rows = call
     if support is not None:
-        call = with_support(call, weight, support, support_fallback, logsumexp=True)
+        call = with_support(
+            call, weight, support, support_fallback, logsumexp=True, sparse=sparse_weight_grad
+        )
+    if score == "support":
+        rows = call
     plan = plan_rows(
-        call.mask,
+        rows.mask,
         None,
         call.checks,
         num_tokens=call.layout.num_tokens,
@@ -139,10 +151,22 @@ def linear_logprobs(
         chunk_bytes=chunk_bytes,
         capturable=capturable,
     )
-    logps, entropies, logsumexp, _ = flat_logprobs(operands, call, plan, entropy=entropy)
-    shape = call.layout.shape
-    entropies = None if entropies is None else entropies.reshape(shape)
-    return LogprobOutput(logps.reshape(shape), entropies, logsumexp.reshape(shape))
+    *scores, _ = flat_logprobs(operands, rows, plan, entropy=entropy)
+    if score == "both":
+        *scores_of_support, _ = flat_logprobs(
+            operands, *of_support_alone(call, plan), entropy=entropy
+        )
+        pairs = zip(scores_of_support, scores, strict=True)
+        scores = [*(either(call, *pair) for pair in pairs), *scores]
+    return LogprobOutput(*(None if x is None else x.reshape(call.layout.shape) for x in scores))  # type: ignore[arg-type]
+
+
+def either(call: HeadCall, of_support: Tensor | None, full: Tensor | None) -> Any:
+    """The values of tokens that have a support, and of the others those of the whole softmax."""
+    assert call.support is not None
+    if of_support is None or full is None:
+        return None
+    return torch.where(call.support.tokens, of_support, full)
 
 
 def flat_logprobs(

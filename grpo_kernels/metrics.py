@@ -91,6 +91,17 @@ def loss_metrics(
     return metrics | _clip_metrics(config, tokens, metrics, low, high)
 
 
+@torch.no_grad()
+def full_metrics(tokens: Tokens, kl: Tensor | None) -> dict[str, Tensor]:
+    """The metrics of the whole softmax, beside those of a truncated policy."""
+    assert tokens.entropy is not None
+    masked, named = tokens.mask == 0, {"full/entropy": tokens.entropy}
+    if kl is None:
+        return _means(named, masked, tokens.mask.sum())
+    means = _means({**named, "full/kl": kl}, masked, tokens.mask.sum())
+    return means | _maxima({"full/kl_max": kl}, masked)
+
+
 def _clip_metrics(
     config: GRPOLossConfig, tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
 ) -> dict[str, Tensor]:

@@ -7,14 +7,16 @@ fast calls; of them, only shapes are checked.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig
 from .inputs import check_entropy_given, loss_inputs
 from .layout import Layout, ValueChecks
-from .metrics import loss_metrics
-from .objective import policy_loss
+from .metrics import full_metrics, loss_metrics
+from .objective import Tokens, kl_terms, log_importance_ratio, policy_loss
 from .outputs import GRPOLossOutput, LogprobOutput
 
 
@@ -77,6 +79,7 @@ def linear_logprobs(
     softcap: float | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
+    score: str = "support",
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
     if mask is None:
@@ -98,16 +101,20 @@ def linear_logprobs(
         softcap=softcap,
     )
     targets = targets.long().masked_fill(~active, 0)
+    scores = full = _scores(logits, targets, active)
     if support is not None:
         kept = kept_words(support, targets, active, logits.shape[-1], support_fallback)
-        logits = logits.masked_fill(~kept, -torch.inf)
+        scores = _scores(logits.masked_fill(~kept, -torch.inf), targets, active)
+    return LogprobOutput(*scores, *(full if score == "both" else ()))
+
+
+def _scores(logits: Tensor, targets: Tensor, active: Tensor) -> list[Tensor]:
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     # p log p is 0 where p is: a word of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
-    logsumexp = logits.logsumexp(-1)
-    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in (logps, entropy, logsumexp)))
+    return [x.masked_fill(~active, 0.0) for x in (logps, entropy, logits.logsumexp(-1))]
 
 
 def grpo_loss(
@@ -184,8 +191,9 @@ def fused_grpo_loss(
     softcap: float | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
+    score: str = "support",
 ) -> GRPOLossOutput:
-    """`linear_logprobs`, then `grpo_loss`."""
+    """`linear_logprobs`, then `grpo_loss`; with `score="both"` and the KL of the whole softmax."""
     out = linear_logprobs(
         hidden,
         weight,
@@ -198,19 +206,57 @@ def fused_grpo_loss(
         softcap=softcap,
         support=support,
         support_fallback=support_fallback,
+        score=score,
     )
-    return grpo_loss(
+
+    constants = {
+        "old_logps": old_logps,
+        "sampling_logps": sampling_logps,
+        "num_items": num_items,
+        "entropy_threshold": entropy_threshold,
+        "cu_seqlens": cu_seqlens,
+    }
+    if score != "both":
+        return grpo_loss(
+            out.logps,
+            advantages,
+            mask,
+            ref_logps=ref_logps,
+            entropy=out.entropy,
+            config=config,
+            **constants,  # type: ignore[arg-type]
+        )
+    policy = grpo_loss(
         out.logps,
         advantages,
         mask,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        sampling_logps=sampling_logps,
         entropy=out.entropy,
-        config=config,
-        num_items=num_items,
-        entropy_threshold=entropy_threshold,
-        cu_seqlens=cu_seqlens,
+        config=replace(config, beta=0.0),
+        **constants,  # type: ignore[arg-type]
+    )
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, cu_seqlens, checks)
+    del constants["cu_seqlens"]
+    inputs = loss_inputs(
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        ref_logps=ref_logps,
+        dtype=hidden.dtype,
+        **constants,
+    )
+    assert out.entropy is not None and out.full_logps is not None and out.full_entropy is not None
+    own = Tokens.of(inputs, out.logps.reshape(-1), out.entropy.reshape(-1))
+    full = Tokens.of(inputs, out.full_logps.reshape(-1), out.full_entropy.reshape(-1))
+    loss, kl = policy.loss, None
+    if ref_logps is not None:
+        kl = kl_terms(config, full, log_importance_ratio(config, own))
+        loss = loss + config.beta * (inputs.weights * kl).sum()
+    metrics = policy.metrics | full_metrics(full, kl)
+    return GRPOLossOutput(
+        loss, metrics, *policy[2:4], out.full_logps.detach(), out.full_entropy.detach()
     )
 
 

@@ -23,6 +23,7 @@ from .layout import Sizes, ValueChecks, check_tensor
 from .objective import masked_quantile
 
 FALLBACKS = ("error", "dense")
+SCORES = ("support", "both")
 # A word moves three rows: of W for its logit and for dh, of the states for dW. A row of logits is
 # three GEMMs of 2 V H FLOP. FLOPs of a large GEMM in the time of a byte moved: measured on a CPU,
 # predicted for GPUs (an H200's 780 TFLOP/s and 2.6 TB/s of gathers).
@@ -114,6 +115,20 @@ class _AllWords:
         )  # fmt: skip
 
 
+def check_support_options(support: object, score: object, sparse_weight_grad: object) -> None:
+    """Refuses options of a support that did not come, or that exclude each other."""
+    check_choice("score", score, SCORES)
+    if not isinstance(sparse_weight_grad, bool):
+        raise TypeError(f"sparse_weight_grad: expected a bool; got {sparse_weight_grad!r}")
+    if support is None and score == "both":
+        raise ValueError("score: expected 'support', as no support came; got 'both'")
+    if sparse_weight_grad and (support is None or score == "both"):
+        raise ValueError(
+            "sparse_weight_grad: expected False unless every token is scored over a support alone; "
+            f"got True with {'no support' if support is None else repr(score)}"
+        )
+
+
 def check_support(
     support: object, fallback: object, num_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -140,7 +155,8 @@ def support_of(
     *,
     targets: Tensor,
     mask: Tensor | None,
-    weight: Tensor,
+    V: int,
+    itemsize: int,
     rows_per_chunk: int,
     checks: ValueChecks,
     logsumexp: bool = False,
@@ -155,14 +171,15 @@ def support_of(
         fallback: `"dense"` leaves tokens whose target is not in their set without one.
         targets: int64 `[N]`.
         mask: bool `[N]`, or None.
-        weight: `[V, H]`; its size and dtype decide which route pays.
+        V: ids are below it.
+        itemsize: bytes of an element of the weight; with V it decides which route pays.
         rows_per_chunk: rows of logits that there is memory for.
         checks: gets the questions, and the sizes to be read.
         logsumexp: whether sets of one word take part.
         route: `"gathered"` or `"logits"` for all tokens; None: by cost.
         distinct: whether `distinct_ids` is wanted.
     """
-    V, N, device = len(weight), len(targets), ids.device
+    N, device = len(targets), ids.device
     ids = ids if N else ids[:0]
     active = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
     begins, ends, counts = _intervals(offsets, active, len(ids), checks)
@@ -188,7 +205,7 @@ def support_of(
     belongs = belongs & ~outside[tokens]
 
     by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-    routes = _routes(counts, weight, 1 if logsumexp else 2, route)
+    routes = _routes(counts, V, itemsize, 1 if logsumexp else 2, route)
     all_words = _AllWords(ids, tokens, belongs, by_id, found[1] - begins)
     wide = torch.where(routes[1], counts, 0).cumsum(0)
     present = None
@@ -235,15 +252,14 @@ def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
     return by_id
 
 
-def _routes(counts: Tensor, weight: Tensor, least: int, route: str | None) -> Tensor:
+def _routes(counts: Tensor, V: int, itemsize: int, least: int, route: str | None) -> Tensor:
     """The tokens that are gathered, and those that go through logits, bool `[2, N]`."""
     takes_part = counts >= least
     if route is not None:
         none = torch.zeros_like(takes_part)
         pair = (takes_part, none) if route == "gathered" else (none, takes_part)
         return torch.stack(pair)
-    V = len(weight)
-    limit = words_per_row(counts.device.type, V, weight.element_size())
+    limit = words_per_row(counts.device.type, V, itemsize)
     wide = takes_part & (counts > limit)
     # Rows of logits also read W and write dW once per call, which is worth some V words.
     pays = torch.where(wide, counts - limit, 0.0).sum() > V

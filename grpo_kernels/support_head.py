@@ -26,7 +26,7 @@ from .backends import RowGrads, TokenStats, Words
 from .head_gradients import HeadGradients
 from .inputs import HeadCall, HeadOperands
 from .lm_head import LMHead
-from .row_plan import rows_of_logits
+from .row_plan import RowPlan, rows_of_logits
 from .support import check_support, support_of
 
 Gradients = tuple[Tensor | None, ...]
@@ -39,10 +39,12 @@ def with_support(
     fallback: str,
     *,
     logsumexp: bool = False,
-    route: str | None = None,
-    distinct: bool = False,
+    sparse: bool = False,
 ) -> HeadCall:
-    """The call, without the tokens that have a support in its mask; `support_of` has the rest."""
+    """The call, without the tokens that have a support in its mask; `support_of` has the rest.
+
+    `sparse`: the gradient of the weight is to be row-sparse.
+    """
     if call.capturable:
         raise ValueError(
             "support: expected None with capturable=True, as the number of words is read from the "
@@ -55,16 +57,30 @@ def with_support(
         fallback,
         targets=call.targets,
         mask=call.mask,
-        weight=weight,
+        V=len(weight),
+        itemsize=weight.element_size(),
         rows_per_chunk=rows_of_logits(weight, call.chunk_bytes),
         checks=call.checks,
         logsumexp=logsumexp,
-        route=route,
-        distinct=distinct,
+        route="gathered" if sparse else None,
+        distinct=sparse,
     )
     others = ~found.tokens
     mask = others if call.mask is None else call.mask & others
+    if sparse:
+        call.checks.add(
+            mask,
+            "sparse_weight_grad: expected a support for every token that counts, as the others' "
+            "gradients are dense; got tokens without",
+        )
     return replace(call, mask=mask, support=found)
+
+
+def of_support_alone(call: HeadCall, plan: RowPlan) -> tuple[HeadCall, RowPlan]:
+    """The call and its plan without the tokens that have no support."""
+    nothing = torch.zeros_like(call.targets, dtype=torch.bool)
+    no_rows = replace(plan, order=None, num_grad_rows=0, num_rows=0)
+    return replace(call, mask=nothing), no_rows
 
 
 class SupportHead:
@@ -136,7 +152,7 @@ class SupportHead:
         """
         d_logits, _ = d_words
         hidden, weight, bias, a_out, lora_b = self.operands
-        words = self.support.gathered
+        words, sparse = self.support.gathered, self.support.distinct is not None
         of_tokens = (d_logits, words.ids, words.offsets)
         by_id = words.tokens_by_id
         begins = words.begins_of(torch.arange(len(weight) + 1, device=weight.device))
@@ -152,6 +168,9 @@ class SupportHead:
             if operand is None or not wanted[i]:
                 results.append(None)
                 continue
+            if operand is weight and sparse:
+                results.append(self._sparse_weight_gradient(d_words))
+                continue
             assert rows is not None
             out = None if to is None else to[i]
             result = self.call.backend.segment_sums(
@@ -160,7 +179,7 @@ class SupportHead:
             results.append(result.view(operand.shape))
         return tuple(results)
 
-    def sparse_weight_gradient(self, d_words: Sequence[Tensor]) -> Tensor:
+    def _sparse_weight_gradient(self, d_words: Sequence[Tensor]) -> Tensor:
         """The gradient of the weight by gathered words, row-sparse, in the weight's dtype."""
         d_logits, _ = d_words
         hidden, weight, *_ = self.operands
