@@ -1,0 +1,119 @@
+"""Records the words that sampling kept, so that a loss can be over the policy that acted.
+
+    recorder = SupportRecorder(temperature=0.7, top_p=0.9)
+    out = model.generate(ids, logits_processor=[recorder], **recorder.generate_options())
+    supports = recorder.supports(lengths)       # per row: token_ids, offsets
+
+transformers runs processors of the caller before its own warpers. So the recorder applies the
+warpers itself, in the order of `generate`, which is then told to truncate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from transformers import (
+        LogitsProcessor,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
+        "Install it with: pip install 'grpo_kernels[train]'"
+    ) from error
+
+
+class SupportRecorder(LogitsProcessor):
+    """Truncates as `generate` does, and keeps the ids that are left for each sampled token.
+
+    One recorder serves one call of `generate`. Of a step it keeps int32 ids on the CPU, not scores.
+
+    Args:
+        temperature: divides the logits, > 0.
+        top_k: the number of words to keep; 0 keeps all.
+        top_p: the probability to keep; 1 keeps all.
+        min_p: the least probability to keep, as a share of the largest; None or 0 keeps all.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int | None = 0,
+        top_p: float | None = 1.0,
+        min_p: float | None = None,
+    ) -> None:
+        self._warpers: list[Any] = []
+        if temperature != 1.0:
+            self._warpers.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k:
+            self._warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None and top_p != 1.0:
+            self._warpers.append(TopPLogitsWarper(top_p))
+        if min_p:
+            self._warpers.append(MinPLogitsWarper(min_p))
+        self._steps: list[tuple[Tensor, Tensor]] = []  # token_ids [K], counts [B]
+        self._next_shape = (0, 0)
+
+    @staticmethod
+    def generate_options() -> dict[str, Any]:
+        """Returns arguments with which `generate` samples from the scores as they come.
+
+        `min_p` is 0, not None, which in a `GenerationConfig` stands for the model's own default.
+        """
+        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the truncated scores, `[B, V]`."""
+        shape = tuple(input_ids.shape)
+        if self._steps and shape != self._next_shape:
+            raise ValueError(
+                f"input_ids: expected {list(self._next_shape)}, a token more than before, as a "
+                "recorder serves one call of generate that samples token by token; got "
+                f"{list(shape)}"
+            )
+        self._next_shape = (shape[0], shape[1] + 1)
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        kept = scores > -torch.inf
+        token_ids = kept.nonzero()[:, 1].int().cpu()
+        self._steps.append((token_ids, kept.sum(1).cpu()))
+        return scores
+
+    def supports(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Returns `token_ids` and `offsets` of each row, on the CPU.
+
+        The words kept for token i of a row are `token_ids[offsets[i] : offsets[i + 1]]`.
+
+        Args:
+            lengths: the tokens of each row that count; what was sampled after them is dropped.
+
+        Returns:
+            Per row int32 `token_ids [K]` and int64 `offsets [length + 1]`.
+
+        Raises:
+            ValueError: lengths that do not fit what was recorded.
+        """
+        rows = len(self._steps[0][1]) if self._steps else len(lengths)
+        if len(lengths) != rows or max(lengths, default=0) > len(self._steps):
+            raise ValueError(
+                f"lengths: expected {rows} numbers up to {len(self._steps)}, as recorded; got "
+                f"{len(lengths)} up to {max(lengths, default=0)}"
+            )
+        words = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
+        counts = [step_counts for _, step_counts in self._steps]
+        empty, zero = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        return [
+            (
+                torch.cat([empty, *(step[row] for step in words[:length])]),
+                torch.stack([zero[0], *(step[row] for step in counts[:length])]).cumsum(0),
+            )
+            for row, length in enumerate(lengths)
+        ]
