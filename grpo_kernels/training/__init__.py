@@ -8,7 +8,7 @@ from .command_line import parse_config
 from .config import TrainingConfig
 from .data import load as load_problems
 from .loading import load_model, resolve_model, upper_half
-from .rollout import Completion, Rollout, SamplingParams
+from .rollout import Completion, Rollout, SamplingParams, Support
 from .samples import Samples
 from .trainer import Trainer
 
@@ -17,6 +17,7 @@ __all__ = [
     "Rollout",
     "Samples",
     "SamplingParams",
+    "Support",
     "Trainer",
     "TrainingConfig",
     "load_model",

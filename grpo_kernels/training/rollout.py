@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..hf_head import evaluating
-from ..layout import to_device
+from ..layout import check_tensor, to_device
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder
@@ -27,6 +27,17 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    record_support: bool = False  # whether `Completion.support` is wanted
+
+
+class Support(NamedTuple):
+    """The words that tokens were sampled from: `token_ids[offsets[i]:offsets[i + 1]]` for token i.
+
+    A token without words was sampled from the whole vocabulary.
+    """
+
+    token_ids: Tensor  # [K], int32 or int64, on a CPU
+    offsets: Tensor  # [T + 1], int32 or int64, on a CPU
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class Completion:
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
     logps: list[float] | None = None  # one per token, under the policy that sampled
+    # The words that `top_k`, `top_p` and `min_p` left; None: all. Tensors have no == to one bool.
+    support: Support | None = field(default=None, compare=False)
 
 
 class Rollout(Protocol):
@@ -98,10 +111,22 @@ class GenerateRollout:
             options |= {"top_p": sampling.top_p, "min_p": sampling.min_p or None}
         if sampling.stop:
             options |= {"stop_strings": list(sampling.stop), "tokenizer": self.tokenizer}
+        recorder = None
+        if sampling.record_support:
+            from ..integrations.generation import SupportRecorder
+
+            recorder = SupportRecorder(
+                sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            )
+            options |= recorder.generate_options() | {"logits_processor": [recorder]}
         with evaluating(self.policy):
             output, eos = self.policy("generate", ids, mask, count, options)
         rows = output[:, ids.shape[1] :].tolist()
-        return [completion(row, eos, sampling, self.tokenizer) for row in rows]
+        done = [completion(row, eos, sampling, self.tokenizer) for row in rows]
+        if recorder is None:
+            return done
+        supports = recorder.supports([len(c.token_ids) for c in done])
+        return [replace(c, support=Support(*s)) for c, s in zip(done, supports, strict=True)]
 
 
 class Sampler:
@@ -115,13 +140,15 @@ class Sampler:
         self.accelerator = accelerator
 
     def __call__(
-        self, problems: Sequence[Problem], count: int, temperature: float
-    ) -> list[Completion]:
+        self, problems: Sequence[Problem], count: int, temperature: float, *,
+        record_support: bool = False,
+    ) -> list[Completion]:  # fmt: skip
         """`count` completions per problem; those of a problem are neighbors."""
         c = self.config
         sampling = SamplingParams(
-            c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop)
-        )
+            c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
+            record_support=record_support,
+        )  # fmt: skip
         with self.accelerator.autocast():
             done = self.rollout([self.encode(problem) for problem in problems], count, sampling)
         if len(done) != len(problems) * count:
@@ -130,12 +157,38 @@ class Sampler:
             )
         if not all(c.token_ids for c in done):
             raise ValueError("rollout: expected at least one token in every completion; got none")
+        for i, one in enumerate(done):
+            if one.support is not None:
+                check_support(f"rollout: completions[{i}].support", one.support, len(one.token_ids))
         return done
 
     def texts(self, completions: Sequence[Completion]) -> list[str]:
         """Decodes completions, without special tokens."""
         ids = [c.token_ids for c in completions]
         return list(self.encode.tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+
+def check_support(name: str, support: object, T: int) -> None:
+    """Refuses what are not the supports of `T` tokens.
+
+    Raises:
+        ValueError, TypeError: names what was expected and what came.
+    """
+    if not isinstance(support, Support):
+        raise TypeError(f"{name}: expected a Support; got {type(support).__name__}")
+    integers, cpu = (torch.int32, torch.int64), torch.device("cpu")
+    ids = check_tensor(f"{name}.token_ids", support.token_ids, dtypes=integers, device=cpu)
+    if ids.ndim != 1:
+        raise ValueError(f"{name}.token_ids: expected shape [K]; got {list(ids.shape)}")
+    offsets = check_tensor(
+        f"{name}.offsets", support.offsets, shape=[T + 1], dtypes=integers, device=cpu
+    )
+    first, last, K = int(offsets[0]), int(offsets[-1]), len(ids)
+    if first or last != K or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"{name}.offsets: expected to start at 0, never to decrease, and to end at the number "
+            f"of token_ids = {K}; got {first} to {last}"
+        )
 
 
 def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
@@ -189,6 +242,11 @@ class ContinuousBatchingRollout:
     ) -> list[Completion]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
+        if sampling.record_support:
+            raise ValueError(
+                "record_support: expected false with continuous batching, which does not say what "
+                "it sampled from; got True"
+            )
         eos = end_tokens(self.model)
         options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
         if sampling.temperature > 0:
