@@ -14,6 +14,7 @@ from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.hf_head import head_of
 from grpo_kernels.training import (
     Completion,
+    Support,
     Trainer,
     TrainingConfig,
     load_model,
@@ -65,6 +66,7 @@ CUTS = {
     "top entropy": {"top_entropy_quantile": 0.4},
     "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "no skipping": {"skip_untrained": False, "loss_type": "bnpo"},
+    "replayed": {"top_k": 20, "epochs_per_rollout": 2},
 }
 
 
@@ -134,8 +136,18 @@ class FakeRollout:
             length = self.lengths[i % len(self.lengths)]
             ids = [draw.randrange(33, 90) for _ in range(length)]
             logps = None if self.logps is None else [self.logps] * length
-            done.append(Completion(ids, i % 3 > 0 if self.ended is None else self.ended, logps))
+            # Some from the whole vocabulary.
+            support = support_around(ids, draw) if sampling.record_support and i % 4 else None
+            ended = i % 3 > 0 if self.ended is None else self.ended
+            done.append(Completion(ids, ended, logps, support))
         return done
+
+
+def support_around(ids, draw):
+    """Up to 20 words for each token, itself among them."""
+    words = [sorted({draw.randrange(257) for _ in range(draw.randrange(20))} | {i}) for i in ids]
+    flat = torch.tensor([j for some in words for j in some], dtype=torch.int32)
+    return Support(flat, torch.tensor([0, *map(len, words)]).cumsum(0))
 
 
 def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):

@@ -88,14 +88,15 @@ class TrainingConfig:
     prompts_per_step: int = _option(4, "prompts in a rollout, over all processes")
     num_generations: int = _option(8, "completions per prompt, which advantages compare")
     max_completion_length: int = _option(256, "tokens in a completion, at most")
-    top_k: int = _option(
-        0, "sample from the k likeliest tokens only; 0: from all. The loss is still of the whole "
-        "softmax, as with top_p and min_p"
-    )  # fmt: skip
+    top_k: int = _option(0, "sample from the k likeliest tokens only; 0: from all")
     top_p: float = _option(1.0, "sample from the likeliest tokens that add up to this probability")
     min_p: float = _option(
         0.0, "sample from tokens with this share of the likeliest one's probability, at least"
     )
+    replay_support: bool = _option(
+        True, "train the policy that sampled: with top_k, top_p or min_p, log-probs and loss are "
+        "over the tokens that these left; off: over the whole softmax, which is not what sampled"
+    )  # fmt: skip
     stop: list[str] = _option((), "strings that end a completion, which keeps them")
     mask_truncated_completions: bool = _option(
         False, "leave completions that were cut at max_completion_length out of the loss"
@@ -233,6 +234,12 @@ class TrainingConfig:
         falls = {"constant": 1.0, "linear": 1 - done, "cosine": cosine}
         return self.learning_rate * warm * falls[self.schedule]
 
+    @property
+    def records_support(self) -> bool:
+        """True if rollouts are to say which tokens `top_k`, `top_p` and `min_p` left."""
+        truncated = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return truncated and self.replay_support
+
     def starts_iteration(self, step: int) -> bool:
         """True for the first step of every iteration but the first; steps count from 1."""
         count = self.num_iterations
@@ -317,6 +324,12 @@ class TrainingConfig:
             refuse("chat", "false with additions, whose prompts are no chat")
         if self.rollout == "continuous_batching" and (self.stop or self.min_p):
             refuse("rollout", "generate with stop or min_p")
+        if self.rollout == "continuous_batching" and self.records_support:
+            refuse(
+                "replay_support",
+                "false with continuous_batching and top_k or top_p, as it does not say which "
+                "tokens these left; or take rollout generate",
+            )
 
 
 # Types as written: HfArgumentParser replaces those of the fields.

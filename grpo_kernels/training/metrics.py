@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..objective import masked_quantile
 from .rewards import weighted_sum
 from .samples import Samples
 
@@ -59,6 +60,22 @@ def of_samples(
     return row
 
 
+def of_support(sizes: Tensor) -> dict[str, float]:
+    """Metrics of the supports of a rollout, of which `sizes` are the numbers of words."""
+    if not len(sizes):
+        return {}
+    sizes = sizes.double()
+    return {
+        "support/mean": float(sizes.mean()),
+        "support/p99": float(masked_quantile(sizes, torch.ones_like(sizes), 0.99)),
+        "support/singletons": float((sizes == 1).double().mean()),
+    }
+
+
+# Known of the whole rollout already; and a count of what the trainer does not permit.
+_NOT_MERGED = {"support/mean", "support/p99", "support/singletons", "support/fallback"}
+
+
 def merge_micro_batches(
     parts: Sequence[Mapping[str, Tensor]], gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
@@ -66,7 +83,7 @@ def merge_micro_batches(
 
     `parts` are 0-d tensors by name, equally many on each process; `gather` returns the rows of all.
     """
-    names = sorted({name for part in parts for name in part})
+    names = sorted({name for part in parts for name in part} - _NOT_MERGED)
     absent = torch.zeros((), device=parts[0]["tokens"].device)
     values = torch.stack([
         torch.stack([part.get(name, absent).float() for name in names]) for part in parts

@@ -28,6 +28,8 @@ class Batch:
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
     mask: Tensor  # [B, T], int64
+    # Words that each token was sampled from: [K] ids, and [B * T + 1] offsets into them.
+    support: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of_rows(
@@ -81,7 +83,7 @@ class Policy(nn.Module):
         hidden, head = self.hidden(batch), head_of(self.model)
         out = fused_grpo_loss(
             hidden, head.weight, batch.completions, advantages, batch.mask, config=config,
-            **head.arguments(hidden), **options,
+            support=batch.support, **head.arguments(hidden), **options,
         )  # fmt: skip
         return out.loss, out.metrics, out.logps
 
@@ -91,7 +93,7 @@ class Policy(nn.Module):
         hidden, head = self.hidden(batch), head_of(self.model)
         out = linear_logprobs(
             hidden, head.weight, batch.completions, mask=batch.mask, temperature=temperature,
-            entropy=entropy, **head.arguments(hidden),
+            entropy=entropy, support=batch.support, **head.arguments(hidden),
         )  # fmt: skip
         return out.logps, out.entropy
 

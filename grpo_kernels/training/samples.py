@@ -31,6 +31,7 @@ class Samples:
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
+    replay_support: bool = False  # whether log-probs are over the completions' supports
     old_logps: Tensor | None = None  # [B, T], as all that follow
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
@@ -48,6 +49,12 @@ class Samples:
         """True for each completion whose advantage is not 0."""
         nonzero: list[bool] = (self.advantages != 0).tolist()
         return nonzero
+
+    @property
+    def support_sizes(self) -> Tensor:
+        """The number of words of each support of the completions: int64, 1-D."""
+        sizes = support_sizes(self.completions, self.mask.shape[1])
+        return sizes[sizes > 0]
 
     @property
     def lengths(self) -> list[int]:
@@ -77,7 +84,11 @@ class Samples:
         )  # fmt: skip
         where = to_device(torch.tensor(chosen), device)
         mask = self.mask[where, : batch.mask.shape[1]]
-        return replace(batch, mask=mask if rows else torch.zeros_like(mask)), where
+        support = None
+        if self.replay_support:
+            support = join_supports([self.completions[i] for i in chosen], mask.shape[1], device)
+        mask = mask if rows else torch.zeros_like(mask)
+        return replace(batch, mask=mask, support=support), where
 
     def other_logps(self, where: Tensor, T: int) -> dict[str, Any]:
         """Options of `fused_grpo_loss`: the first `T` log-probs of rows under other policies."""
@@ -102,3 +113,23 @@ def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | 
             return None
         row[: len(completion.logps)] = torch.tensor(completion.logps)
     return logps.to(mask.device)
+
+
+def support_sizes(completions: Sequence[Completion], T: int) -> Tensor:
+    """`[B, T]`, int64: the number of words of each support; 0 where there is none."""
+    sizes = torch.zeros(len(completions), T, dtype=torch.int64)
+    for row, completion in zip(sizes, completions, strict=True):
+        if completion.support is not None:
+            row[: len(completion.token_ids)] = completion.support.offsets.diff()
+    return sizes
+
+
+def join_supports(
+    completions: Sequence[Completion], T: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The supports of `[B, T]` tokens, as `fused_grpo_loss` takes them: ids, and their offsets."""
+    offsets = torch.zeros(len(completions) * T + 1, dtype=torch.int64)
+    torch.cumsum(support_sizes(completions, T).flatten(), 0, out=offsets[1:])
+    parts = [c.support.token_ids for c in completions if c.support is not None]
+    ids = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
+    return to_device(ids, device), to_device(offsets, device)

@@ -156,7 +156,9 @@ class Trainer:
         G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
         with clock("generate"):
-            completions = self.sampler(mine, G, config.temperature)
+            completions = self.sampler(
+                mine, G, config.temperature, record_support=config.records_support
+            )
         with clock("reward"):
             judged = [problem for problem in mine for _ in range(G)]
             texts = self.sampler.texts(completions)
@@ -171,11 +173,15 @@ class Trainer:
         mask = to_device(mask, device)
         logps = sampling_logps(completions, mask)
         check_has_logps(config, logps is not None)
+        # Equal in all processes, so that they have the same metrics.
+        replay_support = config.replay_support and ranks.reduce(
+            self.accelerator, any(c.support is not None for c in completions), any
+        )
         return Samples(
             mine, [self.encode(problem) for problem in mine],
             [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
-            sampling_logps=logps,
+            replay_support=replay_support, sampling_logps=logps,
         )  # fmt: skip
 
     # Log-probs by other policies, and by this one before its updates
@@ -305,6 +311,9 @@ class Trainer:
         row = {"step": self.step} | metrics.of_samples(
             samples, list(self.rewards), c.reward_weights, c.num_generations, self._gather
         )
+        if samples.replay_support:
+            sizes = ranks.reduce(self.accelerator, samples.support_sizes, torch.cat)
+            row |= metrics.of_support(sizes)
         row |= metrics.merge_updates(updates)
         row["seconds"] = sum(clock.seconds.values())
         row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}

@@ -65,6 +65,12 @@ class Watch:
                 f"in {WINDOW} steps every completion was cut at max_completion_length = "
                 f"{self.config.max_completion_length}. Raise it, or give a stop string"
             )
+        if self.config.records_support and "support/mean" not in row:
+            found["support"] = (
+                "top_k, top_p or min_p is set, and the rollout does not say which words they left: "
+                "the loss is over the whole softmax, which is not what sampled. Return completions "
+                "with a support, or turn replay_support off"
+            )
         if self._collapsed(entropy):
             found["entropy"] = (
                 f"entropy fell from {self.first_entropy:.2f} to {entropy:.3f}: completions of a "
