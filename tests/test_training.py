@@ -14,7 +14,6 @@ from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.hf_head import head_of
 from grpo_kernels.training import (
     Completion,
-    Support,
     Trainer,
     TrainingConfig,
     load_model,
@@ -25,7 +24,14 @@ from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import plan_micro_batches
 from grpo_kernels.training.policy import Batch, Policy, positions
 from tests.support.tiny_models import make_tokenizer
-from tests.support.trainer_runs import assert_same_grads, config_of, noise, rows_of, trainer_of
+from tests.support.trainer_runs import (
+    assert_same_grads,
+    config_of,
+    noise,
+    rows_of,
+    support_around,
+    trainer_of,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -141,13 +147,6 @@ class FakeRollout:
             ended = i % 3 > 0 if self.ended is None else self.ended
             done.append(Completion(ids, ended, logps, support))
         return done
-
-
-def support_around(ids, draw):
-    """Up to 20 words for each token, itself among them."""
-    words = [sorted({draw.randrange(257) for _ in range(draw.randrange(20))} | {i}) for i in ids]
-    flat = torch.tensor([j for some in words for j in some], dtype=torch.int32)
-    return Support(flat, torch.tensor([0, *map(len, words)]).cumsum(0))
 
 
 def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):

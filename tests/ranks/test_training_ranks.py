@@ -46,7 +46,7 @@ def environment_of(config):
 # DeepSpeed is no dependency, not even of the tests: it is built from source.
 KINDS = ["ddp", "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") else [])]
 OPTIONS = {
-    "bnpo": {"loss_type": "bnpo"},
+    "bnpo, replayed": {"loss_type": "bnpo", "top_k": 20},
     "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "num_iterations": 2},
     "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.training import Trainer, load_model, load_problems
-from tests.support.trainer_runs import config_of, no_curves, noise
+from tests.support.trainer_runs import config_of, no_curves, noise, support_around
 
 
 def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.Tensor]:
@@ -60,5 +60,9 @@ class SameForAnyRanks:
             draw = random.Random(str(prompt))
             for _ in range(count):
                 length = draw.randrange(1, sampling.max_new_tokens + 1)
-                done.append(Completion([draw.randrange(33, 90) for _ in range(length)], True))
+                ids = [draw.randrange(33, 90) for _ in range(length)]
+                # Some from the whole vocabulary.
+                says = sampling.record_support and draw.random() < 0.7
+                support = support_around(ids, draw) if says else None
+                done.append(Completion(ids, True, support=support))
         return done

@@ -4,8 +4,17 @@ import json
 from contextlib import contextmanager
 
 import pytest
+import torch
 
-from grpo_kernels.training import Trainer, TrainingConfig, load_model, load_problems, report
+from grpo_kernels.training import (
+    Support,
+    Trainer,
+    TrainingConfig,
+    load_model,
+    load_problems,
+    report,
+)
+from tests.support.tiny_models import V
 
 
 @contextmanager
@@ -19,6 +28,13 @@ def no_curves():
 def noise(prompts, completions, **_):
     """A reward that any change of a token changes."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+def support_around(ids, draw):
+    """Up to 20 words for each token, itself among them."""
+    words = [sorted({draw.randrange(V) for _ in range(draw.randrange(20))} | {i}) for i in ids]
+    flat = torch.tensor([j for some in words for j in some], dtype=torch.int32)
+    return Support(flat, torch.tensor([0, *map(len, words)]).cumsum(0))
 
 
 def config_of(model, tmp_path, **options):
