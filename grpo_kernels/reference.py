@@ -44,9 +44,18 @@ def linear_logits(
 
 
 def selective_log_softmax(
-    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    support: tuple[Tensor, Tensor] | None = None,
+    support_fallback: str = "error",
 ) -> Tensor:
-    """`log_softmax(logits / temperature)` at the targets."""
+    """`log_softmax(logits / temperature)` at the targets, over the words of a support if given."""
+    if support is not None:
+        active, V = torch.ones_like(targets, dtype=torch.bool), logits.shape[-1]
+        kept = kept_words(support, targets, active, V, support_fallback)
+        logits = logits.masked_fill(~kept, -torch.inf)
     log_p = (logits / _last_dim(temperature, logits)).log_softmax(-1)
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 

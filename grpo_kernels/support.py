@@ -28,6 +28,8 @@ SCORES = ("support", "both")
 # three GEMMs of 2 V H FLOP. FLOPs of a large GEMM in the time of a byte moved: measured on a CPU,
 # predicted for GPUs (an H200's 780 TFLOP/s and 2.6 TB/s of gathers).
 _FLOPS_PER_BYTE = {"cpu": 7.0, "gpu": 300.0}
+# Rows of logits also read W and write dW once per call: worth so many words per word of V.
+WORDS_PER_WEIGHT = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Support:
     def chunks(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
         """Cuts the tokens of `through_logits`: their ids, their words, the row of each word."""
         _, _, num_tokens, _, *bounds = self.sizes.numbers
-        tokens = _where(self.routes[1], num_tokens)
+        tokens = indices(self.routes[1], num_tokens)
         ranks = self.routes[1].cumsum(0) - 1
         for i, first in enumerate(range(0, num_tokens, self.rows_per_chunk)):
             words = slice(bounds[i], bounds[i + 1])
@@ -77,7 +79,7 @@ class Support:
     def distinct_ids(self) -> Tensor:
         """The ids of gathered words, ascending, each once."""
         assert self.distinct is not None
-        return _where(self.distinct, self.sizes.numbers[3])
+        return indices(self.distinct, self.sizes.numbers[3])
 
     def metrics(self, num_tokens: Tensor) -> dict[str, Tensor]:
         """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked."""
@@ -107,8 +109,8 @@ class _AllWords:
         """The `size` words of some tokens, bool `[N]`."""
         keep = self.belongs & tokens[self.tokens]
         offsets = _from_zero(torch.where(tokens, counts, 0).cumsum(0))
-        index = _where(keep, size)
-        order = self.by_id[_where(keep[self.by_id], size)]
+        index = indices(keep, size)
+        order = self.by_id[indices(keep[self.by_id], size)]
         ranks = keep.cumsum(0) - 1
         return Words(
             self.ids[index], self.tokens[index], offsets, self.positions, ranks[order]
@@ -261,8 +263,7 @@ def _routes(counts: Tensor, V: int, itemsize: int, least: int, route: str | None
         return torch.stack(pair)
     limit = words_per_row(counts.device.type, V, itemsize)
     wide = takes_part & (counts > limit)
-    # Rows of logits also read W and write dW once per call, which is worth some V words.
-    pays = torch.where(wide, counts - limit, 0.0).sum() > V
+    pays = torch.where(wide, counts - limit, 0.0).sum() > WORDS_PER_WEIGHT * V
     wide = wide & pays
     return torch.stack([takes_part & ~wide, wide])
 
@@ -281,7 +282,7 @@ def _bounds(words: Tensor, tokens: Tensor, step: int) -> Tensor:
     return _from_zero(words[ends])
 
 
-def _where(keep: Tensor, count: int) -> Tensor:
+def indices(keep: Tensor, count: int) -> Tensor:
     """The indices of the `count` entries of `keep` that are True, without reading the device."""
     everything = torch.arange(len(keep), device=keep.device)
     if count == len(keep):

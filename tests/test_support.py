@@ -1,0 +1,510 @@
+"""Supports: loss, log-probs and gradients over the words that a sampler kept."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_kernels
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, selective_log_softmax, support
+from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
+from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
+from tests.support.supports import csr, everything, make_support, with_logps_of
+
+SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
+HEAD_OPTIONS = ("bias", "logit_scale", "softcap", "temperature")
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
+
+
+@pytest.fixture(params=["gathered", "through_logits"])
+def route(request, monkeypatch):
+    if request.param == "through_logits":
+        through_logits(monkeypatch)
+    return request.param
+
+
+def through_logits(monkeypatch, words=4):
+    """Makes rows of logits pay from so many words on."""
+    monkeypatch.setattr(support, "words_per_row", lambda *_: words)
+    monkeypatch.setattr(support, "WORDS_PER_WEIGHT", 0.0)
+
+
+def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
+    options = {"support": kept, **options, **kwargs}
+    head = {k: options[k] for k in HEAD_OPTIONS if k in options}
+    if "temperature" not in head:
+        head["temperature"] = options["config"].temperature
+    batch = with_logps_of(batch, kept, **head)
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, **options)
+    metrics = actual.metrics
+    actual.metrics = {k: v for k, v in metrics.items() if not k.startswith("support/")}
+    assert_matches(actual, expected, tolerance, logps=1e-4, rounded_to=batch.hidden.dtype)
+    return metrics
+
+
+@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives(batch, objective, without):
+    expect_equal(batch, make_support(batch, without=without), objective_options(objective))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_head_options(option, dtype, route):
+    batch = make_batch().to("cpu", dtype)
+    settings_, call = OPTIONS[option]
+    options = {"config": config(**settings_), **call}
+    kept = make_support(batch, without=0.2)
+    tolerance = max(TOLERANCE[dtype], 3e-3 if dtype == torch.bfloat16 else 0.0)
+    expect_equal(batch, kept, options, chunk_bytes=CHUNK, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("option", ["old_logps", "entropy", "everything"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_triton(option, dtype, route):
+    batch = make_batch(**SMALL).to("cpu", dtype)
+    settings_, call = OPTIONS[option]
+    options = {"config": config(**settings_), **call}
+    kept = make_support(batch, without=0.2, most=30)
+    expect_equal(batch, kept, options, backend="triton", tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("objective", ["gspo", "vespo", "everything"])
+def test_triton_in_two_passes(objective):
+    batch = make_batch(**SMALL)
+    kept = make_support(batch, without=0.0, most=30)
+    expect_equal(batch, kept, objective_options(objective), backend="triton")
+
+
+@pytest.mark.parametrize("objective", ["kl_old_delta", "gspo"])
+def test_sampled_backward_leaves_words_exact(batch, objective):
+    """With tokens that have no support beside them; at this size the others' noise is small."""
+    kept = make_support(batch, without=0.4)
+    options = objective_options(objective)
+    batch = with_logps_of(batch, kept, bias=True)
+    exact = run_fused(batch, exact=True, support=kept, **options)
+    sampled = run_fused(
+        batch, exact=False, support=kept, backward="sampled", tolerance=1e-3, seed=1, **options
+    )
+    for name, gradient in exact.gradients.items():
+        error = (sampled.gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-2, name
+
+
+@pytest.mark.parametrize("layout", [packed, lambda b: b], ids=["packed", "padded"])
+@pytest.mark.parametrize("objective", ["sequence", "old_logps"])
+def test_layouts(batch, objective, layout):
+    batch = layout(batch)
+    expect_equal(batch, make_support(batch), objective_options(objective))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_kept_is_no_support(backend):
+    batch = make_batch(**SMALL)
+    options = {"config": config(beta=0.1, entropy_coef=0.02), "backend": backend}
+    options |= {"old_logps": True, "ref_logps": True}
+    whole = run_fused(batch, exact=False, **options)
+    kept = run_fused(batch, exact=False, support=everything(batch), **options)
+    kept.metrics = {k: v for k, v in kept.metrics.items() if not k.startswith("support/")}
+    assert_matches(kept, whole, 1e-5, logps=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_single_words_read_nothing(backend):
+    """Log-prob 0 and no gradient, whatever the states and the row of W are."""
+    batch = make_batch(**SMALL)
+    mask = torch.ones_like(batch.mask)
+    targets = torch.randint(0, 30, mask.shape)
+    kept = csr([[t] for t in targets.flatten().tolist()])
+    hidden = torch.full_like(batch.hidden, torch.nan).requires_grad_()
+    weight = torch.full_like(batch.weight, torch.nan).requires_grad_()
+    old_logps = torch.full(mask.shape, 0.1)
+    out = fused_grpo_loss(
+        hidden, weight, targets, batch.advantages, old_logps=old_logps, support=kept,
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    plain = grpo_kernels.grpo_loss(torch.zeros(mask.shape), batch.advantages, old_logps=old_logps)
+    torch.testing.assert_close(out.loss, plain.loss)
+    assert not out.logps.any() and not hidden.grad.any() and not weight.grad.any()
+    assert out.metrics["support/singletons"] == out.metrics["support/gathered"] == 1
+
+
+def test_rows_that_no_token_kept_are_not_read(batch):
+    kept = make_support(batch, without=0.0)
+    used = torch.zeros(len(batch.weight), dtype=torch.bool)
+    for i, counts in enumerate(batch.mask.flatten().tolist()):
+        words = kept[0][kept[1][i] : kept[1][i + 1]]
+        used[words.long() if counts and len(words) > 1 else []] = True
+    weight = batch.weight.masked_fill(~used[:, None], torch.nan).requires_grad_()
+    out = fused_grpo_loss(
+        batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=kept
+    )
+    out.loss.backward()
+    assert out.loss.isfinite() and weight.grad.isfinite().all()
+    assert not weight.grad[~used].any() and weight.grad[used].any(1).float().mean() > 0.5
+
+
+def test_the_formulas_of_trainers(batch):
+    """The log softmax over all of V, less the log of the mass kept; or logits of -inf elsewhere."""
+    kept = make_support(batch, without=0.0)
+    mine = linear_logprobs(
+        batch.hidden, batch.weight, batch.targets, mask=batch.mask, support=kept
+    ).logps
+    hidden = batch.hidden.nan_to_num().double()
+    logits = (hidden @ batch.weight.T.double()).flatten(0, 1)
+    for i, (target, counts) in enumerate(
+        zip(batch.targets.flatten().tolist(), batch.mask.flatten().tolist(), strict=True)
+    ):
+        if not counts:
+            continue
+        words = kept[0][kept[1][i] : kept[1][i + 1]].long()
+        log_p = logits[i].log_softmax(-1)
+        renormalized = log_p[target] - log_p[words].logsumexp(0)
+        masked = torch.full_like(logits[i], -torch.inf)
+        masked[words] = logits[i, words]
+        for expected in (renormalized, masked.log_softmax(-1)[target]):
+            assert abs(mine.flatten()[i] - expected) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_logprobs(backend, route):
+    """Log-probs, entropy and logsumexp with gradients of their own; a LoRA; T per token."""
+    batch = make_batch(**SMALL)
+    mask, V = batch.mask, len(batch.weight)
+    kept = make_support(batch, without=0.2, most=30)
+    g = torch.Generator().manual_seed(1)
+    a_out, lora_b = torch.randn(*mask.shape, 3, generator=g), torch.randn(V, 3, generator=g)
+    factors = torch.randn(3, *mask.shape, generator=g)
+
+    def run(call, dtype, **options):
+        tensors = [batch.hidden.nan_to_num(), batch.weight, batch.bias, a_out, lora_b]
+        hidden, weight, bias, *pair = (x.to(dtype, copy=True).requires_grad_() for x in tensors)
+        temperature = batch.temperature.to(dtype)
+        out = call(
+            hidden, weight, batch.targets, bias=bias, low_rank=tuple(pair), mask=mask,
+            temperature=temperature, support=kept, softcap=7.0, **options,
+        )  # fmt: skip
+        sum((f * x).sum() for f, x in zip(factors.to(dtype), out[:3], strict=True)).backward()
+        return [*out[:3], *(x.grad for x in (hidden, weight, bias, *pair))]
+
+    mine = run(linear_logprobs, torch.float32, entropy=True, backend=backend)
+    for actual, expected in zip(mine, run(reference.linear_logprobs, torch.float64), strict=True):
+        assert expected.any()
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_frozen(batch, frozen, route):
+    kept = make_support(batch)
+    expect_equal(batch, kept, {"config": config(), "old_logps": True, "frozen": (frozen,)})
+
+
+def test_transposed_weight(batch):
+    batch.weight = batch.weight.T.contiguous().T
+    expect_equal(batch, make_support(batch), {"config": config(), "old_logps": True})
+
+
+def test_skip_untrained(batch):
+    """Tokens of advantage 0 are left out; the gradients are the same."""
+    kept = make_support(batch)
+    some = [
+        run_fused(batch, exact=False, support=kept, old_logps=True, skip_untrained=skip)
+        for skip in (False, True)
+    ]
+    for name, gradient in some[0].gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(some[1].gradients[name], gradient)
+    assert some[1].logps.count_nonzero() < some[0].logps.count_nonzero()
+
+
+def test_same_bits_twice(batch):
+    kept = make_support(batch)
+    one, two = (run_fused(batch, exact=False, support=kept, old_logps=True) for _ in range(2))
+    assert torch.equal(one.loss, two.loss)
+    for name, gradient in one.gradients.items():
+        assert gradient is None or torch.equal(gradient, two.gradients[name])
+
+
+def test_no_gradients_wanted(batch):
+    kept = make_support(batch)
+    with torch.no_grad():
+        out = fused_grpo_loss(
+            batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask, support=kept
+        )
+    assert not out.loss.requires_grad
+    expected = run_fused(batch, exact=True, support=kept)
+    assert (out.logps - expected.logps).abs().max() < 1e-4
+
+
+def test_metrics(batch):
+    sets = [[int(t), *range(900, 900 + i % 5)] for i, t in enumerate(batch.targets.flatten())]
+    sets[0] = []
+    mask, kept = batch.mask.flatten(), csr(sets)
+    metrics = expect_equal(batch, kept, {"config": config(), "old_logps": True})
+    counts = kept[1].diff()[mask].double()
+    has = counts > 0
+    for name, expected in {
+        "mean": counts[has].mean(),
+        "p99": counts[has].quantile(0.99),
+        "singletons": (counts == 1).sum() / has.sum(),
+        "gathered": has.double().mean(),
+        "fallback": torch.tensor(0.0),
+    }.items():
+        assert abs(metrics[f"support/{name}"] - expected) < 1e-5, name
+
+
+def test_targets_outside_fall_back(batch):
+    sets = [
+        words[words != t].tolist() if i % 3 else words.tolist()
+        for i, (words, t) in enumerate(
+            zip(make_sets(batch), batch.targets.flatten().tolist(), strict=True)
+        )
+    ]
+    options = {"config": config(), "old_logps": True, "support_fallback": "dense"}
+    metrics = expect_equal(batch, csr(sets), options)
+    outside = [
+        bool(s) and t not in s for s, t in zip(sets, batch.targets.flatten().tolist(), strict=True)
+    ]
+    expected = (torch.tensor(outside) & batch.mask.flatten()).sum()
+    assert metrics["support/fallback"] == expected > 2
+
+
+def make_sets(batch):
+    ids, offsets = make_support(batch, without=0.1)
+    return [words for words in ids.split(offsets.diff().tolist())]
+
+
+# Both scores
+
+
+@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
+@pytest.mark.parametrize("objective", ["on_policy", "kl", "kl_old_delta", "gspo", "everything"])
+def test_both_scores(batch, objective, without):
+    kept = make_support(batch, without=without)
+    metrics = expect_equal(batch, kept, objective_options(objective) | {"score": "both"})
+    assert "full/entropy" in metrics and "kl" not in metrics
+    assert ("full/kl" in metrics) == ("ref_logps" in OBJECTIVES[objective][1])
+
+
+def test_the_kl_is_of_the_whole_softmax(batch):
+    kept, mask = make_support(batch, without=0.0), batch.mask
+    hidden = batch.hidden.nan_to_num().double().requires_grad_()
+    weight = batch.weight.double()
+    full = reference.linear_logprobs(hidden, weight, batch.targets, mask=mask).logps
+    d = torch.where(mask, batch.ref_logps.double() - full, 0.0)
+    loss = 0.1 * ((d.exp() - d - 1) * mask).sum() / mask.sum()
+    loss.backward()
+    mine = batch.hidden.nan_to_num().requires_grad_()
+    out = fused_grpo_loss(
+        mine, batch.weight, batch.targets, torch.zeros_like(batch.advantages), mask,
+        ref_logps=batch.ref_logps, support=kept, score="both",
+        config=config(beta=0.1, use_bias_correction_kl=False),
+    )  # fmt: skip
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5, atol=1e-6)
+    assert (mine.grad - hidden.grad).norm() <= 1e-5 * hidden.grad.norm()
+    torch.testing.assert_close(out.full_logps.double(), full, rtol=1e-5, atol=1e-5)
+
+
+def test_both_scores_of_linear_logprobs(batch, route):
+    kept, mask = make_support(batch, without=0.2), batch.mask
+    results = []
+    for call, dtype in (
+        (linear_logprobs, torch.float32),
+        (reference.linear_logprobs, torch.float64),
+    ):
+        hidden, weight = (
+            x.to(dtype, copy=True).requires_grad_()
+            for x in (batch.hidden.nan_to_num(), batch.weight)
+        )
+        extra = {"entropy": True} if call is linear_logprobs else {}
+        out = call(hidden, weight, batch.targets, mask=mask, support=kept, score="both", **extra)
+        g = torch.Generator().manual_seed(0)
+        sum((torch.randn(mask.shape, generator=g) * x).sum() for x in out).backward()
+        results.append([*out, hidden.grad, weight.grad])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 2e-5 * expected.norm()
+
+
+# Row-sparse gradients
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sparse_weight_grad(backend):
+    batch = make_batch(**SMALL)
+    kept = make_support(batch, without=0.0, most=12)
+    gradients = []
+    for sparse in (False, True):
+        weight = batch.weight.clone().requires_grad_()
+        out = fused_grpo_loss(
+            batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=kept,
+            sparse_weight_grad=sparse, backend=backend,
+        )  # fmt: skip
+        (2 * out.loss).backward()
+        gradients.append(weight.grad)
+    dense, sparse = gradients
+    assert sparse.layout == torch.sparse_coo and dense.any()
+    assert torch.equal(sparse.to_dense(), dense)
+    rows = sparse.coalesce().indices()[0]
+    assert len(rows) < len(dense) and not dense[~torch.isin(torch.arange(61), rows)].any()
+    weight = torch.nn.Parameter(batch.weight.clone())
+    weight.grad = sparse
+    torch.optim.SparseAdam([weight], lr=0.1).step()
+    assert (weight != batch.weight).any()
+
+
+# Logits that the caller holds
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_selective_log_softmax(backend, without, dtype):
+    batch = make_batch(**SMALL)
+    batch.mask = torch.ones_like(batch.mask)
+    batch.targets = batch.targets.clamp(min=0)
+    kept = make_support(batch, without=without, most=30)
+    # A slice that no view makes flat.
+    logits = torch.randn(4, 6, 61, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
+    temperature = 0.5 + torch.rand(batch.targets.shape)
+    results = []
+    for call, x in (
+        (selective_log_softmax, logits),
+        (reference.selective_log_softmax, logits.double()),
+    ):
+        x = x.clone().requires_grad_()
+        extra = {"backend": backend} if call is selective_log_softmax else {}
+        out = call(x[:, :-1], batch.targets, temperature=temperature, support=kept, **extra)
+        (out * torch.arange(20).view(4, 5)).sum().backward()
+        results.append((out, x.grad))
+    (mine, grad), (expected, expected_grad) = results
+    assert (mine - expected).abs().max() < 1e-5
+    tolerance = TOLERANCE[dtype]
+    assert (grad.double() - expected_grad).norm() <= tolerance * expected_grad.norm()
+
+
+# Bad input
+
+IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
+TARGETS = [7, 9, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ids": [5, 7, 99, 9, 2]}, ValueError, r"support\[0\]: expected ids in \[0, 20\)"),
+        ({"ids": [-1, 7, 7, 9, 2]}, ValueError, r"support\[0\]: expected ids in \[0, 20\)"),
+        ({"ids": [7, 7, 7, 9, 2]}, ValueError, r"support\[0\]: expected each id once per token"),
+        ({"ids": [5, 7, 7, 8, 2]}, ValueError, r"support: expected the target .* \(1 of them\)"),
+        ({"offsets": [0, 3, 2, 5]}, ValueError, r"support\[1\]: expected offsets that start at 0"),
+        ({"offsets": [1, 2, 4, 5]}, ValueError, r"support\[1\]: .* \(1 of them\)"),
+        ({"offsets": [0, 2, 4, 4]}, ValueError, r"support\[1\]: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 4, 6]}, ValueError, r"support\[1\]: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 5]}, ValueError, r"support\[1\]: expected shape \[4\]"),
+        ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"support\[0\]: expected token ids, shape \[K\]"),
+        ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support\[0\]: expected dtype int64, int32"),
+        ({"support": 3}, TypeError, "support: expected a pair of tensors"),
+        ({"support_fallback": "full"}, ValueError, "support_fallback: expected"),
+        ({"score": "all"}, ValueError, "score: expected"),
+        ({"support": None, "score": "both"}, ValueError, "score: expected 'support'"),
+        ({"sparse_weight_grad": 1}, TypeError, "sparse_weight_grad: expected a bool"),
+        ({"sparse_weight_grad": True, "score": "both"}, ValueError, "sparse_weight_grad: expected"),
+        ({"sparse_weight_grad": True, "support": None}, ValueError, "sparse_weight_grad: expected"),
+        (
+            {"sparse_weight_grad": True, "ids": [5, 7, 2], "offsets": [0, 2, 2, 3]},
+            ValueError, r"sparse_weight_grad: .* got tokens without \(1 of them\)",
+        ),
+        ({"capturable": True}, ValueError, "support: expected None with capturable=True"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["fused", "linear"])
+def test_bad_supports_are_refused_by_name(change, error, message, call):
+    change = dict(change)
+    ids, offsets = change.pop("ids", IDS), change.pop("offsets", OFFSETS)
+    options = {"support": (torch.tensor(ids), torch.tensor(offsets)), **change}
+    arguments = [torch.randn(3, 4), torch.randn(20, 4), torch.tensor(TARGETS)]
+    with pytest.raises(error, match=message):
+        if call == "fused":
+            fused_grpo_loss(*arguments, torch.ones(3), **options)
+        else:
+            linear_logprobs(*arguments, **options)
+
+
+def test_masked_tokens_may_have_anything():
+    """Offsets and ids that mean nothing, in the middle and at both ends."""
+    mask = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
+    ids = torch.tensor([-3, 99, 7, 5, 50, 9, 2, 2])
+    offsets = torch.tensor([44, 2, 4, -9, 5, 7, -5])
+    hidden, weight = torch.randn(6, 4), torch.randn(20, 4)
+    targets = torch.tensor([-1, 5, 77, -1, 2, 3])
+    out = linear_logprobs(hidden, weight, targets, mask=mask, support=(ids, offsets))
+    clean = csr([[], [7, 5], [], [], [9, 2], []])
+    expected = linear_logprobs(hidden, weight, targets, mask=mask, support=clean)
+    torch.testing.assert_close(out, expected)
+    assert out.logps[1] < 0 and out.logps[4] < 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
+def test_no_tokens(shape):
+    kept = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
+    hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
+    targets = torch.zeros(shape, dtype=torch.long)
+    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=kept)
+    out.loss.backward()
+    assert out.loss == 0 and not weight.grad.any()
+
+
+@st.composite
+def ragged(draw):
+    """Sets with their targets, masks, and rubbish where tokens are masked."""
+    V, N = 13, draw(st.integers(1, 6))
+    tokens = []
+    for _ in range(N):
+        words = draw(st.lists(st.integers(0, V - 1), unique=True, max_size=V))
+        target = draw(st.sampled_from(words)) if words else draw(st.integers(0, V - 1))
+        active = draw(st.booleans())
+        if not active:
+            words = draw(st.lists(st.integers(-5, V + 5), max_size=4))
+        tokens.append((words, target, active))
+    return V, tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(ragged(), st.sampled_from(["dapo", "gspo"]), st.integers(0, 99), st.sampled_from([0, 3]))
+def test_any_ragged_support(case, loss_type, seed, rows):
+    V, tokens = case
+    g = torch.Generator().manual_seed(seed)
+    N = len(tokens)
+    hidden, weight = torch.randn(1, N, 5, generator=g), torch.randn(V, 5, generator=g)
+    kept = csr([words for words, _, _ in tokens])
+    targets = torch.tensor([[t for _, t, _ in tokens]])
+    mask = torch.tensor([[a for _, _, a in tokens]])
+    results = []
+    for call, dtype in (
+        (fused_grpo_loss, torch.float32),
+        (reference.fused_grpo_loss, torch.float64),
+    ):
+        h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight))
+        call(
+            h, w, targets, torch.tensor([1.5], dtype=dtype), mask,
+            old_logps=torch.full((1, N), -0.7, dtype=dtype), support=kept,
+            config=config(loss_type=loss_type, entropy_coef=0.1),
+        ).loss.backward()  # fmt: skip
+        results.append((h.grad, w.grad))
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+
+
+def test_double_backward_is_refused(batch):
+    weight = batch.weight.clone().requires_grad_()
+    out = linear_logprobs(
+        batch.hidden, weight, batch.targets, mask=batch.mask, support=make_support(batch)
+    )
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out.logps.sum(), weight, create_graph=True)
