@@ -38,7 +38,9 @@ SCALING_IS_A_FACTOR = ("hyperclovax",)
 # Config fields that a model type has but does not use.
 UNUSED_FIELDS = {"mpt": "logit_scale"}
 # The options of `linear_logprobs` that an integration passes on for its caller.
-HEAD_OPTIONS = ("temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes")
+HEAD_OPTIONS = (
+    "temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes", "support_fallback",
+)  # fmt: skip
 # `check_logits` allows this share of the largest logit: more than bf16 rounds, less than a scale.
 _CHECK_TOLERANCE = 0.05
 

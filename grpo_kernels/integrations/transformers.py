@@ -97,8 +97,11 @@ class Objective:
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
         config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
         num_items, entropy_threshold, skip_untrained: as in `fused_grpo_loss`.
-        head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            this call; they take precedence over those of `attach_fused_head`.
+        support: `(token_ids, offsets)`, the words kept for each token, as in `fused_grpo_loss`,
+            with the tokens in the row-major order of the log-probs. Also without advantages.
+        head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
+            `support_fallback` of this call; they take precedence over those of
+            `attach_fused_head`.
 
     Raises:
         TypeError: an unknown option.
@@ -117,6 +120,7 @@ class Objective:
         num_items: float | Tensor | None = None,
         entropy_threshold: float | Tensor | None = None,
         skip_untrained: bool = False,
+        support: tuple[Tensor, Tensor] | None = None,
         **head_options: Any,
     ) -> None:
         check_head_options(head_options)
@@ -141,6 +145,7 @@ class Objective:
                 f"{config.temperature}"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
+        self.support = support
         self.head_options = head_options
         self.output: FusedHeadOutput | None = None
 
@@ -188,9 +193,9 @@ def attach_fused_head(
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
             if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
-        options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            `linear_logprobs` for all calls. `seed` is a `torch.Generator` here, as an int would
-            draw the same columns in every call.
+        options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
+            `support_fallback` of `linear_logprobs` for all calls. `seed` is a `torch.Generator`
+            here, as an int would draw the same columns in every call.
 
     Raises:
         TypeError: the model is not one of transformers, or an option is unknown.
@@ -374,6 +379,8 @@ def _score(
     mask = targets != -100
     if objective.mask is not None:
         mask = mask & to_device(objective.mask).bool()
+    if objective.support is not None:
+        options |= {"support": tuple(to_device(x) for x in objective.support)}
     if objective.advantages is None:
         scored = linear_logprobs(hidden, weight, targets, mask=mask, entropy=True, **options)
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask)

@@ -16,7 +16,9 @@ This file alone depends on private parts of TRL:
 - `grpo_trainer.add_fused_lm_head`, which the constructor calls on its models;
 - `grpo_trainer.BaseTunerLayer`, by which the constructor refuses adapters on the head (TRL's head
   would leave them out);
-- `_entropy_bonus_enabled` and `_last_world_entropy`, the state of the entropy bonus.
+- `_entropy_bonus_enabled` and `_last_world_entropy`, the state of the entropy bonus;
+- with `replay_support`, `_generate_single_turn`, which calls `generate` of the unwrapped model, and
+  `_generate_and_score_completions`, whose dict is shuffled and split, lists included.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,8 +70,10 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
 from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
+from .trl_support import KEY, Support, SupportReplay, batch_support  # noqa: E402
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
+_GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
 _PATCHED = "_patched_by_grpo_kernels"
 # How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
@@ -81,30 +86,44 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "luspo", "dapo")
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes one argument more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes two arguments more.
 
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
-        head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes` of
-            `linear_logprobs`; None leaves all at their defaults.
+        head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
+            `support_fallback` of `linear_logprobs`; None leaves all at their defaults.
+        replay_support: record which words `top_p`, `top_k` and `min_p` kept for each sampled token.
+            Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
+            those of the truncated policy, which is the one that acted.
 
     Raises:
-        ValueError: PEFT with virtual tokens, or a model whose logits are not a linear layer of its
-            last hidden states.
+        ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
+            last hidden states, or `replay_support` with a sampling that truncates nothing or that
+            cannot be recorded (vLLM, continuous batching, tools, a `rollout_func`).
     """
 
     def __init__(
-        self, *args: Any, head_options: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        head_options: dict[str, Any] | None = None,
+        replay_support: bool = False,
+        **kwargs: Any,
     ) -> None:
         with _replace_lm_head(head_options or {}):
             super().__init__(*args, **kwargs)
-        _check_trainer(self)
+        _prepare(self, replay_support)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        return _generate(super()._generate_single_turn, self, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return _score(super()._generate_and_score_completions, self, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return _compute_loss(super()._compute_loss, self, model, inputs)
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_per_token_logps_and_entropies(_as_call(model), *args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return _logps(super()._get_per_token_logps_and_entropies, self, *args, **kwargs)
 
 
 class patch_trl:
@@ -120,30 +139,35 @@ class patch_trl:
     Trainers made before the patch, or trained after it, compute as TRL's do.
 
     Args:
+        replay_support: as in `FusedGRPOTrainer`.
         head_options: as in `FusedGRPOTrainer`, as keyword arguments.
 
     Raises:
         RuntimeError: TRL is patched already.
     """
 
-    def __init__(self, **head_options: Any) -> None:
+    def __init__(self, *, replay_support: bool = False, **head_options: Any) -> None:
         if _PATCHED in vars(GRPOTrainer):
             raise RuntimeError("patch_trl: expected TRL's own trainer; it is patched: undo() first")
-        own = {name: getattr(GRPOTrainer, name) for name in (_LOSS, _LOGPS, "__init__")}
+        wrappers: dict[str, Callable[..., Any]] = {
+            _LOSS: _compute_loss, _LOGPS: _logps, _GENERATE: _generate, _SCORE: _score
+        }  # fmt: skip
+        own = {name: getattr(GRPOTrainer, name) for name in (*wrappers, "__init__")}
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             own["__init__"](self, *args, **kwargs)
-            _check_trainer(self)
+            _prepare(self, replay_support)
 
-        def loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-            return _compute_loss(partial(own[_LOSS], self), self, model, inputs)
+        def wrapped(name: str) -> Callable[..., Any]:
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return wrappers[name](partial(own[name], self), self, *args, **kwargs)
 
-        def logps(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            return own[_LOGPS](self, _as_call(model), *args, **kwargs)
+            return method
 
         self._own, self._head = own, _replace_lm_head(head_options)
         self._head.__enter__()
-        for name, patched in ((_LOSS, loss), (_LOGPS, logps), ("__init__", init), (_PATCHED, True)):
+        patches = {name: wrapped(name) for name in wrappers}
+        for name, patched in (*patches.items(), ("__init__", init), (_PATCHED, True)):
             setattr(GRPOTrainer, name, patched)
 
     def undo(self) -> None:
@@ -205,7 +229,8 @@ def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
         vars(grpo_trainer).update(own)
 
 
-def _check_trainer(trainer: Any) -> None:
+def _prepare(trainer: Any, replay_support: bool) -> None:
+    """Checks a trainer that TRL has constructed, and gives it what replay needs."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
             "peft_config: expected adapters inside the layers (such as LoRA); got "
@@ -214,6 +239,41 @@ def _check_trainer(trainer: Any) -> None:
         )
     if _is_token_local(trainer):
         _loss_config(trainer, 1)  # raises now what would be raised in the first step
+    trainer._support_replay = SupportReplay(trainer) if replay_support else None
+
+
+def _replay(trainer: Any) -> SupportReplay | None:
+    """Returns what records supports; None without, and in a trainer made before the patch."""
+    return getattr(trainer, "_support_replay", None)
+
+
+def _generate(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    replay = _replay(trainer)
+    if replay is None:
+        return own(*args, **kwargs)
+    return replay.generate(own, trainer, *args, **kwargs)
+
+
+def _score(own: Callable[..., Any], trainer: Any, inputs: Any) -> Any:
+    replay = _replay(trainer)
+    return own(inputs) if replay is None else replay.score(own, inputs)
+
+
+def _logps(
+    own: Callable[..., Any],
+    trainer: Any,
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls TRL's method with a stand-in for the model, unless it got one from `_compute_loss`."""
+    if not isinstance(model, _Call):
+        replay = _replay(trainer)
+        model = _plain_call(model, replay.scored_rows() if replay else None, logits_to_keep)
+    return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
 
 class _Call:
@@ -248,11 +308,25 @@ class _OnePass(_Call):
         return SimpleNamespace(log_probs=logps, entropy=out.entropy, aux_loss=out.aux_loss)
 
 
-def _as_call(model: Any) -> _Call:
-    """Wraps a model so that it returns log-probs; leaves a `_Call` as it is."""
-    if isinstance(model, _Call):
-        return model
-    return _Call(model, Objective(), has_fused_head(extract_model_from_parallel(model)))
+class _Replayed(_Call):
+    """A model call for log-probs of completions over their supports, of some rows after others."""
+
+    def __init__(self, model: Any, rows: Sequence[Support], length: int, fused: bool) -> None:
+        super().__init__(model, Objective(), fused)
+        self.rows, self.length = iter(rows), length
+
+    def __call__(self, **inputs: Any) -> Any:
+        rows = list(islice(self.rows, len(inputs["input_ids"])))
+        self.objective = Objective(support=batch_support(rows, self.length))
+        return super().__call__(**inputs, logits_to_keep=self.length)
+
+
+def _plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> _Call:
+    """Wraps a model so that it returns log-probs, over the supports of the completions if any."""
+    fused = has_fused_head(extract_model_from_parallel(model))
+    if rows is None:
+        return _Call(model, Objective(), fused)
+    return _Replayed(model, rows, length, fused)
 
 
 def _compute_loss(
@@ -269,6 +343,9 @@ def _compute_loss(
         and has_fused_head(extract_model_from_parallel(model))
     )
     if not one_pass:
+        if not isinstance(model, _Call):
+            rows = inputs[KEY] if _replay(trainer) else None
+            model = _plain_call(model, rows, inputs["completion_ids"].shape[1])
         return trl_loss(model, inputs)
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
     objective, scale = _objective(trainer, inputs)
@@ -357,6 +434,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
         num_items=num_items,
         old_logps=inputs.get("old_per_token_logps"),
         ref_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
+        support=batch_support(inputs[KEY], mask.shape[1]) if _replay(trainer) else None,
     )
     return objective, scale
 
