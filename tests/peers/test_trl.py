@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from tests.support.model_families import LORAS
-from tests.support.tiny_models import make_tokenizer
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
@@ -18,14 +16,9 @@ from trl import GRPOTrainer
 from grpo_kernels import column_sampling
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from tests.support.trl_runs import STEPS, arguments_of, folder_of, noise, prompts
+from tests.support.trl_runs import TWICE, assert_same_run, trained
 
 pytestmark = pytest.mark.usefixtures("real_memory")
-TOLERANCE = 1e-5
-CLOCK = ("runtime", "per_second", "time", "flos")
-
-# Two updates of each batch, so that ratios are clipped; two micro-batches an update.
-TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
 # id: (options of GRPOConfig, whether the gradient is made in one pass)
 CASES = {
     **{
@@ -53,63 +46,6 @@ CASES = {
     "float32_head": ({"cast_lm_head_to_fp32": True, **TWICE}, True),
     "checkpointed": ({"gradient_checkpointing": True}, True),
 }
-
-
-def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=False, **options):
-    """The rows that a run logged, the losses unrounded, and the weights it ends with."""
-    given = {k: options.pop(k) for k in ("peft_config", "head_options") if k in options}
-    losses = []
-
-    class Watched(trainer_class):
-        def _compute_loss(self, model, inputs):
-            if injected is not None:
-                inputs = inputs | injected(self, inputs)
-            try:
-                loss = super()._compute_loss(model, inputs)
-            finally:
-                self.use_vllm = False
-            losses.append(loss.item())
-            return loss
-
-    kind = transformers.AutoModelForCausalLM
-    if family == "llava":
-        kind = transformers.AutoModelForImageTextToText
-    model = kind.from_pretrained(folder_of(family), dtype=torch.float32)
-    arguments = arguments_of(folder, **options)
-    if evaluate:
-        arguments.eval_strategy, arguments.eval_steps = "steps", 1
-        given["eval_dataset"] = prompts(4)
-    torch.manual_seed(0)
-    trainer = Watched(
-        model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
-        processing_class=make_tokenizer(), **given,
-    )  # fmt: skip
-    trainer.train()
-    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
-    return losses, trainer.state.log_history, weights
-
-
-def assert_same_run(mine, theirs):
-    (losses, log, weights), (wanted_losses, wanted_log, wanted_weights) = mine, theirs
-    assert len(losses) == len(wanted_losses) >= STEPS
-    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
-    assert len(log) == len(wanted_log)
-    compared = 0
-    for row, wanted in zip(log, wanted_log, strict=True):
-        assert row.keys() == wanted.keys()
-        for name, value in wanted.items():
-            if any(word in name for word in CLOCK):
-                continue
-            if value is None or value != value:
-                assert str(row[name]) == str(value), name
-                continue
-            error = abs(row[name] - value) / max(1.0, abs(value))
-            assert error <= TOLERANCE, (name, row[name], value)
-            compared += 1
-    assert compared > 10 * STEPS
-    assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
-    for name, weight in wanted_weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.fixture

@@ -1,0 +1,176 @@
+"""TRL with `replay_support`: the run of a trainer that masks whole rows of logits."""
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs the extra 'test'")
+from peft import LoraConfig
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from trl import GRPOTrainer
+
+from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+from grpo_kernels.integrations.trl_support import batch_support
+from tests.support.model_families import LORAS
+from tests.support.trl_runs import TWICE, assert_same_run, trained
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+TOP_P = {"top_p": 0.8}
+FOUR = {"steps_per_generation": 4, **TWICE}
+
+
+class MaskedGRPOTrainer(GRPOTrainer):
+    """TRL's trainer over the words that its warpers keep, found anew from the sampling model.
+
+    A completion is known by its tokens, whatever batch they are in.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.kept = {}
+        super().__init__(*args, **kwargs)
+
+    def key(self, ids):
+        return (self.model.training, *ids)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        warpers = [TemperatureLogitsWarper(self.temperature)]
+        warpers += [TopKLogitsWarper(self.top_k)] if self.top_k else []
+        warpers += [TopPLogitsWarper(self.top_p)]
+        warpers += [MinPLogitsWarper(self.min_p)] if self.min_p else []
+        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+            ids = torch.tensor([prompt + completion])
+            with torch.no_grad():
+                scores = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
+            for warper in warpers:
+                scores = warper(ids, scores)
+            self.kept[self.key(prompt + completion)] = scores > -torch.inf
+        return completion_ids, logps
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *_, compute_entropy=False, **__
+    ):
+        T = logits_to_keep
+        logits = model(input_ids, attention_mask=attention_mask).logits[:, -T - 1 : -1].float()
+        kept = torch.ones_like(logits, dtype=torch.bool)
+        for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
+            if mask[-T:].any():  # else the completion was cut, and is masked
+                own = self.kept[self.key(ids[mask.bool()].tolist())]
+                kept[row, : len(own)] = own
+        log_p = (logits / self.temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
+        logps = log_p.gather(-1, input_ids[:, -T:, None])[..., 0]
+        entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+        return logps, entropy if compute_entropy else None, None
+
+
+def compare(tmp_path, **options):
+    theirs = trained(MaskedGRPOTrainer, tmp_path / "theirs", **options)
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **options)
+    assert_same_run(mine, theirs)
+    return mine
+
+
+CASES = {
+    "on_policy": TOP_P,
+    "twice": TOP_P | FOUR,
+    "top_k": {"top_k": 12, "temperature": 0.7, **FOUR},
+    "min_p": {"min_p": 0.1, "loss_type": "grpo", **TWICE},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.2, "loss_type": "bnpo"},
+    "kl": TOP_P | {"beta": 0.1, **FOUR},
+    "entropy_bonus": TOP_P | {"entropy_coef": 0.1, **TWICE},
+    "cut": TOP_P | {"mask_truncated_completions": True, **FOUR},
+    "cispo": TOP_P | {"loss_type": "cispo", "epsilon_high": 1.5, **TWICE},
+    # Through log-probs that are differentiated.
+    "vespo": TOP_P | {"loss_type": "vespo", **FOUR},
+    "top_entropy": TOP_P | {"top_entropy_quantile": 0.4, "beta": 0.1, **FOUR},
+    "sequence": TOP_P | {"importance_sampling_level": "sequence", "loss_type": "grpo", **TWICE},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, tmp_path):
+    compare(tmp_path, **CASES[case])
+
+
+def test_evaluation(tmp_path):
+    """It samples in between the steps that one generation serves."""
+    _, log, _ = compare(tmp_path, evaluate=True, **TOP_P, **FOUR)
+    assert any("eval_loss" in row for row in log)
+
+
+def test_lora(tmp_path):
+    """The reference is the model with its adapters off."""
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
+    compare(tmp_path, peft_config=lora, beta=0.1, **TOP_P, **TWICE)
+
+
+def test_patched(tmp_path):
+    options = TOP_P | FOUR
+    expected = trained(FusedGRPOTrainer, tmp_path / "a", replay_support=True, **options)
+    dense = trained(FusedGRPOTrainer, tmp_path / "b", **options)
+    assert dense[0][0] == pytest.approx(expected[0][0], abs=1e-5)  # both on-policy
+    assert dense[1][0]["entropy"] > expected[1][0]["entropy"] + 0.01
+    with patch_trl(replay_support=True):
+        assert_same_run(trained(GRPOTrainer, tmp_path / "c", **options), expected)
+
+
+def test_the_first_ratio_is_one(tmp_path, monkeypatch):
+    """For every row of every micro-batch, until the first update."""
+    differences = []
+
+    class Watched(FusedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            difference = made[-1].output.logps - inputs["old_per_token_logps"]
+            differences.append(float((difference * inputs["completion_mask"]).abs().max()))
+            return loss
+
+    made, own = [], integration._objective
+
+    def noted(*args):
+        objective, scale = own(*args)
+        made.append(objective)
+        return objective, scale
+
+    monkeypatch.setattr(integration, "_objective", noted)
+    trained(Watched, tmp_path, replay_support=True, **TOP_P, **FOUR)
+    first, later = differences[:2], differences[2:]
+    assert max(first) < 1e-5 < 1e-2 < max(later)
+
+
+def test_batch_support():
+    rows = [
+        (torch.tensor([3, 5, 7], dtype=torch.int32), torch.tensor([0, 2, 3])),
+        (torch.tensor([9], dtype=torch.int32), torch.tensor([0, 1])),
+        (torch.tensor([], dtype=torch.int32), torch.tensor([0])),
+    ]
+    token_ids, offsets = batch_support(rows, 3)
+    assert token_ids.tolist() == [3, 5, 7, 9] and token_ids.dtype == torch.int32
+    assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({}, "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none"),
+        (
+            TOP_P | {"use_transformers_continuous_batching": True},
+            "use_transformers_continuous_batching: expected False with replay_support=True",
+        ),
+        (TOP_P | {"repetition_penalty": 1.1}, "repetition_penalty: expected 1.0 .* got 1.1"),
+        (TOP_P | {"generation_kwargs": {"typical_p": 0.9}}, "typical_p: expected 1.0 .* got 0.9"),
+        (TOP_P | {"generation_kwargs": {"num_beams": 2}}, "num_beams: expected 1 .* got 2"),
+        (
+            TOP_P | {"generation_kwargs": {"temperature": 0.5}},
+            r"temperature: expected GRPOConfig's, 1.0, .* got 0.5 from generation_kwargs",
+        ),
+    ),
+)
+def test_what_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **options)
