@@ -18,7 +18,8 @@ This file alone depends on private parts of TRL:
   would leave them out);
 - `_entropy_bonus_enabled` and `_last_world_entropy`, the state of the entropy bonus;
 - with `replay_support`, `_generate_single_turn`, which calls `generate` of the unwrapped model, and
-  `_generate_and_score_completions`, whose dict is shuffled and split, lists included.
+  `_generate_and_score_completions`, whose dict is shuffled and split, lists included; with vLLM
+  also `vllm_generation.LLM`, which constructs the engine, and the `generate` of `llm`, called once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
 from itertools import islice
@@ -70,7 +71,7 @@ from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
 from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
-from .trl_support import KEY, Support, SupportReplay, batch_support  # noqa: E402
+from .trl_support import KEY, Support, SupportReplay, batch_support, masks_of_vllm  # noqa: E402
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
@@ -99,7 +100,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     Raises:
         ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
             last hidden states, or `replay_support` with a sampling that truncates nothing or that
-            cannot be recorded (vLLM, continuous batching, tools, a `rollout_func`).
+            cannot be recorded (a vLLM server, continuous batching, tools, a `rollout_func`).
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         replay_support: bool = False,
         **kwargs: Any,
     ) -> None:
-        with _replace_lm_head(head_options or {}):
+        with _constructing(head_options or {}, replay_support):
             super().__init__(*args, **kwargs)
         _prepare(self, replay_support)
 
@@ -164,8 +165,8 @@ class patch_trl:
 
             return method
 
-        self._own, self._head = own, _replace_lm_head(head_options)
-        self._head.__enter__()
+        self._own, self._constructing = own, _constructing(head_options, replay_support)
+        self._constructing.__enter__()
         patches = {name: wrapped(name) for name in wrappers}
         for name, patched in (*patches.items(), ("__init__", init), (_PATCHED, True)):
             setattr(GRPOTrainer, name, patched)
@@ -176,7 +177,7 @@ class patch_trl:
             for name, own in self._own.items():
                 setattr(GRPOTrainer, name, own)
             delattr(GRPOTrainer, _PATCHED)
-            self._head.__exit__(None, None, None)
+            self._constructing.__exit__(None, None, None)
         self._own = {}
 
     def __enter__(self) -> patch_trl:
@@ -184,6 +185,13 @@ class patch_trl:
 
     def __exit__(self, *_: Any) -> None:
         self.undo()
+
+
+@contextmanager
+def _constructing(head_options: dict[str, Any], replay_support: bool) -> Iterator[None]:
+    """Makes the constructor of TRL's trainer build what ours needs, within a block."""
+    with _replace_lm_head(head_options), masks_of_vllm() if replay_support else nullcontext():
+        yield
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The words that sampling kept, from TRL's generation to the calls of the model that score them.
 
-Generation notes them per completion (`SupportReplay`). A list of them travels in TRL's batch, which
-is shuffled, split and used several times. `batch_support` joins those of a micro-batch for a call.
+`SupportReplay` has them per completion, from transformers' `generate` by a recorder, or from vLLM
+in this process, whose outputs have a sampling mask. A list of them travels in TRL's batch, which is
+shuffled, split and used several times. `batch_support` joins those of a micro-batch for a call.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.generation import vllm_generation
 
 from .generation import SupportRecorder
 
@@ -35,7 +39,12 @@ _OFF = {
     "sequence_bias": None,
     "guidance_scale": 1.0,
     "watermarking_config": None,
+    "presence_penalty": 0.0,  # this and the next two: vLLM's
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
 }
+# The first vLLM whose engine has `return_sampling_mask`.
+_VLLM = (0, 28)
 
 
 class SupportReplay:
@@ -53,6 +62,12 @@ class SupportReplay:
 
     def generate(self, own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns what TRL's `_generate_single_turn` returns, and keeps the supports."""
+        if trainer.use_vllm:
+            engine = trainer.vllm_generation
+            with _noting_outputs(engine.llm) as outputs:
+                completion_ids, logps = own(*args, **kwargs)
+            self._rows = _mask_supports(outputs, completion_ids, _rank_of_group(engine))
+            return completion_ids, logps
         recorder = SupportRecorder(**self._options)
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         with _recording(model, recorder):
@@ -105,11 +120,83 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
             model.generate = own
 
 
+@contextmanager
+def masks_of_vllm() -> Iterator[None]:
+    """Makes an engine of vLLM that TRL constructs in a block return its sampling masks."""
+    own = getattr(vllm_generation, "LLM", None)
+    if own is None:  # vLLM is not installed
+        yield
+        return
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        installed = metadata.version("vllm")
+        if tuple(int(part) for part in installed.split(".")[:2]) < _VLLM:
+            raise ValueError(
+                f"vllm: expected version {'.'.join(map(str, _VLLM))} or newer, which returns its "
+                f"sampling mask, with replay_support=True; got {installed}"
+            )
+        return own(*args, return_sampling_mask=True, **kwargs)
+
+    vllm_generation.LLM = engine
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = own
+
+
+@contextmanager
+def _noting_outputs(llm: Any) -> Iterator[list[Any]]:
+    """Collects the outputs of vLLM's requests within a block."""
+    own = llm.generate
+    outputs: list[Any] = []
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        requests = own(*args, **kwargs)
+        outputs.extend(output for request in requests for output in request.outputs)
+        return requests
+
+    llm.generate = generate
+    try:
+        yield outputs
+    finally:
+        del llm.generate
+
+
+def _rank_of_group(engine: Any) -> int:
+    """Returns the place of this rank among those that share an engine and see all its outputs."""
+    if engine.tensor_parallel_size == 1:
+        return 0
+    return torch.distributed.get_rank(group=engine.tp_group)
+
+
+def _mask_supports(
+    outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]], rank: int
+) -> list[Support]:
+    """Returns the supports that vLLM reports for the completions of this rank."""
+    supports = []
+    first = rank * len(completion_ids)
+    own = outputs[first : first + len(completion_ids)]
+    for output, ids in zip(own, completion_ids, strict=True):
+        words = output.sampling_mask.token_ids
+        if len(words) != len(ids):
+            raise ValueError(
+                f"sampling_mask: expected the words kept for {len(ids)} tokens of a completion; "
+                f"got those for {len(words)} from vLLM"
+            )
+        counts = torch.tensor([0, *map(len, words)])
+        token_ids = torch.tensor(list(chain.from_iterable(words)), dtype=torch.int32)
+        supports.append((token_ids, counts.cumsum(0)))
+    return supports
+
+
 def _check_source(trainer: Any) -> None:
-    """Refuses completions that are not sampled in one call of `generate`."""
-    because = "with replay_support=True, which records one call of generate"
+    """Refuses completions whose supports nobody reports."""
+    if trainer.use_vllm and trainer.vllm_mode != "colocate":
+        raise ValueError(
+            "vllm_mode: expected 'colocate' with replay_support=True, as TRL's client leaves out "
+            f"a server's sampling masks; got {trainer.vllm_mode!r}"
+        )
     refused = {
-        "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
         "rollout_func": trainer.rollout_func,
         "environment_factory": trainer.environment_factories,
@@ -118,31 +205,47 @@ def _check_source(trainer: Any) -> None:
     for name, value in refused.items():
         if value:
             expected = False if isinstance(value, bool) else None
-            raise ValueError(f"{name}: expected {expected} {because}; got {value!r}")
+            raise ValueError(
+                f"{name}: expected {expected} with replay_support=True, which records completions "
+                f"sampled in one go; got {value!r}"
+            )
+
+
+def _given_options(trainer: Any) -> dict[str, Any]:
+    """Returns the sampling options of TRL's generation; what is None is off."""
+    if trainer.use_vllm:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(trainer, name) for name in names}
+        return given | (trainer.args.generation_kwargs or {})
+    # As generate has it: the model's own defaults are in the place of None.
+    given = trainer.generation_config.to_dict()
+    defaults = trainer.model.generation_config.to_dict()
+    return defaults | {name: value for name, value in given.items() if value is not None}
 
 
 def _sampling_options(trainer: Any) -> dict[str, Any]:
-    """Returns the recorder's options, as `generate` would take them, or refuses them."""
-    config, defaults = trainer.generation_config, trainer.model.generation_config
-
-    def option(name: str) -> Any:
-        value = getattr(config, name, None)
-        return getattr(defaults, name, None) if value is None else value
-
+    """Returns the options of the recorder, or refuses what it does not replay."""
+    given = _given_options(trainer)
     for name, off in _OFF.items():
-        value = option(name)
+        value = given.get(name)
         if value is not None and value != off:
             raise ValueError(
                 f"{name}: expected {off!r} with replay_support=True, which replays temperature, "
                 f"top_k, top_p and min_p alone; got {value!r}"
             )
-    options = {name: option(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:
         raise ValueError(
             f"temperature: expected GRPOConfig's, {trainer.temperature}, by which log-probs are "
             f"scaled; got {options['temperature']} from generation_kwargs"
         )
-    if not (options["top_k"] or options["top_p"] != 1.0 or options["min_p"]):
+    top_k, top_p, min_p = options["top_k"], options["top_p"], options["min_p"]
+    if trainer.use_vllm and not (top_k and top_k > 0):
+        raise ValueError(
+            "top_k: expected a number > 0 with replay_support=True, without which vLLM returns no "
+            f"sampling mask; got {top_k!r}"
+        )
+    if not (top_k or (top_p is not None and top_p != 1.0) or min_p):
         raise ValueError(
             "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none, "
             "so that sampling truncates nothing: leave it False"

@@ -1,5 +1,9 @@
 """TRL with `replay_support`: the run of a trainer that masks whole rows of logits."""
 
+import os
+from importlib import metadata
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,10 +16,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 from trl import GRPOTrainer
+from trl.generation import vllm_generation
 
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl_support import batch_support
+from grpo_kernels.integrations.trl_support import _check_source, _mask_supports, batch_support
+from tests.support.fake_vllm import FakeLLM
 from tests.support.model_families import LORAS
 from tests.support.trl_runs import TWICE, assert_same_run, trained
 
@@ -141,6 +147,83 @@ def test_the_first_ratio_is_one(tmp_path, monkeypatch):
     trained(Watched, tmp_path, replay_support=True, **TOP_P, **FOUR)
     first, later = differences[:2], differences[2:]
     assert max(first) < 1e-5 < 1e-2 < max(later)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A vLLM in this process, of a version that returns its masks."""
+    installed = SimpleNamespace(version="0.28.0")
+    own = metadata.version
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # TRL writes ranks into it
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    monkeypatch.setattr(
+        metadata, "version", lambda name: installed.version if name == "vllm" else own(name)
+    )
+    return installed
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7}
+
+
+def test_masks_of_vllm(vllm, tmp_path):
+    """Its log-probs are over the words it kept, and so are ours."""
+    options = VLLM | {"beta": 0.1, "learning_rate": 0.01, **TWICE}
+    logs = {
+        replay: trained(FusedGRPOTrainer, tmp_path / str(replay), replay_support=replay, **options)
+        for replay in (True, False)
+    }
+    assert vllm_generation.LLM is FakeLLM
+    difference = "sampling/sampling_logp_difference/max"
+    losses, log, _ = logs[True]
+    assert all(row[difference] < 1e-4 for row in log if difference in row)
+    assert max(row.get(difference, 0) for row in logs[False][1]) > 0.05
+    assert losses != logs[False][0]
+
+
+def test_outputs_of_a_group_of_ranks():
+    """Each has the outputs of all, in the order of the ranks."""
+    outputs = [
+        SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=words))
+        for words in ([[1]], [[2]], [[3, 4], [5]], [[6]])
+    ]
+    (first, second) = _mask_supports(outputs, [[4, 5], [6]], rank=1)
+    assert first[0].tolist() == [3, 4, 5] and first[1].tolist() == [0, 2, 3]
+    assert second[0].tolist() == [6] and second[1].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="sampling_mask: expected the words kept for 3 tokens"):
+        _mask_supports(outputs, [[4, 5, 6], [6]], rank=1)
+
+
+def test_an_older_vllm_is_refused(vllm, tmp_path):
+    vllm.version = "0.27.2"
+    with pytest.raises(ValueError, match=r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM)
+
+
+def test_vllm_without_top_k_is_refused(vllm, tmp_path):
+    with pytest.raises(ValueError, match=r"top_k: expected a number > 0 .* vLLM .*; got 0"):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | {"top_k": 0, **TOP_P})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    (
+        ("vllm_mode", "server", "'colocate'"),
+        ("rollout_func", print, "None"),
+        ("tools", [print], "None"),
+        ("environment_factories", {None: print}, "None"),
+    ),
+)
+def test_supports_that_nobody_reports(name, value, expected):
+    trainer = SimpleNamespace(
+        use_vllm=name == "vllm_mode", vllm_mode="colocate", tools=[], rollout_func=None,
+        environment_factories=None, use_transformers_continuous_batching=False,
+    )  # fmt: skip
+    setattr(trainer, name, value)
+    name = name.replace("factories", "factory")
+    with pytest.raises(ValueError, match=f"{name}: expected {expected} with replay_support=True"):
+        _check_source(trainer)
 
 
 def test_batch_support():

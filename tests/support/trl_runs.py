@@ -69,12 +69,13 @@ def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=Fa
 
     class Watched(trainer_class):
         def _compute_loss(self, model, inputs):
+            use_vllm = self.use_vllm
             if injected is not None:
                 inputs = inputs | injected(self, inputs)
             try:
                 loss = super()._compute_loss(model, inputs)
             finally:
-                self.use_vllm = False
+                self.use_vllm = use_vllm
             losses.append(loss.item())
             return loss
 
