@@ -13,6 +13,7 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 - `vespo` with `vllm_is_ratio` needs `old_per_token_logps` to turn the ratio into log-probs.
 - `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
   budget in bytes, `chunk_bytes`.
+- A call also takes `support`, the words that top-p, top-k or min-p kept for each token.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class FusedLinearGRPOLoss(nn.Module):
         delta, use_bias_correction_kl: as in `GRPOLossConfig`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
         head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
-            `chunk_bytes` of `fused_grpo_loss`.
+            `chunk_bytes`, `support_fallback` of `fused_grpo_loss`.
 
     Raises:
         TypeError: an unknown option.
@@ -148,6 +149,7 @@ class FusedLinearGRPOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
+        support: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the loss, 0-d, and the metrics, 0-d each.
 
@@ -170,14 +172,18 @@ class FusedLinearGRPOLoss(nn.Module):
                 correct for another sampler.
             num_items_in_batch: for `dapo`, `cispo` and `vespo`, the tokens of the whole step over
                 all ranks; None counts those of this call over all ranks.
+            support: `(token_ids, offsets)`, the words that sampling kept for each of the `B * T`
+                tokens, as in `fused_grpo_loss`; also those of log-probs computed from `ref_input`.
+                `old_per_token_logps` and `ref_per_token_logps` have to be over them as they come.
 
         Raises:
             TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
                 `use_ref_model=False`, or none without it.
         """
         config, mask = self.config, attention_mask
+        replay: dict[str, Any] = {} if support is None else {"support": support}
         ref_logps = self._ref_logps(
-            selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias
+            selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias, replay
         )
         arguments: dict[str, Any] = {
             "advantages": advantages,
@@ -199,6 +205,7 @@ class FusedLinearGRPOLoss(nn.Module):
             num_items=num_items,
             **arguments,
             **self.head_options,
+            **replay,
         )
         clipped = _clipped_share(self.config, out.logps, advantages, mask, old_per_token_logps)
         if not self.beta:
@@ -214,6 +221,7 @@ class FusedLinearGRPOLoss(nn.Module):
         hidden: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        replay: dict[str, Any],
     ) -> Tensor | None:
         if not self.use_ref_model:
             if logps is not None or hidden is not None:
@@ -227,9 +235,17 @@ class FusedLinearGRPOLoss(nn.Module):
                 "ref_per_token_logps: expected [B, T] log-probs, or ref_input and ref_weight, with "
                 "use_ref_model=True; got None"
             )
+        if replay and "support_fallback" in self.head_options:
+            replay = replay | {"support_fallback": self.head_options["support_fallback"]}
         with torch.no_grad():
             return linear_logprobs(
-                hidden, weight, targets, bias=bias, mask=mask, temperature=self.config.temperature
+                hidden,
+                weight,
+                targets,
+                bias=bias,
+                mask=mask,
+                temperature=self.config.temperature,
+                **replay,
             ).logps
 
 

@@ -70,8 +70,9 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
+from .generation import Support, batch_support  # noqa: E402
 from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
-from .trl_support import KEY, Support, SupportReplay, batch_support, masks_of_vllm  # noqa: E402
+from .trl_support import KEY, SupportReplay, masks_of_vllm  # noqa: E402
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"

@@ -2,7 +2,7 @@
 
 `SupportReplay` has them per completion, from transformers' `generate` by a recorder, or from vLLM
 in this process, whose outputs have a sampling mask. A list of them travels in TRL's batch, which is
-shuffled, split and used several times. `batch_support` joins those of a micro-batch for a call.
+shuffled, split and used several times; `batch_support` joins those of a micro-batch for a call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl.generation import vllm_generation
 
-from .generation import SupportRecorder
+from .generation import Support, SupportRecorder
 
-# The words kept for each token of a completion: token_ids [K], offsets [length + 1].
-Support = tuple[Tensor, Tensor]
 # The key of TRL's batch under which a list of supports travels, one per completion.
 KEY = "support"
 # Options of generation that truncate after the recorder, or that change scores otherwise than by
@@ -90,15 +87,6 @@ class SupportReplay:
                 "just sampled; got others, from a subclass of TRL's trainer"
             )
         return self._rows
-
-
-def batch_support(rows: Sequence[Support], length: int) -> Support:
-    """Joins the supports of completions for a call on `[B, length]` tokens; padding has none."""
-    counts = torch.zeros(len(rows), length, dtype=torch.int64)
-    for row, (_, offsets) in zip(counts, rows, strict=True):
-        row[: len(offsets) - 1] = offsets.diff()
-    offsets = torch.cat([counts.new_zeros(1), counts.flatten().cumsum(0)])
-    return torch.cat([token_ids for token_ids, _ in rows]), offsets
 
 
 @contextmanager

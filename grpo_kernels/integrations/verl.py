@@ -34,7 +34,8 @@ def linear_cross_entropy(
         temperature: divides the logits; a number, or a tensor with one value per token.
         reduction: `"none"`, `"sum"` or `"mean"` of the log-probs, which are not negated.
         dist_process_group: must be None, as heads split over ranks are not supported.
-        head_options: `mask`, `bias`, `backward`, ... of `linear_logprobs`.
+        head_options: `mask`, `bias`, `support`, `backward`, ... of `linear_logprobs`. With a
+            `support` both results are those of the truncated policy.
 
     Returns:
         `logprobs` and `entropy` (nats), float32, in the shape of the labels (verl's are flat);

@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_kernels.integrations.generation import SupportRecorder
+from grpo_kernels.integrations.generation import SupportRecorder, batch_support
 from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -123,3 +123,14 @@ def test_lengths_that_were_not_recorded(lengths):
 def test_nothing_recorded():
     token_ids, offsets = SupportRecorder(top_k=5).supports([0])[0]
     assert token_ids.tolist() == [] and offsets.tolist() == [0]
+
+
+def test_batch_support():
+    rows = [
+        (torch.tensor([3, 5, 7], dtype=torch.int32), torch.tensor([0, 2, 3])),
+        (torch.tensor([9], dtype=torch.int32), torch.tensor([0, 1])),
+        (torch.tensor([], dtype=torch.int32), torch.tensor([0])),
+    ]
+    token_ids, offsets = batch_support(rows, 3)
+    assert token_ids.tolist() == [3, 5, 7, 9] and token_ids.dtype == torch.int32
+    assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]

@@ -20,7 +20,7 @@ from trl.generation import vllm_generation
 
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl_support import _check_source, _mask_supports, batch_support
+from grpo_kernels.integrations.trl_support import _check_source, _mask_supports
 from tests.support.fake_vllm import FakeLLM
 from tests.support.model_families import LORAS
 from tests.support.trl_runs import TWICE, assert_same_run, trained
@@ -224,17 +224,6 @@ def test_supports_that_nobody_reports(name, value, expected):
     name = name.replace("factories", "factory")
     with pytest.raises(ValueError, match=f"{name}: expected {expected} with replay_support=True"):
         _check_source(trainer)
-
-
-def test_batch_support():
-    rows = [
-        (torch.tensor([3, 5, 7], dtype=torch.int32), torch.tensor([0, 2, 3])),
-        (torch.tensor([9], dtype=torch.int32), torch.tensor([0, 1])),
-        (torch.tensor([], dtype=torch.int32), torch.tensor([0])),
-    ]
-    token_ids, offsets = batch_support(rows, 3)
-    assert token_ids.tolist() == [3, 5, 7, 9] and token_ids.dtype == torch.int32
-    assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

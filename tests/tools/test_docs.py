@@ -38,7 +38,7 @@ def code_blocks(page):
         ("docs/objectives.md", 5),
         ("docs/sampled_backward.md", 1),
         ("docs/training.md", 1),
-        ("docs/integrations.md", 2),
+        ("docs/integrations.md", 3),
     ),
 )
 def test_code_runs(page, at_least):
