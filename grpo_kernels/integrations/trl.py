@@ -191,6 +191,11 @@ class patch_trl:
 @contextmanager
 def _constructing(head_options: dict[str, Any], replay_support: bool) -> Iterator[None]:
     """Makes the constructor of TRL's trainer build what ours needs, within a block."""
+    if "support_fallback" in head_options and not replay_support:
+        raise ValueError(
+            "support_fallback: expected it with replay_support=True alone; got "
+            f"{head_options['support_fallback']!r} without"
+        )
     with _replace_lm_head(head_options), masks_of_vllm() if replay_support else nullcontext():
         yield
 

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from trl.generation import vllm_generation
 
 from .generation import Support, SupportRecorder
 
@@ -111,6 +110,9 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
 @contextmanager
 def masks_of_vllm() -> Iterator[None]:
     """Makes an engine of vLLM that TRL constructs in a block return its sampling masks."""
+    # Imported here, as not every version of TRL has it.
+    from trl.generation import vllm_generation
+
     own = getattr(vllm_generation, "LLM", None)
     if own is None:  # vLLM is not installed
         yield

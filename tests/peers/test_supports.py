@@ -1,5 +1,7 @@
 """The words that sampling kept, through each integration: what masked rows of logits give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.support.batches import make_batch, relative_error
-from tests.support.masked_logits import draw_support, masked_logps
+from tests.support.masked_logits import masked_logps
 from tests.support.model_families import family_model
+from tests.support.supports import make_support
 from tests.support.tiny_models import V
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -33,7 +36,7 @@ def dapo(logps, old_logps, advantages, mask, ref_logps=None, beta=0.0):
 def batch_with_support():
     batch = make_batch(B=B, T=T, H=16, V=101)
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(0, 100)
-    return batch, draw_support(batch.targets, 101)
+    return batch, make_support(batch, most=20)
 
 
 @pytest.mark.parametrize("reduction", ("none", "mean"))
@@ -41,10 +44,11 @@ def test_verl(reduction):
     batch, support = batch_with_support()
     hidden, weight = (x.clone().requires_grad_() for x in (batch.hidden, batch.weight))
     logps, entropy = linear_cross_entropy(
-        hidden, weight, batch.targets, 0.7, reduction, support=support
+        hidden, weight, batch.targets, 0.7, reduction, support=support, mask=batch.mask
     )
     exact = wide(hidden, weight)
-    wanted, wanted_entropy = masked_logps(exact[0] @ exact[1].T / 0.7, batch.targets, support)
+    logits = exact[0] @ exact[1].T / 0.7
+    wanted, wanted_entropy = masked_logps(logits, batch.targets, support, batch.mask)
     wanted = wanted if reduction == "none" else wanted.mean()
     torch.testing.assert_close(logps.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=1e-5, atol=1e-5)
@@ -63,7 +67,7 @@ def test_liger(reference):
     exact = wide(hidden, weight)
 
     def exact_logps(states):
-        return masked_logps(states @ exact[1].T / 0.7, batch.targets, support)[0]
+        return masked_logps(states @ exact[1].T / 0.7, batch.targets, support, batch.mask)[0]
 
     with torch.no_grad():
         old_logps = exact_logps(exact[0]) + 0.3 * torch.randn(B, T, generator=g)
@@ -117,14 +121,12 @@ def test_transformers(asked, labels_as):
         )
     own_mask = own_mask.clone()
     own_mask[1, -4] = False  # a tool's word
-    # Out of the support, and masked.
-    support = draw_support(torch.where(own_mask, targets, 1), V)
     mask = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))[:, : targets.shape[1]]
     if labels_as == "kept":
         mask = labels[:, -6:] != -100
     mask = mask & own_mask
-    wanted, wanted_entropy = masked_logps(logits / 0.7, targets, support)
-    wanted, wanted_entropy = (torch.where(mask, x, 0.0) for x in (wanted, wanted_entropy))
+    support = make_support(SimpleNamespace(weight=range(V), targets=targets, mask=mask))
+    wanted, wanted_entropy = masked_logps(logits / 0.7, targets, support, mask)
 
     attach_fused_head(model, temperature=0.7)
     given = {"mask": own_mask, "support": support}
@@ -155,11 +157,10 @@ def test_transformers(asked, labels_as):
 @pytest.mark.parametrize("integration", ("transformers", "liger", "verl"))
 def test_targets_that_are_out(integration):
     """An error, or the whole vocabulary for these tokens, as the caller chooses."""
-    batch, (token_ids, offsets) = batch_with_support()
+    batch, _ = batch_with_support()
     mask = torch.ones_like(batch.mask)
-    first = int(offsets.diff().nonzero()[0])
-    token_ids[offsets[first] : offsets[first + 1]] = (batch.targets.flatten()[first] + 1) % 101
-    support = (token_ids, offsets)
+    wrong = (batch.targets.flatten() + 1) % 101
+    support = (wrong, torch.arange(len(wrong) + 1))
 
     def logps(**options):
         if integration == "verl":

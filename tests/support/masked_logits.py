@@ -1,33 +1,20 @@
-"""Supports drawn at random, and the policy they lead to by masking whole rows of logits."""
-
-from itertools import chain
+"""The truncated policy by masking whole rows of logits."""
 
 import torch
 
 
-def draw_support(targets, V, *, seed=0, dense=0.2):
-    """Up to 20 words per token and its target; for a share `dense` of the tokens, none."""
-    g = torch.Generator().manual_seed(seed)
-    words = []
-    for target in targets.flatten().tolist():
-        count = int(torch.randint(0, 20, (), generator=g))
-        kept = {target, *torch.randint(0, V, (count,), generator=g).tolist()}
-        drop = float(torch.rand((), generator=g)) < dense
-        words.append([] if drop else sorted(kept))
-    counts = torch.tensor([0, *map(len, words)])
-    return torch.tensor([*chain.from_iterable(words)], dtype=torch.int32), counts.cumsum(0)
-
-
-def masked_logps(logits, targets, support):
-    """Log-probs of targets and entropies of the softmax over the kept words."""
+def masked_logps(logits, targets, support, mask):
+    """Log-probs of targets and entropies of the softmax over the kept words; 0 where masked."""
     token_ids, offsets = support
-    counts = offsets.diff()
-    kept = torch.zeros(targets.numel(), logits.shape[-1], dtype=torch.bool)
-    kept[torch.arange(len(counts)).repeat_interleave(counts), token_ids.long()] = True
-    kept[counts == 0] = True
+    V = logits.shape[-1]
+    rows = torch.arange(targets.numel()).repeat_interleave(offsets.diff())
+    exists = (token_ids >= 0) & (token_ids < V)  # masked tokens may have others
+    kept = torch.zeros(targets.numel(), V, dtype=torch.bool)
+    kept[rows[exists], token_ids[exists].long()] = True
+    kept[~kept.any(1)] = True
     kept = kept.view(logits.shape)
     log_p = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
     # The entropy's gradient has to be finite where a word is out.
-    finite = log_p.masked_fill(~kept, 0.0)
+    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
     logps = log_p.gather(-1, targets[..., None])[..., 0]
-    return logps, -(log_p.exp() * finite).sum(-1)
+    return torch.where(mask, logps, 0.0), torch.where(mask, entropy, 0.0)
