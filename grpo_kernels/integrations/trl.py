@@ -9,7 +9,7 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-This file alone depends on private parts of TRL:
+This file and `trl_support.py` alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
 - `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`;
