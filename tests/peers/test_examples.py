@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import examples
-from benchmarks import sampled_training
+from benchmarks import training_studies
 from examples import custom_reward, multi_iteration, train_additions, train_gsm8k
 from grpo_kernels.training import demo_model, rewards
 from tests.support.tiny_models import make_model
@@ -102,21 +102,37 @@ def test_the_head_is_trained_if_asked_for(tiny_model):
     assert not any("layers.0" in name or "embed" in name for name in trained)
 
 
-def test_exact_and_sampled_training_compared(tiny_model, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def noisy_rewards(monkeypatch):
     def noise(prompts, completions, **_):
         return [sum(map(ord, text)) % 2 for text in completions]
 
     monkeypatch.setitem(rewards.REWARDS, "addition", noise)
-    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
-    options += ["--tolerances", "0", "0.3", "--seeds", "0", "--train-head"]
-    sampled_training.main(options)
+
+
+def test_exact_and_sampled_training_compared(
+    tiny_model, tmp_path, monkeypatch, noisy_rewards, capsys
+):
+    options = ["sampled", "--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    options += ["--settings", "exact", "sampled, 0.02", "--seeds", "0", "--train-head"]
+    training_studies.main(options)
     printed = capsys.readouterr().out
-    assert "| exact | 1 |" in printed and "| sampled, 0.3 | 1 |" in printed
+    assert "| exact | 1 |" in printed and "| sampled, 0.02 | 1 |" in printed
     assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
     # What is there is not trained again.
-    monkeypatch.setattr(sampled_training, "Trainer", None)
-    sampled_training.main(options)
-    assert "| sampled, 0.3 | 1 |" in capsys.readouterr().out
+    monkeypatch.setattr(training_studies, "Trainer", None)
+    training_studies.main(options)
+    assert "| sampled, 0.02 | 1 |" in capsys.readouterr().out
+
+
+def test_training_with_and_without_replay_compared(tiny_model, tmp_path, noisy_rewards):
+    options = ["support", "--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    training_studies.main([*options, "--seeds", "0"])
+    runs = json.loads((tmp_path / "support-training.json").read_text())["runs"]
+    (replayed,), (whole,) = (runs[name] for name in ("replayed", "whole softmax"))
+    assert replayed["ratio_to_sampler"] == [1, 1] and replayed["outside"] == [0, 0]
+    assert max(whole["ratio_to_sampler"]) < 0.97 and min(whole["outside"]) > 0.3
+    assert replayed["words"][0] == whole["words"][0] > 1
 
 
 def test_missing_model_package_says_what_to_install(monkeypatch):

@@ -1,0 +1,215 @@
+"""Does a model train alike under another option? The demo's task, several seeds per setting.
+
+    python -m benchmarks.training_studies sampled [--settings exact "sampled, 0.02"] [--train-head]
+    python -m benchmarks.training_studies support [--seeds 0 1 2] [--steps 30]
+
+`sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
+log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
+the policy that is trained to the one that samples, both with the weights after the step.
+
+Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
+picture with a band from the lowest to the highest seed, and a table of the last steps and of the
+held-out problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.measure import header
+from benchmarks.trainers import MODEL, additions
+from grpo_kernels.training import Samples, Trainer, load_model, load_problems
+from grpo_kernels.training.rollout import GenerateRollout
+from grpo_kernels.training.samples import join_supports
+
+LAST = 5
+KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm")
+
+
+class Study(NamedTuple):
+    """Settings by name, each with its options; columns of the table besides, with their format."""
+
+    settings: dict[str, list[str]]
+    columns: dict[str, tuple[str, str]]
+    observes_ratios: bool = False
+
+
+_SAMPLED = ["--backward", "sampled", "--tolerance"]
+_TOP_P = ["--top_p", "0.8", "--replay_support"]
+STUDIES = {
+    "sampled": Study(
+        {"exact": [], "sampled, 0.005": [*_SAMPLED, "0.005"], "sampled, 0.02": [*_SAMPLED, "0.02"]},
+        {"columns kept": ("columns_kept", ".1%"), "noise": ("gradient_noise", ".1e")},
+    ),
+    "support": Study(
+        {"replayed": [*_TOP_P, "true"], "whole softmax": [*_TOP_P, "false"]},
+        {
+            "ratio, mean": ("ratio_to_sampler", ".3f"),
+            "outside 0.9 to 1.1": ("outside", ".1%"),
+            "words per token": ("words", ".1f"),
+        },
+        observes_ratios=True,
+    ),
+}
+
+
+class Recording(GenerateRollout):
+    """Records the words that sampling kept, whether they are trained on or not."""
+
+    def __call__(self, prompts: Any, count: int, sampling: Any) -> Any:
+        truncated = sampling.temperature > 0 and sampling.top_p < 1
+        return super().__call__(prompts, count, replace(sampling, record_support=truncated))
+
+
+@torch.no_grad()
+def ratio_to_sampler(trainer: Trainer, samples: Samples) -> dict[str, float]:
+    """The ratio of the policy that is trained to the one that samples, of the same weights."""
+    config, everyone = trainer.config, range(len(samples.texts))
+    batch, _ = samples.batch(list(everyone), trainer.tokenizer.pad_token_id)
+    support = join_supports(samples.completions, batch.mask.shape[1], batch.mask.device)
+    kept, whole = (
+        trainer.policy("logps", replace(batch, support=x), config.temperature)[0]
+        for x in (support, None)
+    )
+    trained = kept if config.replay_support else whole
+    ratios = (trained - kept).exp()[batch.mask != 0]
+    return {
+        "ratio_to_sampler": float(ratios.mean()),
+        "outside": float(((ratios < 0.9) | (ratios > 1.1)).float().mean()),
+        "words": float(samples.support_sizes.float().mean()),
+    }
+
+
+def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The steps of one training run, from its file if it was finished before."""
+    head = "-head" if args.train_head else ""
+    name = f"{study}{head}-{setting.replace(', ', '-').replace(' ', '-')}-{seed}"
+    folder = args.output / name
+    if len(_lines(folder / "metrics.jsonl")) < args.steps:
+        options = ["--name", name, "--output", str(args.output), "--seed", str(seed)]
+        options += ["--steps", str(args.steps), "--show_every", str(args.steps), "--resume"]
+        options += ["--model", args.model, "--save_every", "10"]
+        options += ["--eval_every", str(args.steps), *STUDIES[study].settings[setting]]
+        config = additions(options)
+        if args.train_head:
+            config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
+        _train(config, STUDIES[study].observes_ratios)
+    rows, more = (_lines(folder / f"{x}.jsonl")[: args.steps] for x in ("metrics", "ratios"))
+    evaluations = {e["step"]: e["accuracy"] for e in _lines(folder / "evaluations.jsonl")}
+    rows = [row | (more[i] if more else {}) for i, row in enumerate(rows)]
+    rows[-1]["held_out_accuracy"] = evaluations[args.steps]
+    return rows
+
+
+def _train(config: Any, observes_ratios: bool) -> None:
+    model, tokenizer = load_model(config)
+    problems = load_problems(config)
+    if not observes_ratios:
+        Trainer(config, model, tokenizer, *problems).train()
+        return
+    trainer = Trainer(
+        config, model, tokenizer, *problems, rollout=lambda policy: Recording(policy, tokenizer)
+    )
+    ratios: list[dict[str, float]] = []
+
+    def observe(_: Mapping[str, Any], samples: Samples) -> None:
+        ratios.append(ratio_to_sampler(trainer, samples))
+        path = config.folder / "ratios.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in ratios))
+
+    trainer.train(observe)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def smoothed(rows: list[dict[str, Any]], name: str) -> list[float]:
+    values = [row[name] for row in rows]
+    return [statistics.mean(values[max(0, i - LAST + 1) : i + 1]) for i in range(len(values))]
+
+
+Runs = Mapping[str, Sequence[list[dict[str, Any]]]]
+
+
+def table(study: str, runs: Runs) -> str:
+    columns = STUDIES[study].columns
+    names = ["setting", "seeds", "reward, last steps", "accuracy, last steps", "held-out accuracy"]
+    lines = [f"| {' | '.join([*names, *columns])} |", "|---" * (len(names) + len(columns)) + "|"]
+    for setting, seeds in runs.items():
+        ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "accuracy")]
+        ends.append([rows[-1]["held_out_accuracy"] for rows in seeds])
+        told = [f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in ends]
+        for name, form in columns.values():
+            values = [row[name] for rows in seeds for row in rows if name in row]
+            told.append(format(statistics.mean(values), form) if values else "-")
+        lines.append(f"| {setting} | {len(seeds)} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Runs, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    titles = {"reward": "reward", "accuracy": "accuracy while sampling"}
+    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        for color, (setting, seeds) in enumerate(runs.items()):
+            curves = list(zip(*(smoothed(rows, name) for rows in seeds), strict=True))
+            steps = range(1, len(curves) + 1)
+            middle = [statistics.mean(x) for x in curves]
+            panel.plot(steps, middle, color=f"C{color}", label=setting)
+            low, high = [min(x) for x in curves], [max(x) for x in curves]
+            panel.fill_between(steps, low, high, color=f"C{color}", alpha=0.15)
+        panel.set(xlabel="step", title=f"{title}, mean of {LAST} steps", ylim=(0, 1.02))
+        panel.grid(alpha=0.3)
+    panels[0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training_studies", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--settings", nargs="+", help="some of the study's; default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--train-head", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path("runs"))
+    args = parser.parse_args(argv)
+    settings = args.settings or list(STUDIES[args.study].settings)
+    unknown = [name for name in settings if name not in STUDIES[args.study].settings]
+    if unknown:
+        parser.error(f"settings: expected some of {list(STUDIES[args.study].settings)}; {unknown}")
+    runs: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in settings}
+    # Seed by seed, so that what is there when it is stopped can be compared.
+    for seed in args.seeds:
+        for setting in settings:
+            runs[setting].append(run(args.study, setting, seed, args))
+        print(table(args.study, runs), flush=True)
+        name = f"{args.study}-training" + ("-head" if args.train_head else "")
+        plot(runs, args.output / f"{name}.png")
+        kept = (*KEPT, *(metric for metric, _ in STUDIES[args.study].columns.values()))
+        curves = {
+            setting: [{k: [row[k] for row in rows] for k in kept if k in rows[0]} for rows in seeds]
+            for setting, seeds in runs.items()
+        }
+        result = {**header("cpu"), "seeds": args.seeds, "runs": curves}
+        (args.output / f"{name}.json").write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
