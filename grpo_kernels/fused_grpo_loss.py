@@ -64,6 +64,7 @@ def fused_grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
@@ -108,6 +109,11 @@ def fused_grpo_loss(
         sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
             none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
             otherwise by the metrics alone.
+        ce_weights: adds the cross-entropy term `-(ce_weights * logps).sum()` on any tokens, those
+            of a tool or a demonstration, say: constants of the shape of `targets`, in a float
+            dtype, any normalizer included. Tokens whose weight is not 0 take part whether or not
+            the mask has them; the policy terms, `num_items` and the policy's metrics are over
+            `mask` alone. A weight below 0 makes its token less likely, without bound.
         bias: `[V]` or None.
         low_rank: a LoRA on the head, `(lora_a_out, lora_b)`: `scaling * lora_A(hidden)`,
             `[B, T, r]` or `[N, r]`, and the weight of `lora_B`, `[V, r]`. Adds
@@ -167,13 +173,13 @@ def fused_grpo_loss(
             best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
             nothing clips); `kl` and `kl_max` given `ref_logps`; those of the loss's options under
             TRL's names (`docs/objectives.md`); `columns_kept`, `dense_blocks` and `gradient_noise`
-            of the sampled backward;
+            of the sampled backward; `ce_loss`, `ce_tokens` and `ce_nll` given `ce_weights`;
             `support/mean` and `support/p99` (words per token that has a support),
             `support/singletons` (share of these), `support/gathered` (share of all tokens) and
             `support/fallback` (count), given a `support`; `full/kl`, `full/kl_max` and
             `full/entropy` of the whole softmax with `score="both"`, instead of `kl` and `kl_max`.
-        `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked, detached (for
-            differentiable ones see `linear_logprobs`).
+        `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
+            in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -198,6 +204,7 @@ def fused_grpo_loss(
         old_logps=old_logps,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
         temperature=temperature,
@@ -220,7 +227,7 @@ def fused_grpo_loss(
     with_grad = None if capturable else _tokens_with_grad(config, inputs)
     if skip_untrained and with_grad is not None:
         active = with_grad if call.mask is None else call.mask & with_grad
-        call, inputs = replace(call, mask=active), replace(inputs, mask=active)
+        call, inputs = replace(call, mask=active), inputs.within(with_grad)
     if support is None:
         loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
     else:
@@ -314,6 +321,13 @@ def _loss_of_both(
 
 def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
     """The tokens that may have a gradient, bool `[N]`, as far as known beforehand; None: all."""
+    with_grad = _with_grad_of_policy(config, inputs)
+    if with_grad is None or inputs.ce_weights is None:
+        return with_grad
+    return with_grad | (inputs.ce_weights != 0)
+
+
+def _with_grad_of_policy(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
     if config.beta or config.entropy_coef or callable(config.loss_type):
         return None
     with_grad = inputs.advantages != 0
@@ -355,6 +369,8 @@ class _FusedGRPOLoss(torch.autograd.Function):
         losses = [logps.new_zeros(())]
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
+            # With a cross-entropy term there are rows outside the policy's mask.
+            masked = call.capturable or inputs.ce_weights is not None
             head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
             gradients = _new_gradients(head, plan, wanted)
             for chunk in plan.chunks():
@@ -370,7 +386,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     )
                 policy = policy_loss(
                     config,
-                    inputs.at(index, masked=call.capturable),
+                    inputs.at(index, masked=masked),
                     stats.logps,
                     stats.entropy,
                     call.backend,
@@ -431,7 +447,7 @@ def _add_support(
     logps, entropy, d_logps, d_entropy = per_token
     stats = TokenStats(logps, torch.zeros_like(logps), entropy)
     words.stats(logits, stats)
-    inputs = replace(inputs, mask=call.support.tokens)
+    inputs = inputs.within(call.support.tokens)
     policy = policy_loss(config, inputs, logps, entropy, call.backend, grad=any(wanted))
     if policy.d_logps is not None:
         g, e = scale * policy.d_logps, None
@@ -445,6 +461,8 @@ def _add_support(
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
+    if inputs.ce_weights is not None and inputs.ce_weights.numel():
+        largest = largest.maximum(inputs.ce_weights.abs().max())
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
 
 

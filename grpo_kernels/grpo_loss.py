@@ -15,6 +15,7 @@ from . import objective
 from .autograd import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
 from .backends import Backend, PolicyLoss, select_backend
 from .config import GRPOLossConfig
+from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
 from .layout import HEAD_DTYPES, Layout, ValueChecks, check_tensor, flatten
 from .metrics import loss_metrics
@@ -31,6 +32,7 @@ def grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
@@ -55,6 +57,7 @@ def grpo_loss(
         sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
             none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
             otherwise by the metrics alone.
+        ce_weights: adds `-(ce_weights * logps).sum()` over any tokens, as in `fused_grpo_loss`.
         entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
         config: the loss to compute. Its temperature has been applied already, to the logits.
@@ -89,6 +92,7 @@ def grpo_loss(
         old_logps=old_logps,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
     )
@@ -162,10 +166,29 @@ def policy_loss(
     *,
     grad: bool,
 ) -> PolicyLoss:
-    """The objective over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
+    """The loss over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
 
-    By the backend's kernel, or else by differentiating `objective.policy_loss`.
+    The objective, and the cross-entropy term if there is one.
     """
+    policy = _objective(config, inputs, logps, entropy, backend, grad=grad)
+    if inputs.ce_weights is None:
+        return policy
+    return policy._replace(
+        loss=policy.loss + cross_entropy(inputs.ce_weights, logps),
+        d_logps=None if policy.d_logps is None else policy.d_logps - inputs.ce_weights,
+    )
+
+
+def _objective(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    backend: Backend,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    """By the backend's kernel, or else by differentiating `objective.policy_loss`."""
     if backend.policy_loss is None or not token_local(config, inputs):
         return _differentiated(config, inputs, logps, entropy, grad=grad)
     scale = None

@@ -62,7 +62,7 @@ class HeadCall:
     """
 
     targets: Tensor  # int64 [N]
-    mask: Tensor | None  # bool [N]; None: every token counts
+    mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
     layout: Layout
     checks: ValueChecks
@@ -179,6 +179,7 @@ def loss_call(
     old_logps: Tensor | None,
     ref_logps: Tensor | None,
     sampling_logps: Tensor | None,
+    ce_weights: Tensor | None,
     num_items: float | Tensor | None,
     entropy_threshold: float | Tensor | None,
     temperature: float | Tensor | None,
@@ -196,20 +197,32 @@ def loss_call(
             "temperature: expected None when config.temperature is set; got both "
             f"({config.temperature} in the config)"
         )
-    operands, call = head_call(hidden, weight, targets, mask, temperature=temperature, **head)
+    rows = mask
+    if mask is not None and ce_weights is not None:
+        rows = _union(mask, ce_weights, targets)
+    operands, call = head_call(hidden, weight, targets, rows, temperature=temperature, **head)
     inputs = loss_inputs(
         config,
         call.layout,
         call.checks,
         advantages,
-        call.mask,
+        call.mask if rows is mask else call.layout.flat_mask(mask, call.checks),
         old_logps=old_logps,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
     )
     return operands, call, inputs
+
+
+def _union(mask: Tensor, ce_weights: Tensor, targets: Tensor) -> Tensor:
+    """The tokens in the mask or with a cross-entropy weight, bool, in the shape of `targets`."""
+    targets = check_tensor("targets", targets)
+    for name, x in (("mask", mask), ("ce_weights", ce_weights)):
+        check_tensor(name, x, shape=targets.shape, device=targets.device)
+    return (mask != 0) | (ce_weights != 0)
 
 
 def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -322,8 +335,8 @@ def loss_inputs(
 ) -> LossInputs:
     """The constants of a policy loss, checked, flat, with the weight of every token.
 
-    `mask` is flat. `constants` are `old_logps`, `ref_logps` and `sampling_logps`, None where not
-    given.
+    `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`,
+    None where not given.
     """
     check_config(config)
     if config.beta and constants["ref_logps"] is None:
@@ -347,6 +360,8 @@ def loss_inputs(
     else:
         mask_float = mask.to(dtype)
     flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
+    if (ce_weights := flat.get("ce_weights")) is not None:
+        checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
     inputs = LossInputs(
         advantages=layout.flat_advantages(advantages, checks, dtype),
         weights=aggregation_weights(config, mask_float, layout.sequences, num_items),

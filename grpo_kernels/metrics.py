@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig
+from .cross_entropy import cross_entropy_metrics
 from .objective import (
     LossInputs,
     Tokens,
@@ -88,6 +89,8 @@ def loss_metrics(
         metrics[f"{_DIFFERENCE}/mean"] /= averages["scored"].clamp(min=tiny)
     if rho is not None:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
+    if inputs.ce_weights is not None:
+        metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
     return metrics | _clip_metrics(config, tokens, metrics, low, high)
 
 

@@ -73,7 +73,8 @@ class LossInputs:
 
     `count`, 0-d, is the number of unmasked tokens. `mask` None means that every token counts;
     values at masked tokens are never used. `importance_sampling_weights` are those of the sampler,
-    None where they are not known beforehand; `entropy_threshold` is 0-d.
+    None where they are not known beforehand; `entropy_threshold` is 0-d. `ce_weights` are those of
+    the cross-entropy term (`cross_entropy.py`), whose tokens may be masked ones.
     """
 
     advantages: Tensor
@@ -86,24 +87,25 @@ class LossInputs:
     importance_sampling_weights: Tensor | None = None
     entropy_threshold: Tensor | None = None
     sequences: Sequences | None = None
+    ce_weights: Tensor | None = None
 
     def at(self, rows: Tensor | slice, *, masked: bool = False) -> LossInputs:
         """The tokens of `rows`, some of them `masked` or none; sequences are not told apart."""
+        names = (
+            "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
+            "importance_sampling_weights", "ce_weights",
+        )  # fmt: skip
+        given = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
+        mask = self.mask[rows] if masked and self.mask is not None else None
+        return replace(self, **given, mask=mask, sequences=None)
 
-        def pick(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
-
-        return replace(
-            self,
-            advantages=self.advantages[rows],
-            weights=self.weights[rows],
-            mask=pick(self.mask) if masked else None,
-            old_logps=pick(self.old_logps),
-            ref_logps=pick(self.ref_logps),
-            sampling_logps=pick(self.sampling_logps),
-            importance_sampling_weights=pick(self.importance_sampling_weights),
-            sequences=None,
-        )
+    def within(self, tokens: Tensor) -> LossInputs:
+        """The same of these `tokens` alone, bool `[N]`: the others are masked."""
+        ce_weights = self.ce_weights
+        if ce_weights is not None:
+            ce_weights = torch.where(tokens, ce_weights, 0.0)
+        mask = tokens if self.mask is None else self.mask & tokens
+        return replace(self, mask=mask, ce_weights=ce_weights)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
@@ -152,6 +153,7 @@ def grpo_loss(
         old_logps=old_logps,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
         dtype=logps.dtype,
@@ -160,6 +162,9 @@ def grpo_loss(
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
     loss = policy_loss(config, inputs, flat, flat_entropy)
+    if ce_weights is not None:
+        chosen = ce_weights.reshape(-1) != 0
+        loss = loss - (ce_weights.reshape(-1)[chosen].to(flat.dtype) * flat[chosen]).sum()
     d_logps, d_entropy = _gradients(loss, flat, flat_entropy)
     metrics = loss_metrics(config, inputs, flat, flat_entropy, d_logps, d_entropy)
     detached = None if entropy is None else entropy.detach()
@@ -189,6 +194,7 @@ def fused_grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
     bias: Tensor | None = None,
     low_rank: tuple[Tensor, Tensor] | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
@@ -203,13 +209,16 @@ def fused_grpo_loss(
     score: str = "support",
 ) -> GRPOLossOutput:
     """`linear_logprobs`, then `grpo_loss`; with `score="both"` and the KL of the whole softmax."""
+    scored = mask
+    if mask is not None and ce_weights is not None:
+        scored = mask.bool() | (ce_weights != 0)
     out = linear_logprobs(
         hidden,
         weight,
         targets,
         bias=bias,
         low_rank=low_rank,
-        mask=mask,
+        mask=scored,
         temperature=config.temperature if temperature is None else temperature,
         logit_scale=logit_scale,
         softcap=softcap,
@@ -221,6 +230,7 @@ def fused_grpo_loss(
     constants = {
         "old_logps": old_logps,
         "sampling_logps": sampling_logps,
+        "ce_weights": ce_weights,
         "num_items": num_items,
         "entropy_threshold": entropy_threshold,
         "cu_seqlens": cu_seqlens,

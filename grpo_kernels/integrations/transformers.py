@@ -95,6 +95,7 @@ class Objective:
             asks for log-probs alone.
         mask: bool or 0/1, the tokens that count among the labels other than -100.
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
+        ce_weights: as in `fused_grpo_loss`; 0 where the label is -100.
         config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
         num_items, entropy_threshold, skip_untrained: as in `fused_grpo_loss`.
         support: `(token_ids, offsets)`, the words kept for each token, as in `fused_grpo_loss`,
@@ -116,6 +117,7 @@ class Objective:
         old_logps: Tensor | None = None,
         ref_logps: Tensor | None = None,
         sampling_logps: Tensor | None = None,
+        ce_weights: Tensor | None = None,
         config: GRPOLossConfig | None = None,
         num_items: float | Tensor | None = None,
         entropy_threshold: float | Tensor | None = None,
@@ -128,6 +130,7 @@ class Objective:
             "old_logps": old_logps,
             "ref_logps": ref_logps,
             "sampling_logps": sampling_logps,
+            "ce_weights": ce_weights,
             "config": config,
             "num_items": num_items,
             "entropy_threshold": entropy_threshold,
@@ -386,6 +389,8 @@ def _score(
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask)
     options |= {name: to_device(x) for name, x in objective.loss_options.items()}
     out = fused_grpo_loss(hidden, weight, targets, to_device(objective.advantages), mask, **options)
+    if "ce_weights" in options:
+        mask = mask | (options["ce_weights"] != 0)
     return FusedHeadOutput(
         loss=out.loss, logps=out.logps, entropy=out.entropy, mask=mask, metrics=out.metrics
     )

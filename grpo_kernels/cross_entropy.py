@@ -1,0 +1,30 @@
+"""The cross-entropy term beside a policy loss, on tokens of the caller's choice.
+
+    loss = -sum_i c_i l_i,    dl_i = -c_i
+
+With weights c of the caller's, 0 on the tokens that have no part in it. They are trained on as they
+stand, like the labels of supervised training: what a tool answered (ECHO, arXiv:2605.24517), or a
+demonstration.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cross_entropy(weights: Tensor, logps: Tensor) -> Tensor:
+    """`-sum c l`, 0-d, of `weights [N]` and `logps [N]`, which may hold anything where c is 0."""
+    return -torch.where(weights != 0, weights * logps, 0.0).sum()
+
+
+def cross_entropy_metrics(weights: Tensor, logps: Tensor) -> dict[str, Tensor]:
+    """The term, its tokens, and their plain mean negative log-likelihood, in nats."""
+    chosen = weights != 0
+    count = chosen.to(logps.dtype).sum()
+    total = torch.where(chosen, logps, 0.0).sum()
+    return {
+        "ce_loss": cross_entropy(weights, logps),
+        "ce_tokens": count,
+        "ce_nll": -total / count.clamp(min=1),
+    }
