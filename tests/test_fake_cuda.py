@@ -99,6 +99,7 @@ CASES = {
     "on_policy": ((), {}, {}),
     "off_policy": (("old_logps",), {}, {}),
     "mask": (("mask", "old_logps"), {}, {}),
+    "cross_entropy": (("mask", "old_logps", "ce_weights"), {}, {}),
     "kl": (_KL, {"beta": 0.1}, {}),
     "entropy": (("mask", "old_logps"), {"entropy_coef": 0.1}, {}),
     "corrected": (("old_logps", "sampling_logps"), {"is_correction": "token_truncate"}, {}),

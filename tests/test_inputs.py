@@ -136,6 +136,50 @@ FUSED = {
         ValueError,
         "ref_logps: expected the reference policy's log-probs, as config.beta = 0.1; got None",
     ),
+    "ce_weights_shape": (
+        {"ce_weights": torch.zeros(B)},
+        ValueError,
+        r"ce_weights: expected shape \[2, 3\]; got \[2\]",
+    ),
+    "ce_weights_shape_without_mask": (
+        {"ce_weights": torch.zeros(B), "mask": None},
+        ValueError,
+        r"ce_weights: expected shape \[2, 3\]; got \[2\]",
+    ),
+    "ce_weights_type": (
+        {"ce_weights": 0.1},
+        TypeError,
+        "ce_weights: expected a tensor; got float",
+    ),
+    "ce_weights_dtype": (
+        {"ce_weights": torch.ones(B, T, dtype=torch.bool)},
+        TypeError,
+        "ce_weights: expected dtype float32, .*; got bool",
+    ),
+    "ce_weights_nan": (
+        {"ce_weights": torch.tensor([[1.0, float("nan"), 0.0]] * B), "mask": torch.zeros(B, T)},
+        ValueError,
+        r"ce_weights: expected finite numbers; got NaN or inf \(2 of them\)",
+    ),
+    "ce_weights_infinite": (
+        {"ce_weights": torch.full((B, T), -float("inf")), "mask": None},
+        ValueError,
+        r"ce_weights: expected finite numbers; got NaN or inf \(6 of them\)",
+    ),
+    "ce_weights_on_what_is_no_target": (
+        {
+            "ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B),
+            "mask": torch.zeros(B, T),
+            "targets": torch.full((B, T), -100),
+        },
+        ValueError,
+        r"targets: expected ids in \[0, 7\) at unmasked positions; got ids outside \(2 of them\)",
+    ),
+    "mask_values_with_ce_weights": (
+        {"ce_weights": torch.zeros(B, T), "mask": torch.full((B, T), 0.5)},
+        ValueError,
+        r"mask: expected 0 or 1; got other values \(6 of them\)",
+    ),
     "bias_shape": (
         {"bias": torch.zeros(H)},
         ValueError,
@@ -337,7 +381,8 @@ def test_linear_logprobs(case):
     [
         c
         for c in FUSED
-        if c.split("_")[0] in ("advantages", "mask", "old", "ref", "num", "cu", "config")
+        if c.split("_")[0] in ("advantages", "mask", "old", "ref", "num", "cu", "config", "ce")
+        and c != "ce_weights_on_what_is_no_target"
     ],
 )
 def test_grpo_loss(case):

@@ -35,9 +35,9 @@ def without_the_one_transfer(monkeypatch):
 
 
 @pytest.mark.parametrize("call", (grpo_loss, fused_grpo_loss))
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", (*OBJECTIVES, "cross_entropy"))
 def test_reads_nothing(objective, call):
-    options, names = OBJECTIVES[objective]
+    options, names = OBJECTIVES.get(objective, ({}, ("old_logps", "ce_weights")))
     cfg = config(**options)
     with FakeTensorMode():
         kwargs = {name: torch.ones(B, T) for name in names}

@@ -27,6 +27,7 @@ from tests.support.batches import (
     packed,
     relative_error,
     run_fused,
+    with_cross_entropy,
 )
 from tests.support.head_options import BACKENDS, OPTIONS, objective_options
 from tests.support.tiers import cases
@@ -115,6 +116,12 @@ def test_unbiased(option, batch, count):
     expect_unbiased(batch, count, config=config(**objective), **options)
 
 
+@pytest.mark.slow
+def test_unbiased_beside_a_cross_entropy(count):
+    batch = with_cross_entropy(make_batch(B=8, T=16))
+    expect_unbiased(batch, count, old_logps=True, ce_weights=True)
+
+
 def test_unbiased_packed(batch, count):
     expect_unbiased(packed(batch), count, old_logps=True)
 
@@ -186,6 +193,12 @@ def test_head_options(option, backend, all_kept):
 )
 def test_objectives(objective, all_kept):
     expect_exact(make_batch(B=6, T=11), all_kept, objective_options(objective), "torch")
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_cross_entropy(loss_type, all_kept):
+    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
+    expect_exact(with_cross_entropy(make_batch()), all_kept, options, "torch")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))

@@ -117,6 +117,35 @@ def test_loss(objective):
     )
 
 
+@pytest.mark.parametrize("mask", (None, "of_its_own"))
+def test_cross_entropy_beside_the_loss(mask):
+    """On labels that the mask leaves out, such as what a tool answered."""
+    model = make_model("llama")
+    inputs, labels = batch_of()
+    advantages = torch.tensor([1.0, -0.5, 0.7])
+    logps, _, scored = expected(model, inputs, labels)
+    spoken = torch.ones_like(scored)
+    ce_weights = 0.1 * torch.rand(scored.shape, generator=torch.Generator().manual_seed(1))
+    ce_weights[:, :-2] = 0.0
+    ce_weights[~scored] = 0.0
+    if mask is not None:
+        spoken[:, -1] = False
+    loss = grpo_loss(logps, advantages, scored & spoken).loss - (ce_weights * logps).sum()
+    wanted = gradients_of(model, loss)
+    attach_fused_head(model)
+    objective = Objective(advantages, mask=None if mask is None else spoken, ce_weights=ce_weights)
+    out = model(**inputs, labels=labels, fused_head=objective)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out.mask, (scored & spoken) | (ce_weights != 0))
+    assert (out.logps[out.mask] != 0).all() and out.metrics["ce_tokens"] == (ce_weights != 0).sum()
+    assert_same_gradients(gradients_of(model, out.loss), wanted)
+    with pytest.raises(ValueError, match="advantages: expected a tensor, as ce_weights came"):
+        Objective(ce_weights=ce_weights)
+    everywhere = Objective(advantages, ce_weights=torch.ones_like(ce_weights))
+    with pytest.raises(ValueError, match="targets: expected ids in"):
+        model(**inputs, labels=labels, fused_head=everywhere)
+
+
 def test_labels_shifted_already():
     model = make_model("llama")
     inputs, labels = batch_of()

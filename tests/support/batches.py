@@ -33,6 +33,7 @@ class Batch:
     sampling_logps: Tensor
     temperature: Tensor
     cu_seqlens: Tensor | None = None
+    ce_weights: Tensor | None = None
 
     def to(self, device: str, dtype: torch.dtype) -> Batch:
         """The head's tensors in `dtype`, everything on `device`."""
@@ -83,15 +84,42 @@ def make_batch(
     )
 
 
+def with_cross_entropy(batch: Batch) -> Batch:
+    """The same batch with cross-entropy weights, of both signs, inside the mask and outside.
+
+    What only the policy needs stays NaN outside the mask; most tokens outside it stay out.
+    """
+    g = torch.Generator().manual_seed(7)
+    some = torch.rand(batch.mask.shape, generator=g) < torch.where(batch.mask, 0.4, 0.3)
+    # Where a tool spoke, and in the sequence that has no token of the policy.
+    some[:1] |= ~batch.mask[:1]
+    some[1:2, :1] = True
+    weights = 0.05 * torch.randn(batch.mask.shape, generator=g)
+    (V, H), fresh = batch.weight.shape, some & ~batch.mask
+    targets = torch.randint(V, batch.mask.shape, generator=g)
+    noise = torch.randn(batch.hidden.shape, generator=g)
+    hidden = (7.0 / H) * batch.weight[targets] + (1.7 / H**0.5) * noise
+    temperature = 0.6 + torch.rand(batch.mask.shape, generator=g)
+    return replace(
+        batch,
+        hidden=torch.where(fresh[..., None], hidden, batch.hidden),
+        targets=torch.where(fresh, targets, batch.targets),
+        temperature=torch.where(fresh, temperature, batch.temperature),
+        ce_weights=weights.masked_fill(~some, 0.0),
+    )
+
+
 def packed(batch: Batch) -> Batch:
-    """The same sequences one after the other, each up to its last unmasked token."""
+    """The same sequences one after the other, each up to its last token that takes part."""
     B, T = batch.mask.shape
-    ends = (batch.mask * torch.arange(1, T + 1)).amax(1) if T else torch.zeros(B, dtype=torch.long)
+    rows = batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
+    ends = (rows * torch.arange(1, T + 1)).amax(1) if T else torch.zeros(B, dtype=torch.long)
     keep = torch.arange(T) < ends[:, None]
     names = (
         "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
+        "ce_weights",
     )  # fmt: skip
-    flat = {name: getattr(batch, name)[keep] for name in names}
+    flat = {name: x[keep] for name in names if (x := getattr(batch, name)) is not None}
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), ends.cumsum(0)]).int()
     return replace(batch, **flat, cu_seqlens=cu_seqlens)
 
@@ -208,7 +236,10 @@ def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict
         else:  # as clone(), but with the strides it came with
             x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
         head[name] = x.requires_grad_(name not in frozen)
-    names = ("old_logps", "ref_logps", "sampling_logps", "temperature", "bias", "cu_seqlens")
+    names = (
+        "old_logps", "ref_logps", "sampling_logps", "ce_weights", "temperature", "bias",
+        "cu_seqlens",
+    )  # fmt: skip
     for name in names:
         if kwargs.pop(name, name == "cu_seqlens") is True:
             value = head["bias"] if name == "bias" else getattr(batch, name)

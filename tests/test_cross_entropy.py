@@ -1,0 +1,327 @@
+"""`ce_weights`, a cross-entropy term on any tokens: against the reference and torch's own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from grpo_kernels.lm_head import LMHead
+from tests.support.batches import (
+    HEAD,
+    NAN,
+    OBJECTIVES,
+    assert_matches,
+    config,
+    make_batch,
+    packed,
+    relative_error,
+    run_fused,
+    with_cross_entropy,
+)
+from tests.support.head_options import (
+    BACKENDS,
+    CHUNK,
+    OPTIONS,
+    TOLERANCE,
+    differs,
+    expect_equal,
+    objective_options,
+)
+from tests.support.tiers import cases
+
+# What a term of a token's own can be at odds with: other terms, entropy, sequences, corrections.
+EXAMPLES = (
+    "on_policy", "kl", "entropy", "gspo", "gmpo", "vespo", "is_sequence_truncate", "off_policy",
+    "top_entropy_bonus", "everything",
+)  # fmt: skip
+
+
+def mixed_batch(B=6, T=11, **options):
+    batch = with_cross_entropy(make_batch(B=B, T=T, **options))
+    chosen = batch.ce_weights != 0
+    # Of the policy alone, of both, of the cross-entropy alone, and of neither.
+    kinds = (batch.mask & ~chosen, batch.mask & chosen, ~batch.mask & chosen)
+    assert all(kind.any() for kind in (*kinds, ~batch.mask & ~chosen))
+    assert batch.hidden[~batch.mask & ~chosen].isnan().all()
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("objective", "backend", "layout"),
+    cases(
+        OBJECTIVES, BACKENDS, ("padded", "packed"),
+        fast=lambda objective, *rest: objective in EXAMPLES and differs(objective, *rest),
+    ),
+)  # fmt: skip
+def test_objectives(objective, backend, layout):
+    """Beside every objective, in one pass or two."""
+    batch = mixed_batch()
+    batch = packed(batch) if layout == "packed" else batch
+    options = {**objective_options(objective), "ce_weights": True}
+    expect_equal(batch, options, backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "luspo"))
+def test_averages_are_those_of_the_mask(loss_type):
+    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
+    expect_equal(mixed_batch(), options, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("option", "backend"),
+    cases(OPTIONS, BACKENDS, fast=lambda option, _: option in ("everything", "softcap")),
+)
+def test_options_of_the_head(option, backend):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(**config_options), "ce_weights": True}
+    expect_equal(mixed_batch(), options, backend=backend, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "option", "backend"),
+    cases(
+        ("dapo", "gspo"), ("everything", "temperature_per_token"), BACKENDS,
+        fast=lambda _, option, __: option == "everything",
+    ),
+)  # fmt: skip
+def test_capturable(loss_type, option, backend):
+    config_options, options = OPTIONS[option]
+    config_options = {k: v for k, v in config_options.items() if k != "delta"}
+    options = {**options, "config": config(loss_type=loss_type, **config_options)}
+    batch = mixed_batch()
+    expected = run_fused(batch, exact=True, ce_weights=True, **options)
+    actual = run_fused(
+        batch, exact=False, ce_weights=True, backend=backend, capturable=True, **options
+    )
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+@pytest.mark.parametrize("frozen", (("weight",), ("hidden",), ("weight", "bias")))
+def test_frozen(frozen):
+    options = {"config": config(), "bias": True, "frozen": frozen, "ce_weights": True}
+    expect_equal(mixed_batch(), options)
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_low_rank(loss_type):
+    batch, g = mixed_batch(), torch.Generator().manual_seed(1)
+    lora_b = 0.3 * torch.randn(len(batch.weight), 5, generator=g)
+    results = []
+    for call, dtype in (
+        (reference.fused_grpo_loss, torch.float64),
+        (fused_grpo_loss, torch.float32),
+    ):
+        given = (batch.hidden, batch.hidden[..., :5], lora_b)
+        hidden, lora_a_out, outer = (x.to(dtype).clone().requires_grad_() for x in given)
+        out = call(
+            hidden, batch.weight.to(dtype), batch.targets, batch.advantages, batch.mask,
+            old_logps=batch.old_logps, ce_weights=batch.ce_weights,
+            low_rank=(lora_a_out, outer), config=config(loss_type=loss_type),
+        )  # fmt: skip
+        out.loss.backward()
+        results.append((out.loss, hidden.grad, lora_a_out.grad, outer.grad))
+    for exact, mine in zip(*results, strict=True):
+        exact, mine = exact.detach(), mine.detach()
+        assert exact.norm() > 0 and relative_error(mine, exact) <= 2e-5
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("share", (1.0, 1 / 131_072))
+def test_half_precision(share, dtype):
+    """Alone, too, of which a small share must not underflow, nor its scale overflow."""
+    batch = mixed_batch().to("cpu", dtype)
+    batch.ce_weights *= share
+    for mask in (batch.mask, torch.zeros_like(batch.mask)) if share == 1 else (0 * batch.mask,):
+        batch = replace(batch, mask=mask)
+        options = {"ce_weights": True, "scale": 4.0 / share}
+        expected = run_fused(batch, exact=True, **options)
+        actual = run_fused(batch, exact=False, **options)
+        for name in ("hidden", "weight"):
+            error = relative_error(actual.gradients[name], expected.gradients[name])
+            assert error <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize(
+    ("without", "loss_type", "backend"),
+    cases(
+        ("mask", "advantages"), ("dapo", "grpo", "gspo", "gmpo", "vespo", "cispo"), BACKENDS,
+        fast=lambda _, loss_type, backend: loss_type in ("dapo", "gspo") or backend == "torch",
+    ),
+)  # fmt: skip
+def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
+    """With a mask of zeros, or with advantages of zero."""
+    batch = mixed_batch()
+    if without == "mask":
+        batch.mask = torch.zeros_like(batch.mask)
+    else:
+        batch.advantages = torch.zeros_like(batch.advantages)
+    chosen = batch.ce_weights != 0
+    batch.ce_weights = chosen / chosen.sum()
+    head = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+    logits = head[0][chosen] @ head[1].T + head[2]
+    expected = torch.nn.functional.cross_entropy(logits, batch.targets[chosen])
+    expected.backward()
+    for skip in (False, True):
+        actual = run_fused(
+            batch, exact=False, config=config(loss_type=loss_type), bias=True, ce_weights=True,
+            skip_untrained=skip, backend=backend, chunk_bytes=CHUNK,
+        )  # fmt: skip
+        assert actual.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        for name in ("ce_loss", "ce_nll"):
+            assert actual.metrics[name].item() == pytest.approx(expected.item(), rel=1e-5)
+        for name, x in zip(HEAD, head, strict=True):
+            assert relative_error(actual.gradients[name], x.grad) <= 2e-5, name
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "gspo", "vespo"))
+def test_skip_untrained_keeps_its_tokens(loss_type, monkeypatch):
+    """Tokens of advantage 0 are left out, but not where they have a weight."""
+    made = []
+    original = LMHead.logits
+    monkeypatch.setattr(
+        LMHead, "logits", lambda self, rows: made.append(len(rows.hidden)) or original(self, rows)
+    )
+    batch = mixed_batch()
+    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, skip_untrained=True, **options)
+    chosen, trained = batch.ce_weights != 0, (batch.advantages != 0)[:, None]
+    kept = chosen | (batch.mask & trained)
+    assert (batch.mask & ~kept).any() and (chosen & ~trained).any()
+    assert made[0] == kept.sum()
+    assert torch.equal(actual.logps != 0, kept)
+    expected.logps[~kept] = 0
+    actual.metrics = expected.metrics = {}
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+def test_where_advantages_are_per_token():
+    """A token may have an advantage of 0, or NaN outside the mask, and still a weight."""
+    batch = mixed_batch()
+    sparse = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    advantages = (batch.advantages[:, None] * sparse).masked_fill(~batch.mask, NAN)
+    options = {"old_logps": True, "ce_weights": True, "advantages": advantages}
+    expect_equal(batch, options, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("own", (False, True), ids=("entropy_threshold", "own_objective"))
+def test_what_depends_on_the_entropy(own):
+    """An objective of one's own sees the policy's tokens alone; a threshold keeps to them."""
+    batch = mixed_batch()
+    seen = []
+
+    def objective(tokens):
+        seen.append(tokens)
+        return -tokens.advantages * tokens.ratio - 0.1 * tokens.entropy
+
+    options = {"config": config(loss_type=objective)} if own else {
+        "config": config(top_entropy_quantile=0.5), "entropy_threshold": 1.0
+    }  # fmt: skip
+    out = expect_equal(batch, {**options, "old_logps": True, "ce_weights": True})
+    assert out.metrics["tokens"] == batch.mask.sum()
+    assert all((tokens.entropy[~batch.mask.flatten()] == 0).all() for tokens in seen)
+
+
+def test_without_a_mask_every_token_is_the_policys():
+    batch = make_batch()
+    batch.hidden, batch.targets = torch.randn_like(batch.hidden), batch.targets.clamp(min=0)
+    batch.ce_weights = torch.rand(batch.mask.shape).masked_fill(batch.mask, 0.0)
+    expect_equal(batch, {"config": config(loss_type="grpo"), "mask": False, "ce_weights": True})
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_the_rest_does_not_hear_of_it(loss_type):
+    """The policy's loss, its metrics and what is returned of its tokens are as without."""
+    batch, options = mixed_batch(), {"config": config(loss_type=loss_type, beta=0.1)}
+    names = ("old_logps", "ref_logps", "sampling_logps")
+    given = {name: getattr(batch, name) for name in names}
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    with torch.no_grad():
+        plain = fused_grpo_loss(*args, **given, **options)
+        mixed = fused_grpo_loss(*args, **given, **options, ce_weights=batch.ce_weights)
+    metrics = dict(mixed.metrics)
+    chosen = batch.ce_weights != 0
+    term = -(batch.ce_weights * mixed.logps)[chosen].sum()
+    torch.testing.assert_close(metrics.pop("ce_loss"), term)
+    torch.testing.assert_close(mixed.loss, plain.loss + term)
+    assert metrics.pop("ce_tokens") == chosen.sum()
+    torch.testing.assert_close(metrics.pop("ce_nll"), -mixed.logps[chosen].mean())
+    assert metrics.keys() == plain.metrics.keys()
+    for name, value in plain.metrics.items():
+        torch.testing.assert_close(metrics[name], value, msg=name)
+    torch.testing.assert_close(mixed.logps[batch.mask], plain.logps[batch.mask])
+    # What was computed comes back.
+    scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
+    torch.testing.assert_close(mixed.logps, scored.logps)
+    torch.testing.assert_close(mixed.entropy, scored.entropy)
+    assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("objective", ("old_logps", "kl", "entropy", "gspo", "vespo", "everything"))
+def test_from_log_probs(objective, backend):
+    """`grpo_loss`, against the reference and against the same loss without plus the term."""
+    batch, (options, names) = mixed_batch(), OBJECTIVES[objective]
+    g, cfg = torch.Generator().manual_seed(1), config(**options)
+    chosen = batch.ce_weights != 0
+    logps = batch.old_logps + 0.2 * torch.randn(batch.mask.shape, generator=g)
+    logps = torch.where(chosen & ~batch.mask, -torch.rand(logps.shape, generator=g), logps)
+    entropy = torch.ones_like(logps).masked_fill(~batch.mask, NAN)
+    given = {name: getattr(batch, name) for name in names}
+
+    def run(call, dtype, **more):
+        leaves = [x.to(dtype).clone().requires_grad_() for x in (logps, entropy)]
+        constants = {name: x.to(dtype) for name, x in given.items()}
+        out = call(
+            leaves[0], batch.advantages, batch.mask, entropy=leaves[1], config=cfg, **constants,
+            **more,
+        )  # fmt: skip
+        out.loss.backward()
+        return out, leaves[0].grad
+
+    exact, wanted = run(reference.grpo_loss, torch.float64, ce_weights=batch.ce_weights)
+    mine, grad = run(grpo_loss, torch.float32, ce_weights=batch.ce_weights, backend=backend)
+    plain, without = run(reference.grpo_loss, torch.float64)
+    assert mine.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+    assert relative_error(grad, wanted) <= 1e-5
+    assert exact.metrics.keys() == mine.metrics.keys()
+    for name, value in exact.metrics.items():
+        assert mine.metrics[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
+    term = (batch.ce_weights * logps)[chosen].double().sum()
+    assert exact.loss.item() == pytest.approx((plain.loss - term).item(), rel=1e-6)
+    torch.testing.assert_close(wanted, without - batch.ce_weights.double())
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_loss_of_the_two_halves(loss_type):
+    """`linear_logprobs` over the tokens of both, then `grpo_loss`."""
+    batch, cfg = mixed_batch(), config(loss_type=loss_type)
+    expected = run_fused(batch, exact=True, config=cfg, old_logps=True, ce_weights=True)
+    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
+    either = batch.mask | (batch.ce_weights != 0)
+    logps = linear_logprobs(hidden, weight, batch.targets, mask=either).logps
+    grpo_loss(
+        logps, batch.advantages, batch.mask, old_logps=batch.old_logps, config=cfg,
+        ce_weights=batch.ce_weights,
+    ).loss.backward()  # fmt: skip
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        assert relative_error(x.grad, expected.gradients[name]) <= 2e-5
+
+
+@pytest.mark.parametrize("shape", ((0, 5), (3, 0)))
+def test_no_tokens(shape):
+    hidden, weight = torch.zeros(*shape, 4, requires_grad=True), torch.ones(7, 4)
+    weights, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    out = fused_grpo_loss(
+        hidden, weight, mask.long(), torch.zeros(shape[0]), mask, ce_weights=weights
+    )
+    out.loss.backward()
+    assert out.loss == 0 and out.metrics["ce_nll"] == 0 and hidden.grad.shape == hidden.shape
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+def test_dtypes_of_the_weights(dtype):
+    batch = mixed_batch()
+    batch.ce_weights = batch.ce_weights.to(dtype)
+    expect_equal(batch, {"config": config(), "ce_weights": True})
