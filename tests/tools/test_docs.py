@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from grpo_kernels.config import _LOSSES, LOSS_TYPES, GRPOLossConfig
-from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
+from tests.support.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
 
 ROOT = Path(__file__).parents[2]
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -153,4 +153,6 @@ def test_every_metric_is_explained():
             make_batch(), exact=False, config=config(**options), **passed
         ).metrics.keys()
     given |= run_fused(make_batch(), exact=False, backward="sampled").metrics.keys()
+    batch = with_cross_entropy(make_batch())
+    given |= run_fused(batch, exact=False, ce_weights=True).metrics.keys()
     assert given == explained
