@@ -233,12 +233,12 @@ def fused_grpo_loss(
     else:
         full = call
         call = with_support(call, weight, support, support_fallback, sparse=sparse_weight_grad)
-        assert call.support is not None
+        assert call.support is not None and call.mask is not None
         if score == "both":
             loss, metrics, *values = _loss_of_both(operands, full, call, config, inputs)
         else:
             loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
-        metrics = metrics | call.support.metrics(inputs.count)
+        metrics = metrics | call.support.metrics((call.mask | call.support.tokens).sum())
     values = [x.detach().reshape(call.layout.shape) for x in values]
     return GRPOLossOutput(loss, metrics, *values)
 

@@ -28,6 +28,7 @@ from tests.support.head_options import (
     expect_equal,
     objective_options,
 )
+from tests.support.supports import make_support
 from tests.support.tiers import cases
 
 # What a term of a token's own can be at odds with: other terms, entropy, sequences, corrections.
@@ -221,6 +222,48 @@ def test_what_depends_on_the_entropy(own):
     out = expect_equal(batch, {**options, "old_logps": True, "ce_weights": True})
     assert out.metrics["tokens"] == batch.mask.sum()
     assert all((tokens.entropy[~batch.mask.flatten()] == 0).all() for tokens in seen)
+
+
+@pytest.mark.parametrize(
+    ("objective", "backend", "without"),
+    cases(
+        ("old_logps", "kl", "entropy", "gspo", "everything"), BACKENDS, (0.0, 0.4),
+        fast=lambda objective, backend, without: backend == "torch" or objective == "old_logps",
+    ),
+)  # fmt: skip
+def test_beside_a_support(objective, backend, without):
+    """Of either kind of token, words may have been kept or not."""
+    batch = mixed_batch(B=4, T=6, V=101)
+    scored = replace(batch, mask=batch.mask | (batch.ce_weights != 0))
+    options = {**objective_options(objective), "ce_weights": True}
+    options["support"] = make_support(scored, without=without, most=9)
+    expected = run_fused(batch, exact=True, **options)
+    for more in ({}, {"skip_untrained": True}):
+        actual = run_fused(batch, exact=False, backend=backend, **options, **more)
+        sizes = {name: actual.metrics.pop(name) for name in [*actual.metrics] if "support/" in name}
+        assert len(sizes) == 5 and sizes["support/gathered"] <= 1
+        assert bool(without) == (sizes["support/gathered"] < 1)
+        if more:
+            expected.logps[actual.logps == 0] = 0
+            actual.metrics = expected.metrics = {}
+        assert_matches(actual, expected, 2e-5, logps=1e-4)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.1))
+def test_beside_both_scores(beta):
+    """The term is over the words that were kept, as the policy's are; the KL over all."""
+    batch = mixed_batch(B=4, T=6, V=101)
+    scored = replace(batch, mask=batch.mask | (batch.ce_weights != 0))
+    options = {
+        "config": config(beta=beta), "old_logps": True, "ref_logps": True, "ce_weights": True,
+        "support": make_support(scored, most=9), "score": "both",
+    }  # fmt: skip
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, **options)
+    for name in [*actual.metrics]:
+        if "support/" in name:
+            del actual.metrics[name]
+    assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 
 def test_without_a_mask_every_token_is_the_policys():
