@@ -193,7 +193,7 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    check_support_options(support, score, sparse_weight_grad)
+    check_support_options(support, support_fallback, score, sparse_weight_grad)
     operands, call, inputs = loss_call(
         hidden,
         weight,

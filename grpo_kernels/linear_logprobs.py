@@ -116,7 +116,7 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    check_support_options(support, score, sparse_weight_grad)
+    check_support_options(support, support_fallback, score, sparse_weight_grad)
     operands, call = head_call(
         hidden,
         weight,

@@ -23,6 +23,7 @@ from .backends import (
     Words,
     select_backend,
 )
+from .config import check_choice
 from .layout import (
     HEAD_DTYPES,
     Layout,
@@ -32,7 +33,7 @@ from .layout import (
     check_tensor,
     flatten,
 )
-from .support import check_support, indices, support_of
+from .support import FALLBACKS, check_support, indices, support_of
 
 
 @eager_only
@@ -81,6 +82,7 @@ def selective_log_softmax(
     layout = Layout.of("targets", targets, None, checks)
     check_target_ids(flat_targets, None, V, checks)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
+    check_choice("support_fallback", support_fallback, FALLBACKS)
     if support is not None:
         words, others = _words_of(support, support_fallback, flat_targets, logits, checks)
         logps = _OfSupport.apply(logits, words, transform, selected)
@@ -100,7 +102,7 @@ def _words_of(
     support: object, fallback: str, targets: Tensor, logits: Tensor, checks: ValueChecks
 ) -> tuple[Words, Tensor]:
     """The words of all tokens, and the tokens `[C]` that have none."""
-    ids, offsets = check_support(support, fallback, len(targets), logits.device)
+    ids, offsets = check_support(support, len(targets), logits.device)
     found = support_of(
         ids,
         offsets,

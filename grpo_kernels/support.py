@@ -117,8 +117,11 @@ class _AllWords:
         )  # fmt: skip
 
 
-def check_support_options(support: object, score: object, sparse_weight_grad: object) -> None:
+def check_support_options(
+    support: object, fallback: object, score: object, sparse_weight_grad: object
+) -> None:
     """Refuses options of a support that did not come, or that exclude each other."""
+    check_choice("support_fallback", fallback, FALLBACKS)
     check_choice("score", score, SCORES)
     if not isinstance(sparse_weight_grad, bool):
         raise TypeError(f"sparse_weight_grad: expected a bool; got {sparse_weight_grad!r}")
@@ -131,11 +134,8 @@ def check_support_options(support: object, score: object, sparse_weight_grad: ob
         )
 
 
-def check_support(
-    support: object, fallback: object, num_tokens: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def check_support(support: object, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The ids and offsets of a support, of the right shapes and dtypes."""
-    check_choice("support_fallback", fallback, FALLBACKS)
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(
             "support: expected a pair of tensors, token_ids and offsets, or None; got "

@@ -50,7 +50,7 @@ def with_support(
             "support: expected None with capturable=True, as the number of words is read from the "
             "device; got a support"
         )
-    ids, offsets = check_support(support, fallback, call.layout.num_tokens, call.targets.device)
+    ids, offsets = check_support(support, call.layout.num_tokens, call.targets.device)
     found = support_of(
         ids,
         offsets,
