@@ -63,7 +63,7 @@ PACKAGES = (
     Package("vllm", "", "sampling in TRL's trainer"),
     Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
 )
-CALLS = ("one pass", "two passes", "sampled")
+CALLS = ("one pass", "two passes", "sampled", "support")
 # Allowed errors, those of the tests: relative for gradients, absolute for log-probs.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
 # On CUDA the gradient of the logits is rounded to bf16, too.
@@ -153,6 +153,18 @@ def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in batch.items()}
 
 
+def make_support(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Makes sets of 1 to 8 words with the target among them; every ninth token has none."""
+    targets, V = batch["targets"].reshape(-1), len(batch["weight"])
+    position = torch.arange(len(targets), device=targets.device)
+    counts = position % 9 * batch["mask"].reshape(-1)
+    steps = torch.arange(8, device=targets.device)
+    # The target's neighbours by steps of 31, of which the vocabulary's size is no multiple.
+    words = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
+    ids = words[steps < counts[:, None]]
+    return ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
 class Errors(NamedTuple):
     """Largest absolute error of log-probs; relative errors of the gradients; seconds taken."""
 
@@ -169,16 +181,17 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     options: dict[str, Any] = {}
     if call == "sampled":
         options = {"backward": "sampled", "tolerance": SAMPLED_NOISE, "seed": 0}
+    support: dict[str, Any] = {"support": make_support(batch)} if call == "support" else {}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
     # So small a batch would not be worth sampling.
     always = mock.patch.object(sampling_cost, "pays", return_value=True)
     with always, mock.patch.object(column_sampling, "_FLAT_SHARE", 1.0):
         start = time.perf_counter()
-        logps, *gradients = _run(fused_grpo_loss, batch, config, **options)
+        logps, *gradients = _run(fused_grpo_loss, batch, config, **options, **support)
         seconds = time.perf_counter() - start
-    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, config)
+    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, config, **support)
     without_loss = linear_logprobs(
-        batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"]
+        batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"], **support
     ).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (

@@ -18,7 +18,7 @@ def test_all_is_well(capsys):
     assert "VERDICT: all is well" in told and "WRONG" not in told
     assert "backend: torch (Triton compiles for GPUs only)" in told
     for dtype in ("float32", "bfloat16", "float16"):
-        for call in ("one pass", "two passes", "sampled"):
+        for call in ("one pass", "two passes", "sampled", "support"):
             assert any(dtype in line and call in line for line in told.splitlines())
 
 
@@ -60,7 +60,7 @@ def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
         monkeypatch.setattr(torch_backend, "token_stats", damaged_sweep)
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
-    assert told.count("WRONG") == 9 and "VERDICT: 9 checks failed" in told
+    assert told.count("WRONG") == 12 and "VERDICT: 12 checks failed" in told
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_raises_is_told(monkeypatch, capsys):
 
     monkeypatch.setattr(torch_backend, "token_stats", broken)
     assert doctor.main([]) == 1
-    assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 9
+    assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 12
 
 
 def test_what_is_absent_is_named_and_not_wrong(monkeypatch, capsys):
