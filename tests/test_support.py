@@ -508,3 +508,12 @@ def test_double_backward_is_refused(batch):
     )
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(out.logps.sum(), weight, create_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_triton_objectives(objective, without):
+    batch = make_batch(**SMALL)
+    kept = make_support(batch, without=without, most=30)
+    expect_equal(batch, kept, objective_options(objective), backend="triton")
