@@ -51,7 +51,7 @@ _per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
-                     "at_target", "d_softmax", "d_entropy")
+                     "at_target", "d_softmax", "d_entropy", "offsets")
     ],
 )  # fmt: skip
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,12 +1,12 @@
 """Triton kernels over the words that a sampler kept: pairs of a token and a row of W.
 
-    z_e  = x[token_e] . rows[id_e]                      `word_dots`, a program per token
+    z_e  = x[token_e] . rows[id_e]                      `word_dots`, a program per some words
     y_s  = sum over e of segment s of f_e rows[index_e]     `segment_sums`, a program per segment
 
 The second one is dh (segments are tokens, rows those of W) and dW (segments are ids, the words
-sorted by them, rows the states). Each sum has one owner, which takes it in float32 and in the order
-of e, and rounds it once: no atomics, the same bits in every run. Statistics and gradients of a
-token's z are those of any row of logits, by the kernels of `triton_logits.py`.
+sorted by them, rows the states). Each sum has one owner, which takes it in float32 and always in
+the same order, and rounds it once: no atomics, the same bits in every run. Statistics and gradients
+of a token's z are those of any row of logits, by the kernels of `triton_logits.py`.
 """
 
 from __future__ import annotations
@@ -30,40 +30,45 @@ from .triton_logits import (
 
 # Logits of a token's words: most tokens have fewer than a warp has lanes.
 WORD_LAUNCH = Launch(128, 1)
-# Elements of a tile of gathered rows, and how many rows it has.
-TILE_LAUNCH = Launch(4096, 4)
-_DOT_ROWS, _SUM_ROWS = 8, 16
+# Elements of a tile of gathered rows. Where rows are long, one of dots is as wide as a warp's
+# vectors, so that the warp sums a word by itself; one of sums is wider than those of all warps: a
+# thread loads few ids, adds up columns of its own, and few programs meet an id without words.
+DOTS_LAUNCH = Launch(4096, 4)
+SUMS_LAUNCH = Launch(8192, 4)
+_DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
+# Rows of a tile where they are short.
+_MOST_DOTS, _MOST_SUMMED = 64, 32
 
 
-@triton.jit
+# The number of words, and pointers to one value per word or token, are not specialized: see
+# `triton_logits`.
+@triton.jit(
+    do_not_specialize=["E"],
+    do_not_specialize_on_alignment=["ids_ptr", "tokens_ptr", "out_ptr"],
+)
 def word_dots_kernel(
-    x_ptr, rows_ptr, ids_ptr, offsets_ptr, out_ptr,
-    K,
+    x_ptr, rows_ptr, ids_ptr, tokens_ptr, out_ptr,
+    E, K,
     stride_x_n, stride_rows_v,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    begin = tl.load(offsets_ptr + token)
-    end = tl.load(offsets_ptr + token + 1)
-    for first in range(begin, end, BLOCK_E):
-        offs_e = first + tl.arange(0, BLOCK_E)
-        mask_e = offs_e < end
-        ids = tl.load(ids_ptr + offs_e, mask=mask_e, other=0)
-        products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
-        for start in range(0, K, BLOCK_K):
-            offs_k = start + tl.arange(0, BLOCK_K)
-            mask_k = offs_k < K
-            x = tl.load(x_ptr + token * stride_x_n + offs_k, mask=mask_k, other=0.0)
-            rows = tl.load(
-                rows_ptr + ids[:, None] * stride_rows_v + offs_k[None, :],
-                mask=mask_e[:, None] & mask_k[None, :], other=0.0,
-            )  # fmt: skip
-            products += rows.to(tl.float32) * x.to(tl.float32)[None, :]
-        z = tl.load(out_ptr + offs_e, mask=mask_e, other=0.0) + tl.sum(products, axis=1)
-        tl.store(out_ptr + offs_e, z, mask=mask_e)
+    offs_e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mask_e = offs_e < E
+    ids = tl.load(ids_ptr + offs_e, mask=mask_e, other=0).to(tl.int64)
+    tokens = tl.load(tokens_ptr + offs_e, mask=mask_e, other=0).to(tl.int64)
+    products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask = mask_e[:, None] & (offs_k < K)[None, :]
+        rows_ptrs = rows_ptr + ids[:, None] * stride_rows_v + offs_k[None, :]
+        x_ptrs = x_ptr + tokens[:, None] * stride_x_n + offs_k[None, :]
+        rows = tl.load(rows_ptrs, mask=mask, other=0.0).to(tl.float32)
+        products += rows * tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(out_ptr + offs_e, mask=mask_e, other=0.0) + tl.sum(products, axis=1)
+    tl.store(out_ptr + offs_e, z, mask=mask_e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
 def segment_sums_kernel(
     factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
     K,
@@ -77,7 +82,7 @@ def segment_sums_kernel(
     end = tl.load(offsets_ptr + segment + 1)
     if ADDS & (begin == end):
         return
-    products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
+    sums = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(begin, end, BLOCK_E):
         offs_e = first + tl.arange(0, BLOCK_E)
         mask_e = offs_e < end
@@ -88,8 +93,7 @@ def segment_sums_kernel(
             rows_ptr + index[:, None] * stride_rows_m + offs_k[None, :],
             mask=(factors != 0.0)[:, None] & mask_k[None, :], other=0.0,
         )  # fmt: skip
-        products += factors[:, None] * rows.to(tl.float32)
-    sums = tl.sum(products, axis=0)
+        sums += tl.sum(factors[:, None] * rows.to(tl.float32), axis=0)
     out_ptrs = out_ptr + segment * stride_out_s + offs_k
     if ADDS:
         sums += tl.load(out_ptrs, mask=mask_k, other=0.0).to(tl.float32)
@@ -97,15 +101,17 @@ def segment_sums_kernel(
 
 
 def word_dots(
-    x: Tensor, rows: Tensor, words: Words, out: Tensor, *, launch: Launch = TILE_LAUNCH
+    x: Tensor, rows: Tensor, words: Words, out: Tensor, *, launch: Launch = DOTS_LAUNCH
 ) -> None:
-    K = x.shape[1]
+    E, K = len(words), x.shape[1]
+    block_k = _block_k(K, _DOTS_COLUMNS)
+    block_e = min(launch.block // block_k, _MOST_DOTS)
     with _device_of(x):
-        word_dots_kernel[(len(x),)](
-            x, rows, words.ids, words.offsets, out,
-            K,
+        word_dots_kernel[(triton.cdiv(E, block_e),)](
+            x, rows, words.ids, words.tokens, out,
+            E, K,
             x.stride(0), rows.stride(0),
-            BLOCK_E=_DOT_ROWS, BLOCK_K=_block_k(K, _DOT_ROWS, launch), num_warps=launch.num_warps,
+            BLOCK_E=block_e, BLOCK_K=block_k, num_warps=launch.num_warps,
         )  # fmt: skip
 
 
@@ -164,22 +170,23 @@ def segment_sums(
     dtype: torch.dtype,
     out: Tensor | None,
     *,
-    launch: Launch = TILE_LAUNCH,
+    launch: Launch = SUMS_LAUNCH,
 ) -> Tensor:
     S, K = len(offsets) - 1, rows.shape[1]
     result = rows.new_empty((S, K), dtype=dtype) if out is None else out
-    block_k = _block_k(K, _SUM_ROWS, launch)
+    block_k = _block_k(K, _SUMS_COLUMNS)
+    block_e = min(launch.block // block_k, _MOST_SUMMED)
+    num_warps = min(launch.num_warps, max(1, block_k // 256))
     if S:
         with _device_of(rows):
             segment_sums_kernel[(S, triton.cdiv(K, block_k))](
                 factors, index, offsets, rows, result,
                 K,
                 rows.stride(0), result.stride(0),
-                ADDS=out is not None, BLOCK_E=_SUM_ROWS, BLOCK_K=block_k,
-                num_warps=launch.num_warps,
+                ADDS=out is not None, BLOCK_E=block_e, BLOCK_K=block_k, num_warps=num_warps,
             )  # fmt: skip
     return result
 
 
-def _block_k(K: int, rows: int, launch: Launch) -> int:
-    return min(launch.block // rows, max(16, triton.next_power_of_2(K)))
+def _block_k(K: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(K)))
