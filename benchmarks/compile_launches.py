@@ -21,17 +21,20 @@ from triton.runtime.jit import JITFunction
 from grpo_kernels.backends import (
     LogitTransform,
     RowGrads,
+    TokenStats,
+    Words,
     triton_backend,
     triton_column_scores,
     triton_logits,
     triton_policy_loss,
+    triton_words,
 )
 from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
 from grpo_kernels.grpo_loss import policy_loss
 from grpo_kernels.objective import LossInputs
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_column_scores, triton_policy_loss)
+MODULES = (triton_logits, triton_column_scores, triton_policy_loss, triton_words)
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -138,6 +141,40 @@ def head_launches() -> None:
         triton_backend.column_level(norms, torch.ones(()), 2)
 
 
+def word_launches() -> None:
+    """Launches the kernels on single words: of a head of 4,096 columns, a LoRA's and the bias."""
+    words, tokens = some_words(), torch.ones(2)
+    for softcap, temperature, entropy in itertools.product((None, 30.0), (1.0, tokens), (0, 1)):
+        transform, logits = LogitTransform(None, 1.0, softcap, temperature), torch.ones(len(words))
+        of_entropy = tokens if entropy else None
+        stats = TokenStats(tokens, tokens, of_entropy)
+        triton_backend.word_stats(logits, words, transform, stats)
+        grads = RowGrads(*[tokens] * 4, of_entropy, of_entropy)
+        triton_backend.word_grads(logits, words, transform, grads)
+    half_and_float = [(a, b) for a, b in itertools.product(DTYPES, repeat=2) if a.is_floating_point
+                      and b.is_floating_point and (a == b or torch.float32 in (a, b))]  # fmt: skip
+    for (dtype, other), K in itertools.product(half_and_float, (4096, 16)):
+        rows = torch.empty(2, K, dtype=dtype)
+        triton_backend.word_dots(rows, rows.to(other), words, torch.ones(len(words)))
+        for out in (None, rows.to(other)):
+            sum_words(words, rows, other, out)
+    for dtype, out in ((torch.float32, torch.ones(2, 1)), *((half, None) for half in HALVES)):
+        sum_words(words, torch.ones(1, 1), dtype, out)
+
+
+def some_words() -> Words:
+    of_word, of_token = torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    return Words(of_word, of_word, of_token, of_token[1:], of_word)
+
+
+def sum_words(
+    words: Words, rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None
+) -> None:
+    """Launches the sums over tokens."""
+    factors = torch.ones(len(words))
+    triton_backend.segment_sums(factors, words.ids, words.offsets, rows, dtype, out)
+
+
 def padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns logits whose rows are padded as in the head's chunks."""
     return torch.empty(rows, -(-V // 64) * 64, dtype=dtype)[:, :V]
@@ -183,7 +220,7 @@ def policy_launches() -> None:
 
 
 def all_launches() -> list[KernelLaunch]:
-    launches = recorded(head_launches) | recorded(policy_launches)
+    launches = recorded(head_launches) | recorded(word_launches) | recorded(policy_launches)
     return sorted(launches, key=repr)
 
 

@@ -2,22 +2,33 @@
 
 A sweep over the logits is to be bound by memory. It is, as long as a thread spends few instructions
 on a logit, moves 16 bytes at a time and waits for no other. Counted is what is in the machine code,
-per logit that one thread handles in one iteration.
+per logit that one thread handles in one iteration; in kernels over words, per element of a row that
+is multiplied.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.compile_launches import KernelLaunch, padded, recorded
+from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_words, sum_words
 from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
 
 # Instructions per logit, rounded up from what is known to be possible.
-BUDGETS = {"one sweep": 16.0, "token_stats": 12.0, "logit_grads": 16.0, "column_scores": 20.0}
+BUDGETS = {
+    "one sweep": 16.0,
+    "token_stats": 12.0,
+    "logit_grads": 16.0,
+    "column_scores": 20.0,
+    "word_dots": 8.0,
+    "segment_sums": 8.0,
+}
+# Bytes loaded for each: of a logit in float32, of the two or one bf16 that is multiplied.
+LOADED = {"word_dots_kernel": 4, "segment_sums_kernel": 2}
 
 
 class Loop(NamedTuple):
@@ -35,17 +46,23 @@ class Loop(NamedTuple):
 
 
 def budgeted() -> dict[str, KernelLaunch]:
-    """Returns the launches that have a budget: Qwen's vocabulary, a bf16 head, no options."""
+    """Returns the launches that have a budget: Qwen's vocabulary, a bf16 head, no options.
+
+    The head of single words has 4,096 columns.
+    """
     V = 151_936
     logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
     given = (logits, targets, LogitTransform())
-    grads = RowGrads(*[column] * 4)
+    grads, words = RowGrads(*[column] * 4), some_words()
+    rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
         "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
         "column_scores": lambda: triton_backend.column_scores(*given, grads, [slice(0, 2)]),
+        "word_dots": lambda: triton_backend.word_dots(rows, rows, words, torch.ones(len(words))),
+        "segment_sums": lambda: sum_words(words, rows, rows.dtype, None),
     }
     return {name: recorded(call).pop() for name, call in calls.items()}
 
@@ -95,8 +112,12 @@ def _counted(body: list[str]) -> Loop:
 
 def logits_per_thread(launch: KernelLaunch, loop: Loop) -> int:
     """Logits that one thread handles in an iteration; more where iterations were unrolled."""
-    block = next(value for name, value in launch.constants if name.startswith("BLOCK"))
-    return max(int(block) // (32 * launch.num_warps), loop.loaded_bytes // 4)
+    block = math.prod(value for name, value in launch.constants if name.startswith("BLOCK"))
+    return max(block // (32 * launch.num_warps), loop.loaded_bytes // _loaded(launch))
+
+
+def _loaded(launch: KernelLaunch) -> int:
+    return LOADED.get(launch.kernel, 4)
 
 
 def problems_of(name: str, launch: KernelLaunch, loops: list[Loop]) -> list[str]:
@@ -109,7 +130,7 @@ def problems_of(name: str, launch: KernelLaunch, loops: list[Loop]) -> list[str]
             problems.append(f"{per_logit:.1f} instructions per logit, of {BUDGETS[name]:g}")
         if loop.barriers or loop.shuffles:
             problems.append(f"{loop.barriers} barriers and {loop.shuffles} shuffles in its loop")
-        if loop.loaded_bytes < 4 * logits:
+        if loop.loaded_bytes < _loaded(launch) * logits:
             problems.append("logits that are not loaded in vectors")
         if loop.other_stores:
             problems.append(f"{loop.other_stores} stores in its loop that are not vectors")
