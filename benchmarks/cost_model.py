@@ -29,14 +29,19 @@ from benchmarks.gpu_costs import (
     Step,
     bare_gemms,
     eager,
+    exact,
     in_place_ce,
     liger_flce,
     liger_scaled_ce,
+    replay,
+    words_like_exact,
 )
 
 Shape = tuple[int, int, int]  # N, V, H
 SHOWN = [name for name in DEVICES if name != "B200"]
 SHAPES = [(16_384, 151_936, H) for H in (896, 1536, 3584, 5120)] + [(8192, 151_936, 4096)]
+# Tokens, vocabulary and hidden size of support replay, and the words that a token kept.
+REPLAY, WORDS = (16_384, 151_936, 4096), (8, 64)
 BEGIN = "<!-- begin: python -m benchmarks.cost_model --markdown docs/benchmarks.md -->\n"
 END = "<!-- end of the cost model's tables -->\n"
 
@@ -102,6 +107,7 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
         f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
     ]
     lines[0] += " GEMMs."
+    devices = list(devices)
     for name in devices:
         lines += ["", f"**{name}, predicted ms.** {error_of_the_model()}", ""]
         lines += [f"| | {titles} |", "|---" * (len(shapes) + 1) + "|"]
@@ -121,6 +127,7 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
                 parts = method(Step(device, *shape)).items()
                 told = "; ".join(f"{term} {ms:.2f}" for term, ms in parts if ms)
                 lines.append(f"- {title}: {told}")
+    lines += _replay_table(devices)
     lines += ["", "The same model on figures that others have published (as ms):", ""]
     lines += [
         "| published | on | N, V, H | ms | predicted ms | error |",
@@ -130,6 +137,31 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
         where = f"{p.what} | {p.device} | {', '.join(f'{x:,}' for x in p.shape)}"
         lines.append(f"| {where} | {p.ms:.1f} | {ms:.1f} | {error:+.0%} |")
     return "\n".join(lines) + "\n"
+
+
+def _replay_table(devices: Iterable[str]) -> list[str]:
+    """Returns the table of the loss over the words that a sampler kept, with a title."""
+    N, V, H = REPLAY
+    columns = ("forward", "dh", "dW", "writing dW")
+    lines = [
+        "",
+        f"**Support replay, N = {N:,}, V = {V:,}, H = {H:,}, bf16, predicted ms.** "
+        + error_of_the_model(),
+        "",
+        f"| | words per token | {' | '.join(columns)} | launches, waits, order | all | exact "
+        "| as slow as exact at |",
+        "|---" * (len(columns) + 6) + "|",
+    ]
+    for name, words in ((name, words) for name in devices for words in WORDS):
+        device = DEVICES[name]
+        terms = replay(Step(device, *REPLAY), words)
+        shown = [terms[column] for column in columns]
+        total = sum(terms.values())
+        cells = [f"{ms:.2f}" for ms in (*shown, total - sum(shown), total)]
+        cells.append(f"{predict(device, REPLAY, exact):.1f}")
+        cells.append(f"{words_like_exact(device, *REPLAY):,.0f} words per token")
+        lines.append(f"| {name} | {words} | {' | '.join(cells)} |")
+    return lines
 
 
 def write_section(page: Path, text: str) -> None:

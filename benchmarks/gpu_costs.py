@@ -35,6 +35,9 @@ INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "colu
 CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
 BLOCK_ROWS, KEPT = 256, {5e-3: 0.107, 1e-2: 0.057}
 KEPT_OF_BLOCK = {256: 0.107, 512: 0.156, 1024: 0.218}
+# Of a call in which every token has a support: launches (`tests/test_fake_cuda_support.py`), and
+# bytes that finding the order of the words moves per word, the sort included.
+REPLAY_LAUNCHES, BYTES_OF_ORDER = 290, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
 
 
@@ -201,6 +204,29 @@ def sampled(s: Step, tolerance: float = 5e-3) -> dict[str, float]:
     # W's squares read W twice; dW is zeroed, given its control variate, normed and scaled.
     s.copy("per call", (4 + 22) * s.V * s.H)
     return s.finish(100 + 60 * _chunks(s.N, rows) + 20 * blocks, waits=1)
+
+
+def replay(s: Step, words: float) -> dict[str, float]:
+    """The loss over `words` kept words per token: each gathers a row of W twice, and one of h."""
+    row = 2 * s.H
+    for name in ("forward", "dh", "dW"):
+        s.copy(name, s.N * words * row, SCATTERED)
+    s.copy("forward", s.N * row)  # the states
+    s.copy("dh", s.N * row)
+    s.copy("writing dW", s.V * row)
+    s.copy("order of the words", BYTES_OF_ORDER * s.N * words)
+    return s.finish(REPLAY_LAUNCHES, waits=1)
+
+
+def words_like_exact(d: Device, N: int, V: int, H: int) -> float:
+    """Returns the words per token at which `replay` takes as long as `exact`."""
+    goal = sum(exact(Step(d, N, V, H)).values())
+    low, high = 0.0, float(V)
+    while high - low > 0.5:
+        middle = (low + high) / 2
+        slower = sum(replay(Step(d, N, V, H), middle).values()) > goal
+        low, high = (low, middle) if slower else (middle, high)
+    return low
 
 
 def trl(s: Step) -> dict[str, float]:

@@ -7,7 +7,18 @@ import pytest
 
 from benchmarks import cost_model
 from benchmarks.cost_model import BEGIN, END, predict
-from benchmarks.gpu_costs import DEVICES, METHODS, Step, device_of, fill, gemm_ms
+from benchmarks.gpu_costs import (
+    DEVICES,
+    METHODS,
+    SCATTERED,
+    Step,
+    device_of,
+    fill,
+    gemm_ms,
+    replay,
+    words_like_exact,
+)
+from grpo_kernels.support import words_per_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -58,6 +69,22 @@ def test_few_tokens_wait_for_the_cpu():
     assert terms["CPU behind"] > 0
 
 
+def test_replay_is_as_slow_as_exact_where_the_table_says():
+    device, shape = DEVICES["H200"], cost_model.REPLAY
+    words = words_like_exact(device, *shape)
+    exact = predict(device, shape, METHODS["exact"])
+    near, far = (sum(replay(Step(device, *shape), n).values()) for n in (words, 1.1 * words))
+    assert near == pytest.approx(exact, rel=0.01) and far > 1.05 * exact
+
+
+def test_the_route_of_a_token_is_that_of_the_model():
+    """Its words move three rows, and a row of logits takes three GEMMs."""
+    V, H = 151_936, 4096
+    a_word = 3 * 2 * H / (DEVICES["H200"].tb_per_s * SCATTERED)
+    a_row = 6 * V * H / DEVICES["H200"].tflops
+    assert words_per_row("cuda", V, itemsize=2) == pytest.approx(a_row / a_word, rel=0.05)
+
+
 def test_published_figures_are_met_as_far_as_the_page_says():
     errors = sorted(abs(error) for _, _, error in cost_model.calibration())
     assert errors[len(errors) // 2] <= 0.1 and errors[-1] <= 0.55
@@ -70,7 +97,7 @@ def test_the_page_is_fresh(tmp_path, capsys):
     shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     again = "run python -m benchmarks.cost_model --markdown docs/benchmarks.md"
     assert shown == printed, f"docs/benchmarks.md is stale: {again}"
-    assert printed.count("predicted ms.") == printed.count(cost_model.error_of_the_model()) == 4
+    assert printed.count("predicted ms.") == printed.count(cost_model.error_of_the_model()) == 5
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}old\n{END}after\n")
     cost_model.main(["--markdown", str(page)])
