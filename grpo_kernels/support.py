@@ -107,8 +107,10 @@ class _AllWords:
 
     def of(self, tokens: Tensor, counts: Tensor, size: int) -> Words:
         """The `size` words of some tokens, bool `[N]`."""
-        keep = self.belongs & tokens[self.tokens]
         offsets = _from_zero(torch.where(tokens, counts, 0).cumsum(0))
+        if size == len(self.ids):
+            return Words(self.ids, self.tokens, offsets, self.positions, self.by_id)
+        keep = self.belongs & tokens[self.tokens]
         index = indices(keep, size)
         order = self.by_id[indices(keep[self.by_id], size)]
         ranks = keep.cumsum(0) - 1

@@ -436,6 +436,15 @@ def test_bad_supports_are_refused_by_name(change, error, message, call):
             linear_logprobs(*arguments, **options)
 
 
+def test_sets_that_overlap_behind_a_masked_token_are_refused():
+    kept = (torch.tensor([5, 7, 9, 2, 3]), torch.tensor([0, 3, 2, 5]))
+    mask = torch.tensor([True, False, True])
+    with pytest.raises(ValueError, match=r"support\[1\]: expected offsets .* \(1 of them\)"):
+        linear_logprobs(
+            torch.randn(3, 4), torch.randn(20, 4), torch.tensor([7, 1, 2]), mask=mask, support=kept
+        )
+
+
 def test_masked_tokens_may_have_anything():
     """Offsets and ids that mean nothing, in the middle and at both ends."""
     mask = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
