@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.measure import header
 from benchmarks.trainers import MODEL, additions
+from grpo_kernels import batch_support
 from grpo_kernels.training import Samples, Trainer, load_model, load_problems
 from grpo_kernels.training.rollout import GenerateRollout
-from grpo_kernels.training.samples import join_supports
 
 LAST = 5
 KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm")
@@ -74,7 +74,8 @@ def ratio_to_sampler(trainer: Trainer, samples: Samples) -> dict[str, float]:
     """The ratio of the policy that is trained to the one that samples, of the same weights."""
     config, everyone = trainer.config, range(len(samples.texts))
     batch, _ = samples.batch(list(everyone), trainer.tokenizer.pad_token_id)
-    support = join_supports(samples.completions, batch.mask.shape[1], batch.mask.device)
+    supports = [completion.support for completion in samples.completions]
+    support = batch_support(supports, batch.mask.shape[1], batch.mask.device)
     kept, whole = (
         trainer.policy("logps", replace(batch, support=x), config.temperature)[0]
         for x in (support, None)

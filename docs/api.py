@@ -23,7 +23,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "grpo_kernels.integrations.transformers": (
         "attach_fused_head", "detach_fused_head", "Objective", "FusedHeadOutput",
     ),
-    "grpo_kernels.integrations.generation": ("SupportRecorder", "batch_support"),
+    "grpo_kernels.integrations.generation": ("SupportRecorder",),
     "grpo_kernels.integrations.trl": ("FusedGRPOTrainer", "patch_trl"),
     "grpo_kernels.integrations.liger": ("FusedLinearGRPOLoss",),
     "grpo_kernels.integrations.verl": ("linear_cross_entropy",),

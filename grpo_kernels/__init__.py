@@ -7,6 +7,7 @@ from .grpo_loss import grpo_loss
 from .linear_logprobs import linear_logprobs
 from .outputs import GRPOLossOutput, LogprobOutput
 from .selective_log_softmax import selective_log_softmax
+from .support import batch_support
 
 __version__ = "0.2.0"
 
@@ -14,6 +15,7 @@ __all__ = [
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",
+    "batch_support",
     "fused_grpo_loss",
     "group_advantages",
     "grpo_loss",

@@ -10,7 +10,7 @@ the number of words is read together with the checks, in the one transfer of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends import Words
 from .config import check_choice
-from .layout import Sizes, ValueChecks, check_tensor
+from .layout import Sizes, ValueChecks, check_tensor, to_device
 from .objective import masked_quantile
 
 FALLBACKS = ("error", "dense")
@@ -117,6 +117,42 @@ class _AllWords:
         return Words(
             self.ids[index], self.tokens[index], offsets, self.positions, ranks[order]
         )  # fmt: skip
+
+
+def batch_support(
+    supports: Sequence[tuple[Tensor, Tensor] | None],
+    length: int,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Joins the supports of completions into that of a batch padded on the right.
+
+    Args:
+        supports: per completion `token_ids [K]` and `offsets [tokens + 1]` on the CPU, as
+            `fused_grpo_loss` has them; None for one whose tokens were sampled from the whole
+            vocabulary.
+        length: T, the tokens of a padded completion, which have no words where there is padding.
+        device: where the result goes, without waiting for the device's work; None: the CPU.
+
+    Returns:
+        `token_ids` and `offsets [B * T + 1]`, the `support` of a call on `[B, T]`.
+
+    Raises:
+        ValueError: a completion with more than `length` tokens.
+    """
+    counts = torch.zeros(len(supports), length, dtype=torch.int64)
+    parts = [torch.zeros(0, dtype=torch.int32)]
+    for row, support in zip(counts, supports, strict=True):
+        if support is not None:
+            token_ids, offsets = support
+            if len(offsets) - 1 > length:
+                raise ValueError(
+                    f"length: expected as many as the longest completion has tokens, "
+                    f"{len(offsets) - 1}; got {length}"
+                )
+            row[: len(offsets) - 1] = offsets.diff()
+            parts.append(token_ids)
+    offsets = _from_zero(counts.flatten().cumsum(0))
+    return to_device(torch.cat(parts), device), to_device(offsets, device)
 
 
 def check_support_options(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from grpo_kernels import batch_support
 from grpo_kernels.training import Completion, Support, TrainingConfig, checkpoint
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.policy import Policy
@@ -16,7 +17,6 @@ from grpo_kernels.training.rollout import (
     SamplingParams,
     check_support,
 )
-from grpo_kernels.training.samples import join_supports
 from tests.support.tiny_models import V, make_model, make_tokenizer
 from tests.support.trainer_runs import config_of, rows_of, trainer_of
 
@@ -135,12 +135,12 @@ def test_supports_of_a_batch_are_joined():
             offsets = torch.tensor([0, *map(len, some)]).cumsum(0)
             support = Support(torch.tensor([*chain(*some)], dtype=torch.int32), offsets)
         done.append(Completion([0] * len(some or [0]), True, support=support))
-    ids, offsets = join_supports(done, 4, torch.device("cpu"))
+    ids, offsets = batch_support([c.support for c in done], 4)
     assert ids.dtype == torch.int32
     assert words_of(Support(ids, offsets)) == [
         {5}, {6, 9, 2}, set(), set(), set(), set(), set(), set(), {7, 8}, set(), {3}, set(),
     ]  # fmt: skip
-    ids, offsets = join_supports(done[1:2], 4, torch.device("cpu"))
+    ids, offsets = batch_support([None], 4)
     assert len(ids) == 0 and offsets.tolist() == [0] * 5
 
 

@@ -3,7 +3,7 @@
     recorder = SupportRecorder(temperature=0.7, top_p=0.9)
     out = model.generate(ids, logits_processor=[recorder], **recorder.generate_options())
     supports = recorder.supports(lengths)       # per row: token_ids, offsets
-    support = batch_support(supports, out.shape[1] - ids.shape[1])
+    support = batch_support(supports, out.shape[1] - ids.shape[1])      # of grpo_kernels
 
 transformers runs processors of the caller before its own warpers. So the recorder applies the
 warpers itself, in the order of `generate`, which is then told to truncate nothing.
@@ -122,20 +122,3 @@ class SupportRecorder(LogitsProcessor):
             )
             for row, length in enumerate(lengths)
         ]
-
-
-def batch_support(supports: Sequence[Support], length: int) -> Support:
-    """Joins the supports of completions into that of a batch padded on the right.
-
-    Args:
-        supports: per completion `token_ids [K]` and `offsets [tokens + 1]`.
-        length: T, the tokens of a padded completion. Padding has no words.
-
-    Returns:
-        `token_ids` and `offsets [B * T + 1]`, the `support` of a call on `[B, T]`.
-    """
-    counts = torch.zeros(len(supports), length, dtype=torch.int64)
-    for row, (_, offsets) in zip(counts, supports, strict=True):
-        row[: len(offsets) - 1] = offsets.diff()
-    offsets = torch.cat([counts.new_zeros(1), counts.flatten().cumsum(0)])
-    return torch.cat([token_ids for token_ids, _ in supports]), offsets

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from ..config import GRPOLossConfig
 from ..hf_head import apply_is_weights, check_head_options, head_of, is_prompt_learning
+from ..support import batch_support
 
 SUPPORTED = "1.16"
 _ANY_VERSION = "GRPO_KERNELS_ANY_TRL"
@@ -70,7 +71,7 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 from trl.trainer import grpo_trainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
-from .generation import Support, batch_support  # noqa: E402
+from .generation import Support  # noqa: E402
 from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
 from .trl_support import KEY, SupportReplay, masks_of_vllm  # noqa: E402
 

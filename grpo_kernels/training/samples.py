@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import batch_support
 from ..layout import to_device
 from .data import Problem
 from .micro_batches import Plan, Size, plan_micro_batches
@@ -86,7 +87,8 @@ class Samples:
         mask = self.mask[where, : batch.mask.shape[1]]
         support = None
         if self.replay_support:
-            support = join_supports([self.completions[i] for i in chosen], mask.shape[1], device)
+            supports = [self.completions[i].support for i in chosen]
+            support = batch_support(supports, mask.shape[1], device)
         mask = mask if rows else torch.zeros_like(mask)
         return replace(batch, mask=mask, support=support), where
 
@@ -122,14 +124,3 @@ def support_sizes(completions: Sequence[Completion], T: int) -> Tensor:
         if completion.support is not None:
             row[: len(completion.token_ids)] = completion.support.offsets.diff()
     return sizes
-
-
-def join_supports(
-    completions: Sequence[Completion], T: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The supports of `[B, T]` tokens, as `fused_grpo_loss` takes them: ids, and their offsets."""
-    offsets = torch.zeros(len(completions) * T + 1, dtype=torch.int64)
-    torch.cumsum(support_sizes(completions, T).flatten(), 0, out=offsets[1:])
-    parts = [c.support.token_ids for c in completions if c.support is not None]
-    ids = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)
-    return to_device(ids, device), to_device(offsets, device)

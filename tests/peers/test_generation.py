@@ -11,7 +11,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from grpo_kernels.integrations.generation import SupportRecorder, batch_support
+from grpo_kernels import batch_support
+from grpo_kernels.integrations.generation import SupportRecorder
 from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -134,3 +135,5 @@ def test_batch_support():
     token_ids, offsets = batch_support(rows, 3)
     assert token_ids.tolist() == [3, 5, 7, 9] and token_ids.dtype == torch.int32
     assert offsets.tolist() == [0, 2, 3, 3, 4, 4, 4, 4, 4, 4]
+    with pytest.raises(ValueError, match=r"length: expected as many .* 2; got 1"):
+        batch_support(rows, 1)

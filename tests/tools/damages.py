@@ -397,9 +397,9 @@ DAMAGES = [
     *_in(
         "training/samples.py",
         "test_replay_support",
-        ("supports are joined in the wrong order",
-         "parts = [c.support.token_ids for c in completions",
-         "parts = [c.support.token_ids for c in completions[::-1]"),
+        ("supports are those of the rollout's first completions",
+         "[self.completions[i].support for i in chosen]",
+         "[c.support for c in self.completions[: len(chosen)]]"),
     ),
     *_in(
         "training/trainer.py",
