@@ -3,6 +3,10 @@
 Each takes a workload and returns the DAPO loss per token, clipped at 0.2, over the unmasked tokens;
 its backward leaves gradients in the hidden states and the head. A peer that computes log-probs only
 is completed with the reference's loss.
+
+No peer takes a support. Trainers that score the policy which acted set the logits of all other
+words to -inf; a peer's head could do so in its chunks. Workloads with a support have contenders of
+their own, where these two ways stand for every peer.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,12 +22,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference, sampling_cost
 
 # Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
+MASKED_CHUNK = 256
 
 
 class Contender(NamedTuple):
@@ -65,6 +72,41 @@ def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
+def _masked_logps(
+    hidden: Tensor, weight: Tensor, targets: Tensor, words: Tensor, sizes: Tensor
+) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    rows = torch.arange(len(sizes), device=sizes.device)
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    outside[rows.repeat_interleave(sizes, output_size=len(words)), words] = False
+    # In place: the products' backward needs no logits.
+    log_p = logits.masked_fill_(outside, -torch.inf).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1)
+
+
+def eager_masked(w: Workload) -> Tensor:
+    """Materializes the logits; -inf for the words that sampling left out, log_softmax, gather."""
+    assert w.support is not None
+    words, offsets = w.support
+    hidden, targets = _rows(w)
+    return _loss_of(w, _masked_logps(hidden, w.weight, targets, words, offsets.diff()))
+
+
+def eager_masked_chunks(w: Workload) -> Tensor:
+    """Works as `eager_masked` on 256 rows at a time, whose logits the backward makes again."""
+    assert w.support is not None
+    words, offsets = w.support
+    hidden, targets = (x.split(MASKED_CHUNK) for x in _rows(w))
+    sizes = offsets.diff().split(MASKED_CHUNK)
+    ends = [*offsets[::MASKED_CHUNK].tolist()[: len(sizes)], len(words)]
+    parts = words.tensor_split(ends[1:-1])
+    logps = [
+        checkpoint(_masked_logps, h, w.weight, *others, use_reentrant=False)
+        for h, *others in zip(hidden, targets, parts, sizes, strict=True)
+    ]
+    return _loss_of(w, torch.cat(logps))
+
+
 @cache
 def _compiled_logps() -> Callable[..., Tensor]:
     return torch.compile(_logps)
@@ -82,13 +124,13 @@ def torch_linear_cross_entropy(w: Workload) -> Tensor:
 
 
 def one_pass(w: Workload, **options: Any) -> Tensor:
-    return fused_grpo_loss(
-        w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps, **options
-    ).loss
+    options = {"old_logps": w.old_logps, "support": w.support, **options}
+    return fused_grpo_loss(w.hidden, w.weight, w.targets, w.advantages, w.mask, **options).loss
 
 
 def two_passes(w: Workload, **options: Any) -> Tensor:
-    logps = linear_logprobs(w.hidden, w.weight, w.targets, mask=w.mask, **options).logps
+    options = {"mask": w.mask, "support": w.support, **options}
+    logps = linear_logprobs(w.hidden, w.weight, w.targets, **options).logps
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
@@ -96,6 +138,11 @@ def sampled(loss: Callable[..., Tensor], w: Workload, **options: Any) -> Tensor:
     """Samples also where a call is predicted to lose: what is measured may say otherwise."""
     with mock.patch.object(sampling_cost, "pays", return_value=True):
         return loss(w, backward="sampled", seed=0, **options)
+
+
+def without_support(loss: Callable[..., Tensor], w: Workload, **options: Any) -> Tensor:
+    """Scores the policy over the whole vocabulary: another objective, to compare its cost."""
+    return loss(replace(w, support=None), **options)
 
 
 def trl_chunked(w: Workload) -> Tensor:
@@ -223,5 +270,20 @@ CONTENDERS: dict[str, Contender] = {
     "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel")),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
+MASKED = "eager, masked"
+NO_SUPPORT = ("ours, no support", "ours, no support, sampled")
+# Those of a workload that has a support.
+REPLAYS: dict[str, Contender] = {
+    MASKED: Contender(eager_masked),
+    "eager, masked in chunks": Contender(eager_masked_chunks),
+    **{name: CONTENDERS[name] for name in EXACT},
+    NO_SUPPORT[0]: Contender(partial(without_support, one_pass)),
+    NO_SUPPORT[1]: Contender(partial(without_support, partial(sampled, one_pass))),
+}
 # What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
-TRUSTED = (BASELINE, *OURS, UNPADDED, "eager, logsumexp", "torch linear CE")
+TRUSTED = (BASELINE, *OURS, UNPADDED, "eager, logsumexp", "torch linear CE", *REPLAYS)
+
+
+def contender(name: str) -> Contender:
+    """Returns a contender of workloads with a support or without."""
+    return (REPLAYS | CONTENDERS)[name]

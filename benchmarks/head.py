@@ -14,6 +14,10 @@ memory during a turn, as PyTorch's does on a GPU; with --fresh-memory each step 
 system for memory anew. On a GPU, eager and this library go first, in one process; then each peer
 has a process of its own, which is ended after a quarter of --limit-s.
 
+`--workload support` stands for the demo model's samples under top-p, top-k and min-p. Their loss
+is over the words that sampling kept; eager masks all others. "no support" is the loss over the
+whole vocabulary, which is compared with that in float64, and with nobody else's.
+
 Memory: "extra" is the peak beyond the inputs, in a fresh process per contender. "workspace" is the
 part of it that is neither the gradient of the hidden states nor a float32 gradient of the head.
 
@@ -31,6 +35,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +43,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED, UNPADDED
+from benchmarks.contenders import (
+    BASELINE,
+    CONTENDERS,
+    MASKED,
+    NO_SUPPORT,
+    OURS,
+    REPLAYS,
+    TRUSTED,
+    UNPADDED,
+    contender,
+)
 from benchmarks.cost_model import error_of_the_model, predict, shape
 from benchmarks.gpu_costs import METHODS, device_of
 from benchmarks.measure import (
@@ -60,7 +75,7 @@ from benchmarks.measure import (
     with_grad,
     write_json,
 )
-from benchmarks.workloads import SYNTHETIC, WORKLOADS, Workload, make
+from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
 from grpo_kernels import reference
 from grpo_kernels.inputs import DEFAULT_TOLERANCE
 
@@ -106,6 +121,7 @@ def truth_of(w: Workload) -> Truth:
         exact.advantages,
         exact.mask,
         old_logps=exact.old_logps,
+        support=exact.support,
     ).loss
     loss.backward()
     assert exact.hidden.grad is not None and exact.weight.grad is not None
@@ -139,9 +155,13 @@ class Results:
     """What has been found out about a workload's contenders so far, saved whenever it grows."""
 
     def __init__(
-        self, w: Workload, args: argparse.Namespace, save: Callable[[list[dict[str, Any]]], None]
+        self,
+        w: Workload,
+        names: list[str],
+        args: argparse.Namespace,
+        save: Callable[[list[dict[str, Any]]], None],
     ) -> None:
-        self.workload, self.names, self.save = w.describe(), args.contenders, save
+        self.workload, self.names, self.save = w.describe(), names, save
         self.dtype = w.hidden.dtype
         self.flop = 6 * w.tokens * w.weight.numel()
         self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
@@ -149,7 +169,7 @@ class Results:
         self.predicted: dict[str, float] = {}
         device = device_of(header(args.device)["device"])
         # The model is of bfloat16 where every token counts.
-        if device and w.mask is None and self.dtype == torch.bfloat16:
+        if device and w.mask is None and w.support is None and self.dtype == torch.bfloat16:
             V, H = w.weight.shape
             self.predicted = {
                 name: predict(device, (w.tokens, V, H), METHODS[method]) / 1e3
@@ -193,12 +213,13 @@ def run_workload(
     deadline = time.monotonic() + args.limit_s
     w = make(workload, args.shapes, args.device).to(getattr(torch, args.dtype))
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
-    results = Results(w, args, save)
+    names = args.contenders if w.support is None else [*REPLAYS]
+    results = Results(w, names, args, save)
     # On a GPU, a peer that takes too long or ends its process shall not take the others with it.
-    alone = [n for n in args.contenders if args.isolate and n not in TRUSTED]
+    alone = [n for n in names if args.isolate and n not in TRUSTED]
     with stored(w) as path:
         del w
-        together = [name for name in args.contenders if name not in alone]
+        together = [name for name in names if name not in alone]
         measure_together(together, path, args, deadline, results.add)
         if alone:
             print_table(results.rows())
@@ -243,16 +264,18 @@ def measure_together(
     device, backend = torch.device(args.device), args.backend
     w = load(path, device, shared=True)
     truth, masked = truth_of(w), w.mask is not None
+    dense = truth if w.support is None else truth_of(replace(w, support=None))
     del w
     found: Found = {}
     for name in names:
         row: dict[str, Any] = {}
         idle = name == UNPADDED and not masked
-        absent = "every token counts" if idle else CONTENDERS[name].absent(device)
-        row["status"] = absent or check(name, truth, row, backend=backend)
+        absent = "every token counts" if idle else contender(name).absent(device)
+        sought = dense if name in NO_SUPPORT else truth
+        row["status"] = absent or check(name, sought, row, backend=backend)
         found[name] = row
         tell(found)
-    del truth
+    del truth, dense, sought
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
     correct = [name for name in names if found[name]["status"] == "ok"]
     found[FLOOR] = {"status": "ok"}
@@ -287,11 +310,15 @@ def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
 
 
 def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) -> set[str]:
-    """Returns the contenders whose loss or gradient norms are not the median of all."""
+    """Returns those whose loss or gradient norms are not the median of all with their objective."""
     results = {name: timing["results"] for name, timing in taken.items() if "results" in timing}
-    expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
+    medians = []
+    for other in (False, True):
+        steps = [x for name, x in results.items() if (name in NO_SUPPORT) == other]
+        medians.append([statistics.median(x) for x in zip(*chain(*steps), strict=True)])
     wrong = set()
     for name, steps in results.items():
+        expected = medians[name in NO_SUPPORT]
         allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[dtype]
         for loss, *norms in steps:
             off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
@@ -302,7 +329,8 @@ def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) ->
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    base = next((r for r in rows if r["name"] == BASELINE and r["status"] == "ok"), None)
+    eager = (BASELINE, MASKED)
+    base = next((r for r in rows if r["name"] in eager and r["status"] == "ok"), None)
     predicted = any("predicted_seconds" in row for row in rows)
     floor = statistics.median(rows[-1]["seconds"])
     print(
@@ -333,6 +361,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         if "predicted_seconds" in row:
             line += " " * (155 - len(line)) + f"{median / row['predicted_seconds']:8.2f}"
         print(line, flush=True)
+    if any(row["name"] in NO_SUPPORT for row in rows):
+        print('"no support": another objective, for its cost. No peer takes a support: see eager.')
     if predicted:
         print(f"x model: the time over that of benchmarks/cost_model.py. {error_of_the_model()}")
 
@@ -345,11 +375,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--workload",
         nargs="+",
-        choices=WORKLOADS,
+        choices=(*WORKLOADS, "support"),
         default=default,
         metavar="NAME",
         help=f"batches to measure, among {', '.join(WORKLOADS)}; benchmarks/workloads.py describes "
-        f"them (default: {' '.join(default)})",
+        f"them; support: the last {len(TRUNCATED)} (default: {' '.join(default)})",
     )
     parser.add_argument(
         "--shapes",
@@ -385,6 +415,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.isolate = torch.device(args.device).type == "cuda"
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
+    args.workload = [
+        name for given in args.workload for name in (TRUNCATED if given == "support" else (given,))
+    ]
     fixed = [name for name in args.workload if name not in SYNTHETIC]
     if args.shapes and fixed:
         parser.error(f"--shapes: expected synthetic workloads only; got {', '.join(fixed)}")
@@ -418,7 +451,7 @@ def main() -> None:
             print(f"\n{workload}: {error}")
             done.append({"workload": workload, "name": "", "status": str(error)})
         save([])
-    ours = [row for row in done if row["name"] in OURS and row["status"] != "ok"]
+    ours = [row for row in done if row["name"].startswith("ours") and row["status"] != "ok"]
     sys.exit(f"failed: {', '.join(row['name'] for row in ours)}" if ours else 0)
 
 

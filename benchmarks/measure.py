@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.contenders import CONTENDERS, OURS
+from benchmarks.contenders import contender
 from benchmarks.workloads import Workload
 from grpo_kernels.backends import BACKENDS
 
@@ -123,7 +123,7 @@ def with_grad(w: Workload) -> Workload:
 
 def loss_of(name: str, options: dict[str, Any]) -> Loss:
     """Returns a contender's loss, with `options` if it is one of this library's."""
-    return partial(CONTENDERS[name].loss, **(options if name in OURS else {}))
+    return partial(contender(name).loss, **(options if name.startswith("ours") else {}))
 
 
 def step(loss: Loss, w: Workload) -> Tensor:
@@ -330,9 +330,7 @@ def stored(w: Workload) -> Iterator[Path]:
     """Writes the workload to a temporary file, from which fresh processes load it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.pt"
-        torch.save(
-            {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(w).items()}, path
-        )
+        torch.save(vars(w.each(Tensor.detach)), path)
         del w  # frees its memory for the measurement, if the caller drops it, too
         yield path
 
@@ -365,10 +363,7 @@ def measure_memory(name: str, path: Path, device: torch.device, options: dict[st
         step(loss, w)
         with_grad(w)
     else:
-        tiny = w.sequences(slice(1)).each(Tensor.detach)
-        tiny.weight = w.weight.detach()[:64].clone()
-        tiny.targets = tiny.targets % 64
-        step(loss, with_grad(tiny.each(torch.clone)))
+        step(loss, with_grad(w.tiny()))
     with PeakMemory(w.hidden.device) as memory:
         step(loss, with_grad(w))
     if memory.extra_bytes is None:

@@ -9,10 +9,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PROMPTS = (
@@ -49,6 +52,7 @@ class Workload:
     advantages: Tensor  # [B]
     old_logps: Tensor  # [B, T]
     mask: Tensor | None = None  # [B, T], bool
+    support: tuple[Tensor, Tensor] | None = None  # words kept for each token: ids, offsets
 
     @property
     def tokens(self) -> int:
@@ -59,7 +63,8 @@ class Workload:
         (B, T, H), V = self.hidden.shape, self.weight.shape[0]
         dtype = str(self.hidden.dtype).removeprefix("torch.")
         counted = "" if self.mask is None else f" of {B * T:,} positions"
-        return f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
+        about = f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
+        return about if self.support is None else f"{about}, {_sizes(*self.support)}"
 
     def to(self, dtype: torch.dtype) -> Workload:
         """Returns the workload with hidden states and head in another dtype."""
@@ -67,18 +72,53 @@ class Workload:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Workload:
         """Returns the workload with `change` applied to every tensor."""
-        tensors = {k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Workload(**{**vars(self), **tensors})
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                changed[name] = tuple(map(change, value))
+            else:
+                changed[name] = change(value) if isinstance(value, Tensor) else value
+        return Workload(**changed)
 
     def sequences(self, which: slice | Tensor) -> Workload:
         """Returns some of the sequences, with the whole head."""
-        weight = self.weight
-        return self.each(lambda x: x if x is weight else x[which])
+        return self._part(lambda x: x[which])
 
     def first(self, T: int) -> Workload:
         """Returns the first T positions of each sequence, with the whole head."""
-        weight = self.weight
-        return self.each(lambda x: x if x is weight or x.ndim == 1 else x[:, :T])
+        return self._part(lambda x: x if x.ndim == 1 else x[:, :T])
+
+    def _part(self, take: Callable[[Tensor], Tensor]) -> Workload:
+        weight, support = self.weight, self.support
+        part = replace(self, support=None).each(lambda x: x if x is weight else take(x))
+        if support is not None:
+            numbers = torch.arange(self.targets.numel()).view_as(self.targets)
+            part.support = _support_of(*support, take(numbers).flatten().tolist())
+        return part
+
+    def tiny(self) -> Workload:
+        """Returns copies of the first sequence and of 64 words of the head, for a warm-up."""
+        tiny = self.sequences(slice(1)).each(Tensor.detach)
+        tiny.weight, tiny.targets = self.weight.detach()[:64], tiny.targets % 64
+        if self.support is not None:
+            words = torch.stack([tiny.targets, (tiny.targets + 1) % 64], -1).flatten()
+            tiny.support = words, torch.arange(0, len(words) + 1, 2, device=words.device)
+        return tiny.each(torch.clone)
+
+
+def _support_of(ids: Tensor, offsets: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    sets = ids.split(offsets.diff().tolist())
+    sizes = offsets.diff()[tokens]
+    return torch.cat([sets[i] for i in tokens]), F.pad(sizes.cumsum(0), (1, 0))
+
+
+def _sizes(ids: Tensor, offsets: Tensor) -> str:
+    sizes = offsets.diff().float()
+    median, p99 = torch.quantile(sizes, sizes.new_tensor([0.5, 0.99])).tolist()
+    return (
+        f"words per token: mean {sizes.mean():.1f}, median {median:.0f}, p99 {p99:,.0f}, "
+        f"largest {sizes.max():,.0f}, one word {(sizes == 1).float().mean():.0%}"
+    )
 
 
 def smollm_samples() -> Workload:
@@ -86,20 +126,47 @@ def smollm_samples() -> Workload:
 
     Hidden states, head and tokens are the model's. They are made once and kept in the cache folder.
     """
+    return Workload(name="smollm", **_cached("smollm-samples-v1", _sample_smollm))
+
+
+# What truncates the sampling of the demo model, for the workloads that have a support.
+TRUNCATED: dict[str, dict[str, Any]] = {
+    "top-p 0.8": {"top_p": 0.8},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-p 0.95": {"top_p": 0.95},
+    "top-k 20": {"top_k": 20},
+    "top-k 50": {"top_k": 50},
+    "min-p 0.05": {"min_p": 0.05},
+}
+
+
+def truncated_samples(name: str) -> Workload:
+    """Samples like those of `smollm`, with truncation, and the words that it kept for each token.
+
+    They are made once and kept in the cache folder, beside the head.
+    """
+    file = f"smollm-{name.replace(' ', '-')}-v1"
+    sampled = _cached(file, partial(_sample_smollm, **TRUNCATED[name]))
+    return Workload(name=name, weight=smollm_samples().weight, **sampled)
+
+
+def _cached(name: str, sample: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(base) / "grpo_kernels" / "smollm-samples-v1.pt"
+    path = Path(base) / "grpo_kernels" / f"{name}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(_sample_smollm(), scratch)
+        scratch = path.with_name(f"{name}.{os.getpid()}.tmp")
+        torch.save(sample(), scratch)
         scratch.rename(path)
-    return Workload(name="smollm", **torch.load(path, weights_only=True))
+    return torch.load(path, weights_only=True)
 
 
 @torch.no_grad()
-def _sample_smollm() -> dict[str, Tensor]:
+def _sample_smollm(**truncation: Any) -> dict[str, Any]:
+    """Samples and scores; with truncation, the support takes the place of the head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from grpo_kernels.integrations.generation import SupportRecorder, batch_support
     from grpo_kernels.training import resolve_model
 
     folder = resolve_model("smollm2-135m")
@@ -108,17 +175,19 @@ def _sample_smollm() -> dict[str, Tensor]:
     torch.manual_seed(0)
     inputs = tokenizer([p for p in PROMPTS for _ in range(2)], return_tensors="pt", padding=True)
     T = 64
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    output = model.generate(**inputs, max_new_tokens=T, min_new_tokens=T, **sampling)
+    recorder = SupportRecorder(**truncation)
+    sampling = {**recorder.generate_options(), "max_new_tokens": T, "min_new_tokens": T}
+    output = model.generate(**inputs, **sampling, logits_processor=[recorder] if truncation else [])
     attention_mask = torch.cat([inputs.attention_mask, torch.ones(len(output), T).long()], 1)
     states = model.base_model(output, attention_mask=attention_mask).last_hidden_state
     hidden, targets = states[:, -T - 1 : -1].clone(), output[:, -T:].clone()
     weight = model.get_output_embeddings().weight.detach().clone()
+    support = batch_support(recorder.supports([T] * len(output)), T) if truncation else None
     return {
         "hidden": hidden,
-        "weight": weight,
         "targets": targets,
-        **_policy_inputs(hidden, weight, targets),
+        **({"support": support} if truncation else {"weight": weight}),
+        **_policy_inputs(hidden, weight, targets, support=support),
     }
 
 
@@ -203,14 +272,18 @@ def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
 
 
 def _policy_inputs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, seed: int = 0
-) -> dict[str, Tensor]:
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    seed: int = 0,
+    support: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Any]:
     """Makes advantages of both signs, none 0, and old log-probs near the policy's own."""
     from grpo_kernels import linear_logprobs
 
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        logps = linear_logprobs(hidden, weight, targets).logps
+        logps = linear_logprobs(hidden, weight, targets, support=support).logps
     return {
         "advantages": torch.randn(targets.shape[0], generator=g).to(logps.device),
         "old_logps": logps + 0.1 * torch.randn(logps.shape, generator=g).to(logps.device),
@@ -228,7 +301,7 @@ SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "qwen7": (synthetic, (4096, QWEN_V, 3584)),
     "qwen14": (synthetic, (4096, QWEN_V, 5120)),
 }
-WORKLOADS = ("smollm", *SYNTHETIC)
+WORKLOADS = ("smollm", *SYNTHETIC, *TRUNCATED)
 MOST_MADE = 4096
 
 
@@ -237,10 +310,11 @@ def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = 
 
     Beyond 4,096 tokens the sequences repeat, as making one takes as long as scoring it.
     """
-    if name == "smollm":
+    if name not in SYNTHETIC:
         if shape is not None:
-            raise ValueError("shape: expected None for smollm, whose samples have a fixed shape")
-        return smollm_samples().each(lambda x: x.to(device))
+            raise ValueError(f"shape: expected None for {name}, whose samples have a fixed shape")
+        samples = truncated_samples(name) if name in TRUNCATED else smollm_samples()
+        return samples.each(lambda x: x.to(device))
     maker, default = SYNTHETIC[name]
     N, V, H = shape or default
     T = signature(maker).parameters["T"].default
