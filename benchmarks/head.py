@@ -35,7 +35,6 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,8 +106,11 @@ class Truth(NamedTuple):
     d_weight: Tensor
 
 
-def truth_of(w: Workload) -> Truth:
-    """Picks a few sequences that have a gradient and computes their loss in float64."""
+def truth_of(w: Workload, *, replayed: bool = True) -> Truth:
+    """Picks a few sequences that have a gradient and computes their loss in float64.
+
+    With a support the loss is over its words, unless it is not to be `replayed`.
+    """
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
         trained = trained[(w.advantages != 0) & w.mask.any(1)]
@@ -121,7 +123,7 @@ def truth_of(w: Workload) -> Truth:
         exact.advantages,
         exact.mask,
         old_logps=exact.old_logps,
-        support=exact.support,
+        support=exact.support if replayed else None,
     ).loss
     loss.backward()
     assert exact.hidden.grad is not None and exact.weight.grad is not None
@@ -264,7 +266,7 @@ def measure_together(
     device, backend = torch.device(args.device), args.backend
     w = load(path, device, shared=True)
     truth, masked = truth_of(w), w.mask is not None
-    dense = truth if w.support is None else truth_of(replace(w, support=None))
+    dense = truth if w.support is None else truth_of(w, replayed=False)
     del w
     found: Found = {}
     for name in names:

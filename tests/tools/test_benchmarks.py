@@ -8,16 +8,29 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import chain
 
 import pytest
 import torch
 
 from benchmarks import gemms, head, measure, on_gpu, scaling, tune
-from benchmarks.contenders import CONTENDERS, OURS, Contender, one_pass
+from benchmarks.contenders import (
+    CONTENDERS,
+    MASKED,
+    NO_SUPPORT,
+    OURS,
+    REPLAYS,
+    Contender,
+    eager_masked,
+    one_pass,
+    without_support,
+)
 from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
-from benchmarks.workloads import make, profile
+from benchmarks.workloads import TRUNCATED, make, profile
+from grpo_kernels import reference
+from tests.support.supports import csr
 
 
 @pytest.fixture
@@ -225,11 +238,73 @@ def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
     assert [row["name"] for row in rows][:-2] == ["eager, log_softmax", *OURS]
 
 
+def truncated(*_):
+    """A workload with sets of 1 to 90 words, which hold the target, and old log-probs near them."""
+    w = make("dense", (256, 101, 16))
+    sizes = [1, 2, 3, 7, 90]
+    targets = w.targets.flatten().tolist()
+    w.support = csr([[(y + k) % 101 for k in range(sizes[i % 5])] for i, y in enumerate(targets)])
+    logps = reference.linear_logprobs(w.hidden, w.weight, w.targets, support=w.support).logps
+    w.old_logps = logps + 0.1 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(0))
+    return w
+
+
+def test_a_support_has_contenders_of_its_own(tiny, one_process, monkeypatch, capsys):
+    monkeypatch.setattr(head, "make", truncated)
+    rows = head.run_workload("support", args("--rounds", "1"))
+    assert [(row["name"], row["status"]) for row in rows] == [(n, "ok") for n in (*REPLAYS, FLOOR)]
+    printed = capsys.readouterr().out
+    assert "words per token: mean 20.5, median 3, p99 90, largest 90, one word 20%" in printed
+    assert printed.count('"no support": another objective') == 1
+    losses = {row["name"]: row["results"][0][0] for row in rows[:-1]}
+    dense = {losses.pop(name) for name in NO_SUPPORT}
+    assert max(losses.values()) - min(losses.values()) < 1e-5
+    assert min(abs(x - losses[MASKED]) for x in dense) > 1e-2
+
+
+def test_a_contender_of_another_objective_gets_no_time(tiny, one_process, monkeypatch):
+    def wrong_if_long(w):
+        return eager_masked(w) * (1 if len(w.advantages) == head.CHECKED_SEQUENCES else 1.01)
+
+    dense, sampled = NO_SUPPORT
+    wrong = {
+        "ignores it": (partial(without_support, one_pass), "wrong"),
+        dense: (one_pass, "wrong"),
+        "long": (wrong_if_long, "wrong in full"),
+    }
+    monkeypatch.setattr(head, "make", truncated)
+    for name, (loss, _) in wrong.items():
+        monkeypatch.setitem(REPLAYS, name, Contender(loss))
+    rows = head.run_workload("support", args("--rounds", "1"))
+    told = {row["name"]: row["status"] for row in rows if row["status"] != "ok"}
+    assert told == {name: status for name, (_, status) in wrong.items()}
+    assert {MASKED, *OURS[:2], sampled} <= {row["name"] for row in rows if "seconds" in row}
+
+
+def test_a_part_of_a_workload_keeps_its_words():
+    w = truncated()
+    part = w.sequences(torch.tensor([2, 0])).first(5)
+    sets, expected = (x.support[0].split(x.support[1].diff().tolist()) for x in (part, w))
+    assert [x.tolist() for x in sets] == [
+        expected[64 * row + t].tolist() for row in (2, 0) for t in range(5)
+    ]
+    few = w.tiny()
+    assert few.targets.shape == (1, 64) and len(few.weight) == 64
+    losses = [loss.loss(few).item() for name, loss in REPLAYS.items() if name not in NO_SUPPORT]
+    assert losses == pytest.approx(4 * losses[:1], abs=1e-5)
+
+
+def test_support_stands_for_every_truncation():
+    given = ["--device", "cpu", "--workload", "smollm", "support"]
+    assert head.parse_args(given).workload == ["smollm", *TRUNCATED]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     (
         (("--peers", "nobody"), "--peers: expected the beginning of eager, log_softmax"),
         (("--workload", "smollm"), "--shapes: expected synthetic workloads only; got smollm"),
+        (("--workload", "support"), "--shapes: expected synthetic workloads only; got top-p 0.8"),
         (("--shapes", "1,2"), "--shapes: invalid"),
         (("--rounds", "0"), "--rounds: expected at least 1; got 0"),
     ),
