@@ -165,7 +165,8 @@ class Results:
     ) -> None:
         self.workload, self.names, self.save = w.describe(), names, save
         self.dtype = w.hidden.dtype
-        self.flop = 6 * w.tokens * w.weight.numel()
+        # Over the words of a support the FLOPs are others.
+        self.flop = 6 * w.tokens * w.weight.numel() if w.support is None else None
         self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
         self.found: Found = {name: {"status": "not measured"} for name in (*self.names, FLOOR)}
         self.predicted: dict[str, float] = {}
@@ -197,7 +198,8 @@ class Results:
             if row["status"] != "ok":
                 row = {k: x for k, x in row.items() if not k.endswith("seconds")}
             else:
-                row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
+                if self.flop is not None:
+                    row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
                 if name in self.predicted:
                     row["predicted_seconds"] = self.predicted[name]
                 if "extra_bytes" in row:
@@ -348,13 +350,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             continue
         median, low, high = spread(row["seconds"])
         line = f"{row['name']:27}{median:8.3g} {f'[{low:.3g}, {high:.3g}]':>15}"
-        line += f" {median / spread(base['seconds'])[0]:8.2f}" if base else f"{'':9}"
-        line += f" {median / floor:8.2f}"
+        line += f" {median / spread(base['seconds'])[0]:8.3f}" if base else f"{'':9}"
+        line += f" {median / floor:8.3f}"
         if row.get("forward_seconds"):
             line += f" {statistics.median(row['forward_seconds']):8.3g}"
         else:
             line += f"{'':9}"
-        line += f" {row['tflops']:8.3g}"
+        line += f" {row['tflops']:8.3g}" if "tflops" in row else f"{'':9}"
         if row.get("extra_bytes") is not None:
             share = row["extra_bytes"] / base["extra_bytes"] if base else math.nan
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"

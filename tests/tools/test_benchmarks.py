@@ -256,6 +256,7 @@ def test_a_support_has_contenders_of_its_own(tiny, one_process, monkeypatch, cap
     printed = capsys.readouterr().out
     assert "words per token: mean 20.5, median 3, p99 90, largest 90, one word 20%" in printed
     assert printed.count('"no support": another objective') == 1
+    assert not any("tflops" in row for row in rows)
     losses = {row["name"]: row["results"][0][0] for row in rows[:-1]}
     dense = {losses.pop(name) for name in NO_SUPPORT}
     assert max(losses.values()) - min(losses.values()) < 1e-5
