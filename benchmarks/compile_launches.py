@@ -144,12 +144,14 @@ def head_launches() -> None:
 def word_launches() -> None:
     """Launches the kernels on single words: of a head of 4,096 columns, a LoRA's and the bias."""
     words, tokens = some_words(), torch.ones(2)
-    for softcap, temperature, entropy in itertools.product((None, 30.0), (1.0, tokens), (0, 1)):
+    temperatures: tuple[float | torch.Tensor, ...] = (1.0, tokens)
+    for softcap, temperature, of_entropy in itertools.product(
+        (None, 30.0), temperatures, (None, tokens)
+    ):
         transform, logits = LogitTransform(None, 1.0, softcap, temperature), torch.ones(len(words))
-        of_entropy = tokens if entropy else None
         stats = TokenStats(tokens, tokens, of_entropy)
         triton_backend.word_stats(logits, words, transform, stats)
-        grads = RowGrads(*[tokens] * 4, of_entropy, of_entropy)
+        grads = RowGrads(tokens, tokens, tokens, tokens, of_entropy, of_entropy)
         triton_backend.word_grads(logits, words, transform, grads)
     half_and_float = [(a, b) for a, b in itertools.product(DTYPES, repeat=2) if a.is_floating_point
                       and b.is_floating_point and (a == b or torch.float32 in (a, b))]  # fmt: skip

@@ -5,8 +5,8 @@
 #     benchmarks/on_gpu.sh --dry-run      all steps on a CPU at tiny sizes, with Triton's interpreter
 #                                         (but for the training run)
 #
-# The steps are tests, the head beside its peers, GEMMs one by one, block sizes, a sanitizer, a
-# training run, and scaling; see benchmarks/on_gpu.py. Times stand beside those that
+# The steps are tests, the head beside its peers, GEMMs one by one, support replay, block sizes, a
+# sanitizer, a training run, and scaling; see benchmarks/on_gpu.py. Times stand beside those that
 # benchmarks/cost_model.py predicts.
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6, pytest, numpy, tqdm and matplotlib. Uses no

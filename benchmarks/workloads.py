@@ -166,7 +166,8 @@ def _sample_smollm(**truncation: Any) -> dict[str, Any]:
     """Samples and scores; with truncation, the support takes the place of the head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from grpo_kernels.integrations.generation import SupportRecorder, batch_support
+    from grpo_kernels import batch_support
+    from grpo_kernels.integrations.generation import SupportRecorder
     from grpo_kernels.training import resolve_model
 
     folder = resolve_model("smollm2-135m")
