@@ -39,11 +39,12 @@ def test_table(tmp_path):
     result = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     assert result.returncode == 0, result.stderr
     # Of the policy loss nothing is compiled anew for what 16 divides.
-    builds = dict.fromkeys(("token_stats", "logit_grads", "column_scores", "column_level"), 2)
+    names = ("token_stats", "logit_grads", "column_scores", "column_level")
+    builds = dict.fromkeys((*names, "word_dots", "segment_sums"), 2)
     for kernel, count in (builds | {"policy_loss": 1}).items():
         for arch in ("sm_80", "gfx942"):
             assert f"| {kernel}_kernel | {arch} | {count} |" in result.stdout
-    for name in ("one sweep", "token_stats", "logit_grads", "column_scores"):
+    for name in ("one sweep", *names[:3], "word_dots", "segment_sums"):
         assert f"| {name} | sm_80 | " in result.stdout
     page = out.read_text()
     tables = result.stdout.strip().split("\n", 1)[1]
@@ -81,6 +82,12 @@ def test_table(tmp_path):
             "logit_grads_kernel on sm_90: 0 registers in the sample",
         ),
         ("sass.BUDGETS['one sweep'] = 1.0", "one sweep (token_stats_kernel): 9."),
+        ("sass.BUDGETS['segment_sums'] = 1.0", "segment_sums (segment_sums_kernel): 4.8"),
+        # Two bf16 of each product.
+        (
+            "sass.LOADED['word_dots_kernel'] = 5",
+            "word_dots (word_dots_kernel): logits that are not loaded in vectors, on sm_90",
+        ),
         # The sums of column_level are over the whole block.
         (
             "sass.budgeted = lambda: {'one sweep': of['column_level']}",
@@ -100,7 +107,7 @@ def test_table(tmp_path):
     ),
     ids=(
         *("uncovered", "shared_memory", "threads", "spills", "vectors", "sample", "budget"),
-        *("barrier", "no_loop", "loads_in_loop"),
+        *("budget_of_words", "bytes_of_words", "barrier", "no_loop", "loads_in_loop"),
     ),
 )
 def test_fails(damage, message):
