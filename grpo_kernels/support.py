@@ -107,6 +107,9 @@ class _AllWords:
 
     def of(self, tokens: Tensor, counts: Tensor, size: int) -> Words:
         """The `size` words of some tokens, bool `[N]`."""
+        if size == 0:
+            none, zeros = self.ids[:0], torch.zeros_like(counts)
+            return Words(none, none, _from_zero(zeros), zeros, none)
         offsets = _from_zero(torch.where(tokens, counts, 0).cumsum(0))
         if size == len(self.ids):
             return Words(self.ids, self.tokens, offsets, self.positions, self.by_id)
@@ -222,16 +225,16 @@ def support_of(
     N, device = len(targets), ids.device
     ids = ids if N else ids[:0]
     active = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    begins, ends, counts = _intervals(offsets, active, len(ids), checks)
+    begins, ends, last = _intervals(offsets, active, len(ids), checks)
+    counts = ends - begins
     places = torch.arange(len(ids), device=device)
-    # The ends of unmasked tokens ascend, and the others are as if they had none.
-    last = torch.where(active, ends, 0).cummax(0).values if N else ends
     tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
-    belongs = (counts > 0)[tokens] & (places >= begins[tokens]) & (places < ends[tokens])
+    begin, end, target = torch.stack([begins, ends, targets])[:, tokens]
+    belongs = (places >= begin) & (places < end)
     exists = (ids >= 0) & (ids < V)
     checks.add(belongs & ~exists, f"support[0]: expected ids in [0, {V}); got ids outside")
 
-    hits = belongs & (ids == targets[tokens])
+    hits = belongs & (ids == target)
     found = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
     found = found[:, ends] - found[:, begins]
     outside = (counts > 0) & (found[0] == 0)
@@ -266,21 +269,23 @@ def support_of(
 def _intervals(
     offsets: Tensor, active: Tensor, K: int, checks: ValueChecks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Begin, end and length of each token's words; of masked or wrong ones within bounds."""
+    """Begin and end of each token's words, equal for masked or wrong ones; and how far they reach.
+
+    The last, the largest end so far, ascends whatever masked tokens have.
+    """
     begins, ends = offsets[:-1], offsets[1:]
-    reached = torch.where(active, ends, 0)
-    before = _from_zero(reached.cummax(0).values)[:-1] if len(reached) else reached
-    wrong = active & ((begins < before) | (ends < begins) | (ends > K))
+    reached = torch.where(active, ends, 0).cummax(0).values if len(ends) else ends
+    wrong = (begins < _from_zero(reached)[:-1]) | (ends < begins) | (ends > K)
     # Masked tokens may lie at either end.
-    wrong[:1] |= active[:1] & (begins[:1] != 0)
-    wrong[-1:] |= active[-1:] & (ends[-1:] != K)
+    wrong[:1] |= begins[:1] != 0
+    wrong[-1:] |= ends[-1:] != K
     checks.add(
-        wrong,
+        wrong & active,
         f"support[1]: expected offsets that start at 0, never decrease, and end at the {K} ids; "
         "got offsets that do not",
     )
-    counts = torch.where(active & ~wrong, ends - begins, 0)
-    return begins.clamp(0, K), ends.clamp(0, K), counts
+    begins = begins.clamp(0, K)
+    return begins, torch.where(active & ~wrong, ends, begins), reached
 
 
 def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
