@@ -5,13 +5,15 @@ from .config import GRPOLossConfig
 from .fused_grpo_loss import fused_grpo_loss
 from .grpo_loss import grpo_loss
 from .linear_logprobs import linear_logprobs
-from .outputs import GRPOLossOutput, LogprobOutput
+from .outputs import BothGRPOLossOutput, BothLogprobOutput, GRPOLossOutput, LogprobOutput
 from .selective_log_softmax import selective_log_softmax
 from .support import batch_support
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "BothGRPOLossOutput",
+    "BothLogprobOutput",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",

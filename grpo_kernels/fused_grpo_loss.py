@@ -46,7 +46,7 @@ from .linear_logprobs import either, flat_logprobs
 from .lm_head import LMHead
 from .metrics import full_metrics, loss_metrics
 from .objective import LossInputs, Tokens, kl_terms, log_importance_ratio, token_local
-from .outputs import GRPOLossOutput
+from .outputs import BothGRPOLossOutput, GRPOLossOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import SampledGradients
 from .support import check_support_options
@@ -85,7 +85,7 @@ def fused_grpo_loss(
     support_fallback: str = "error",
     score: str = "support",
     sparse_weight_grad: bool = False,
-) -> GRPOLossOutput:
+) -> GRPOLossOutput | BothGRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
     Equivalent PyTorch, with the logits never held:
@@ -231,15 +231,20 @@ def fused_grpo_loss(
     if support is None:
         loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
     else:
-        full = call
-        call = with_support(call, weight, support, support_fallback, sparse=sparse_weight_grad)
-        assert call.support is not None and call.mask is not None
-        if score == "both":
+        full, both = call, score == "both"
+        call = with_support(
+            call, weight, support, support_fallback, sparse=sparse_weight_grad, gathered=both
+        )
+        if both:
             loss, metrics, *values = _loss_of_both(operands, full, call, config, inputs)
         else:
+            call = replace(call, with_grad=with_grad)
             loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
+        assert call.support is not None and call.mask is not None
         metrics = metrics | call.support.metrics((call.mask | call.support.tokens).sum())
     values = [x.detach().reshape(call.layout.shape) for x in values]
+    if score == "both":
+        return BothGRPOLossOutput(loss, metrics, *values)
     return GRPOLossOutput(loss, metrics, *values)
 
 
@@ -299,6 +304,7 @@ def _loss_of_both(
     )
     full_logps, full_entropy, _, sampled = flat_logprobs(operands, full_call, plan, entropy=True)
     of_support = flat_logprobs(operands, *of_support_alone(call, plan), entropy=True)
+    assert of_support[1] is not None and full_entropy is not None
     logps = either(call, of_support[0], full_logps)
     entropy = either(call, of_support[1], full_entropy)
     policy = replace(inputs, ref_logps=None)
@@ -309,14 +315,9 @@ def _loss_of_both(
         kl = kl_terms(config, tokens, log_ratio)
         if config.beta:
             loss = loss + config.beta * (inputs.weights * kl).sum()
-    return (
-        loss,
-        metrics | full_metrics(tokens, kl) | sampled,
-        logps,
-        entropy,
-        full_logps,
-        full_entropy,
-    )
+            del metrics["zero_gradient"]  # of all terms but this one
+    metrics = metrics | full_metrics(tokens, kl) | sampled
+    return loss, metrics, logps, entropy, full_logps, full_entropy
 
 
 def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:

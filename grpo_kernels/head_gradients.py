@@ -60,7 +60,7 @@ class HeadGradients:
         if of_bias:
             self.d_bias = zeros(head.V, dtype=torch.float32)
         if of_a_out and lora_a_out is not None:
-            self.d_lora_a_out = torch.zeros_like(lora_a_out)
+            self.d_lora_a_out = lora_a_out.new_zeros(lora_a_out.shape)
         if of_b and lora_b is not None:
             self.d_lora_b = zeros(lora_b.shape, dtype=torch.float32)
 
@@ -99,23 +99,6 @@ class HeadGradients:
 
     def add_again(self, rows: Rows, grads: RowGrads) -> None:
         """Adds the share of `rows`, whose logits are computed again."""
-        self._multiply(rows, self._gradients_again(rows, grads))
-
-    def add_words(
-        self, rows: Rows, places: tuple[Tensor, Tensor], d_words: Tensor, grads: RowGrads | None
-    ) -> None:
-        """Adds the share of `rows` from the gradient of single logits, at `places` (row, column).
-
-        `grads`: those of the whole rows, which are then added.
-        """
-        if grads is None:
-            d_logits = self._gradient_rows(len(rows.hidden)).zero_()
-        else:
-            d_logits = self._gradients_again(rows, grads)
-        d_logits[places] = (d_logits[places] + d_words).to(d_logits.dtype)
-        self._multiply(rows, d_logits)
-
-    def _gradients_again(self, rows: Rows, grads: RowGrads) -> Tensor:
         d_logits = self._gradient_rows(len(rows.hidden))
         for part in self.head.strips(len(rows.hidden)):
             strip = rows.at(part)
@@ -123,7 +106,13 @@ class HeadGradients:
             self.backend.logit_grads_(
                 logits, strip.targets, strip.transform, grads.at(part), out=d_logits[part]
             )
-        return d_logits
+        self._multiply(rows, d_logits)
+
+    def add_words(self, rows: Rows, places: tuple[Tensor, Tensor], d_words: Tensor) -> None:
+        """Adds the share of `rows` from the gradient of single logits, at `places`: row, column."""
+        d_logits = self._gradient_rows(len(rows.hidden)).zero_()
+        d_logits[places] = d_words.to(d_logits.dtype)
+        self._multiply(rows, d_logits)
 
     def _gradient_rows(self, count: int) -> Tensor:
         """Where the gradient of `count` rows goes: over their logits, if it is as wide."""

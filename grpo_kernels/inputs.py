@@ -73,6 +73,7 @@ class HeadCall:
     capturable: bool  # reads nothing from the device: every row takes part
     chunk_bytes: int | None
     support: Support | None = None  # of tokens that are then not in `mask`
+    with_grad: Tensor | None = None  # bool [N], those of them that may have a gradient; None: all
 
     @property
     def support_rows(self) -> int:

@@ -28,7 +28,7 @@ from .backends import RowGrads, TokenStats
 from .head_gradients import HeadGradients, chunk_layout
 from .inputs import HeadCall, HeadOperands, head_call
 from .lm_head import LMHead
-from .outputs import LogprobOutput
+from .outputs import BothLogprobOutput, LogprobOutput
 from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import DrawnBlocks
 from .support import check_support_options
@@ -58,7 +58,7 @@ def linear_logprobs(
     support_fallback: str = "error",
     score: str = "support",
     sparse_weight_grad: bool = False,
-) -> LogprobOutput:
+) -> LogprobOutput | BothLogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
     Equivalent PyTorch:
@@ -104,7 +104,8 @@ def linear_logprobs(
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
         gradients for `hidden`, `weight`, `bias` and `low_rank`. The backward skips rows whose
-        gradient turns out to be 0.
+        gradient turns out to be 0. With `score="both"` a `BothLogprobOutput`, with `full_logps`,
+        `full_entropy` and `full_logsumexp` besides.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -138,7 +139,13 @@ def linear_logprobs(
     rows = call
     if support is not None:
         call = with_support(
-            call, weight, support, support_fallback, logsumexp=True, sparse=sparse_weight_grad
+            call,
+            weight,
+            support,
+            support_fallback,
+            logsumexp=True,
+            sparse=sparse_weight_grad,
+            gathered=score == "both",
         )
     if score == "support":
         rows = call
@@ -151,21 +158,20 @@ def linear_logprobs(
         chunk_bytes=chunk_bytes,
         capturable=capturable,
     )
-    *scores, _ = flat_logprobs(operands, rows, plan, entropy=entropy)
-    if score == "both":
-        *scores_of_support, _ = flat_logprobs(
-            operands, *of_support_alone(call, plan), entropy=entropy
-        )
-        pairs = zip(scores_of_support, scores, strict=True)
-        scores = [*(either(call, *pair) for pair in pairs), *scores]
-    return LogprobOutput(*(None if x is None else x.reshape(call.layout.shape) for x in scores))  # type: ignore[arg-type]
+    full = flat_logprobs(operands, rows, plan, entropy=entropy)
+    shape = call.layout.shape
+    scores = [None if x is None else x.reshape(shape) for x in full[:3]]
+    if score == "support":
+        return LogprobOutput(*scores)  # type: ignore[arg-type]
+    own = flat_logprobs(operands, *of_support_alone(call, plan), entropy=entropy)
+    pairs = zip(own[:3], full[:3], strict=True)
+    of_support = [None if x is None else either(call, x, y).reshape(shape) for x, y in pairs]
+    return BothLogprobOutput(*of_support, *scores)  # type: ignore[arg-type]
 
 
-def either(call: HeadCall, of_support: Tensor | None, full: Tensor | None) -> Any:
+def either(call: HeadCall, of_support: Tensor, full: Tensor | None) -> Tensor:
     """The values of tokens that have a support, and of the others those of the whole softmax."""
-    assert call.support is not None
-    if of_support is None or full is None:
-        return None
+    assert call.support is not None and full is not None
     return torch.where(call.support.tokens, of_support, full)
 
 

@@ -14,16 +14,22 @@ class LogprobOutput(NamedTuple):
         logps: log-probs of the targets.
         entropy: in nats; None unless it was asked for.
         logsumexp: of the logits after temperature.
-        full_logps, full_entropy, full_logsumexp: of the whole softmax, beside those of a support;
-            None unless `score="both"`.
     """
 
     logps: Tensor
     entropy: Tensor | None
     logsumexp: Tensor
-    full_logps: Tensor | None = None
-    full_entropy: Tensor | None = None
-    full_logsumexp: Tensor | None = None
+
+
+class BothLogprobOutput(NamedTuple):
+    """The results over a support, as `LogprobOutput` has them, and those of the whole softmax."""
+
+    logps: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor
+    full_logps: Tensor
+    full_entropy: Tensor | None
+    full_logsumexp: Tensor
 
 
 class GRPOLossOutput(NamedTuple):
@@ -34,13 +40,20 @@ class GRPOLossOutput(NamedTuple):
         metrics: name to 0-d tensor, on the device; reading one synchronizes.
         logps: float32 in the shape of the targets, detached.
         entropy: likewise, in nats; None where it was neither computed nor given.
-        full_logps, full_entropy: those of the whole softmax, beside those of a support; None unless
-            `score="both"`.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     logps: Tensor
     entropy: Tensor | None
-    full_logps: Tensor | None = None
-    full_entropy: Tensor | None = None
+
+
+class BothGRPOLossOutput(NamedTuple):
+    """The result over a support, as `GRPOLossOutput` has it, and log-probs of the whole softmax."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logps: Tensor
+    entropy: Tensor | None
+    full_logps: Tensor
+    full_entropy: Tensor

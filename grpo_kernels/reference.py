@@ -17,7 +17,7 @@ from .inputs import check_entropy_given, loss_inputs
 from .layout import Layout, ValueChecks
 from .metrics import full_metrics, loss_metrics
 from .objective import Tokens, kl_terms, log_importance_ratio, policy_loss
-from .outputs import GRPOLossOutput, LogprobOutput
+from .outputs import BothGRPOLossOutput, BothLogprobOutput, GRPOLossOutput, LogprobOutput
 
 
 def linear_logits(
@@ -89,7 +89,7 @@ def linear_logprobs(
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
     score: str = "support",
-) -> LogprobOutput:
+) -> LogprobOutput | BothLogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
     if mask is None:
         mask = torch.ones_like(targets)
@@ -114,7 +114,7 @@ def linear_logprobs(
     if support is not None:
         kept = kept_words(support, targets, active, logits.shape[-1], support_fallback)
         scores = _scores(logits.masked_fill(~kept, -torch.inf), targets, active)
-    return LogprobOutput(*scores, *(full if score == "both" else ()))
+    return BothLogprobOutput(*scores, *full) if score == "both" else LogprobOutput(*scores)
 
 
 def _scores(logits: Tensor, targets: Tensor, active: Tensor) -> list[Tensor]:
@@ -207,7 +207,7 @@ def fused_grpo_loss(
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
     score: str = "support",
-) -> GRPOLossOutput:
+) -> GRPOLossOutput | BothGRPOLossOutput:
     """`linear_logprobs`, then `grpo_loss`; with `score="both"` and the KL of the whole softmax."""
     scored = mask
     if mask is not None and ce_weights is not None:
@@ -235,7 +235,7 @@ def fused_grpo_loss(
         "entropy_threshold": entropy_threshold,
         "cu_seqlens": cu_seqlens,
     }
-    if score != "both":
+    if not isinstance(out, BothLogprobOutput):
         return grpo_loss(
             out.logps,
             advantages,
@@ -266,7 +266,7 @@ def fused_grpo_loss(
         dtype=hidden.dtype,
         **constants,
     )
-    assert out.entropy is not None and out.full_logps is not None and out.full_entropy is not None
+    assert out.entropy is not None and out.full_entropy is not None
     own = Tokens.of(inputs, out.logps.reshape(-1), out.entropy.reshape(-1))
     full = Tokens.of(inputs, out.full_logps.reshape(-1), out.full_entropy.reshape(-1))
     loss, kl = policy.loss, None
@@ -274,8 +274,10 @@ def fused_grpo_loss(
         kl = kl_terms(config, full, log_importance_ratio(config, own))
         loss = loss + config.beta * (inputs.weights * kl).sum()
     metrics = policy.metrics | full_metrics(full, kl)
-    return GRPOLossOutput(
-        loss, metrics, *policy[2:4], out.full_logps.detach(), out.full_entropy.detach()
+    if config.beta:
+        del metrics["zero_gradient"]
+    return BothGRPOLossOutput(
+        loss, metrics, *policy[2:], out.full_logps.detach(), out.full_entropy.detach()
     )
 
 

@@ -165,9 +165,10 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
     return _GPU_CHUNK_BYTES // 4
 
 
-def rows_of_logits(weight: Tensor, chunk_bytes: int | None) -> int:
-    """The rows of logits that fit the budget."""
-    return _buffer_rows(weight, chunk_bytes, 0, False)[0]
+def rows_of_logits(weight: Tensor, chunk_bytes: int | None, dtype: torch.dtype) -> int:
+    """The rows of logits that fit the budget, with their gradients in the GEMMs' `dtype`."""
+    grad_bytes = 0 if dtype == torch.float32 else dtype.itemsize
+    return _buffer_rows(weight, chunk_bytes, grad_bytes, False)[0]
 
 
 def gpu(device: torch.device) -> Any:

@@ -148,7 +148,7 @@ class SampledGradients(KeptColumnGradients):
         sampling: ColumnSampling,
         plan: RowPlan,
     ) -> None:
-        super().__init__(head, backend, wanted, plan.largest_chunk)
+        super().__init__(head, backend, wanted, max(plan.largest_chunk, head.call.support_rows))
         self.sampler = ColumnSampler(sampling, head.V, head.weight.device, head.call.backend)
         # Any constant near the hidden states does.
         self.mean_hidden = _mean_hidden(head.operands.hidden, plan)

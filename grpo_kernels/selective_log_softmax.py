@@ -87,7 +87,7 @@ def selective_log_softmax(
         words, others = _words_of(support, support_fallback, flat_targets, logits, checks)
         logps = _OfSupport.apply(logits, words, transform, selected)
         if len(others):
-            rows = logits.reshape(-1, V)[others]
+            rows = logits[_places(logits, others)]
             of_others = _SelectiveLogSoftmax.apply(
                 rows, flat_targets[others], transform.at(others), selected
             )
@@ -110,7 +110,7 @@ def _words_of(
         targets=targets,
         mask=None,
         V=logits.shape[-1],
-        itemsize=logits.element_size(),
+        bytes_per_element=logits.element_size(),
         rows_per_chunk=max(1, len(targets)),
         checks=checks,
         route="gathered",
@@ -166,6 +166,14 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         return out, None, None, None
 
 
+def _places(logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    """The indices of flat `tokens` in `[B, T, V]` or `[N, V]`, which need not be contiguous."""
+    if logits.ndim == 2:
+        return (tokens,)
+    T = logits.shape[1]
+    return tokens // T, tokens % T
+
+
 class _OfSupport(torch.autograd.Function):
     """Log-probs over the words of each token, `[N]`; 0 where there is none."""
 
@@ -173,9 +181,9 @@ class _OfSupport(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, words: Words, transform: LogitTransform, backend: Backend
     ) -> Tensor:
-        flat = logits.reshape(-1, logits.shape[-1])
-        z = flat[words.tokens, words.ids].float()
-        stats = TokenStats(*torch.zeros((2, len(flat)), device=logits.device))
+        z = logits[(*_places(logits, words.tokens), words.ids)].float()
+        count = logits.shape[:-1].numel()
+        stats = TokenStats(*torch.zeros((2, count), device=logits.device))
         if len(words):
             backend.word_stats(z, words, transform, stats)
         # The words alone: the caller may free or change the logits.

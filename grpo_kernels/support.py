@@ -54,12 +54,12 @@ class Support:
     @cached_property
     def gathered(self) -> Words:
         """The words that are multiplied one by one."""
-        return self.all_words.of(self.routes[0], self.counts, self.sizes.numbers[0])
+        return self.all_words.of(self.routes[0], self.counts, self.sizes.numbers[0], ordered=True)
 
     @cached_property
     def through_logits(self) -> Words:
         """The words whose logits come from whole rows."""
-        return self.all_words.of(self.routes[1], self.counts, self.sizes.numbers[1])
+        return self.all_words.of(self.routes[1], self.counts, self.sizes.numbers[1], ordered=False)
 
     def chunks(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
         """Cuts the tokens of `through_logits`: their ids, their words, the row of each word."""
@@ -105,8 +105,8 @@ class _AllWords:
     by_id: Tensor  # int64: a permutation
     positions: Tensor  # int64 [N]
 
-    def of(self, tokens: Tensor, counts: Tensor, size: int) -> Words:
-        """The `size` words of some tokens, bool `[N]`."""
+    def of(self, tokens: Tensor, counts: Tensor, size: int, *, ordered: bool) -> Words:
+        """The `size` words of some tokens, bool `[N]`; in the order of their ids, too."""
         if size == 0:
             none, zeros = self.ids[:0], torch.zeros_like(counts)
             return Words(none, none, _from_zero(zeros), zeros, none)
@@ -115,11 +115,11 @@ class _AllWords:
             return Words(self.ids, self.tokens, offsets, self.positions, self.by_id)
         keep = self.belongs & tokens[self.tokens]
         index = indices(keep, size)
-        order = self.by_id[indices(keep[self.by_id], size)]
-        ranks = keep.cumsum(0) - 1
-        return Words(
-            self.ids[index], self.tokens[index], offsets, self.positions, ranks[order]
-        )  # fmt: skip
+        order = index[:0]
+        if ordered:
+            ranks = keep.cumsum(0) - 1
+            order = ranks[self.by_id[indices(keep[self.by_id], size)]]
+        return Words(self.ids[index], self.tokens[index], offsets, self.positions, order)
 
 
 def batch_support(
@@ -199,7 +199,7 @@ def support_of(
     targets: Tensor,
     mask: Tensor | None,
     V: int,
-    itemsize: int,
+    bytes_per_element: int,
     rows_per_chunk: int,
     checks: ValueChecks,
     logsumexp: bool = False,
@@ -215,7 +215,7 @@ def support_of(
         targets: int64 `[N]`.
         mask: bool `[N]`, or None.
         V: ids are below it.
-        itemsize: bytes of an element of the weight; with V it decides which route pays.
+        bytes_per_element: that a gathered row moves; with V it decides which route pays.
         rows_per_chunk: rows of logits that there is memory for.
         checks: gets the questions, and the sizes to be read.
         logsumexp: whether sets of one word take part.
@@ -248,7 +248,7 @@ def support_of(
     belongs = belongs & ~outside[tokens]
 
     by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-    routes = _routes(counts, V, itemsize, 1 if logsumexp else 2, route)
+    routes = _routes(counts, V, bytes_per_element, 1 if logsumexp else 2, route)
     all_words = _AllWords(ids, tokens, belongs, by_id, found[1] - begins)
     wide = torch.where(routes[1], counts, 0).cumsum(0)
     present = None
@@ -297,24 +297,26 @@ def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
     return by_id
 
 
-def _routes(counts: Tensor, V: int, itemsize: int, least: int, route: str | None) -> Tensor:
+def _routes(
+    counts: Tensor, V: int, bytes_per_element: int, least: int, route: str | None
+) -> Tensor:
     """The tokens that are gathered, and those that go through logits, bool `[2, N]`."""
     takes_part = counts >= least
     if route is not None:
         none = torch.zeros_like(takes_part)
         pair = (takes_part, none) if route == "gathered" else (none, takes_part)
         return torch.stack(pair)
-    limit = words_per_row(counts.device.type, V, itemsize)
+    limit = words_per_row(counts.device.type, V, bytes_per_element)
     wide = takes_part & (counts > limit)
     pays = torch.where(wide, counts - limit, 0.0).sum() > WORDS_PER_WEIGHT * V
     wide = wide & pays
     return torch.stack([takes_part & ~wide, wide])
 
 
-def words_per_row(device_type: str, V: int, itemsize: int) -> float:
+def words_per_row(device_type: str, V: int, bytes_per_element: int) -> float:
     """The words that cost as much as a row of logits."""
     per_byte = _FLOPS_PER_BYTE["cpu" if device_type == "cpu" else "gpu"]
-    return 6 * V / (3 * itemsize * per_byte)
+    return 6 * V / (3 * bytes_per_element * per_byte)
 
 
 def _bounds(words: Tensor, tokens: Tensor, step: int) -> Tensor:

@@ -10,14 +10,14 @@ dW is summed by one owner, in float32 and in one order, and rounded once; for dW
 sorted by id. The forward keeps one number per word; the backward makes the products.
 
 Where a set is a large part of the vocabulary, three GEMMs are faster: z is then picked out of whole
-rows of logits, and D is put into rows of zeros. That way also gives the log-probs of the whole
-softmax, beside those of the set.
+rows of logits, and D is put into rows of zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,11 @@ def with_support(
     *,
     logsumexp: bool = False,
     sparse: bool = False,
+    gathered: bool = False,
 ) -> HeadCall:
     """The call, without the tokens that have a support in its mask; `support_of` has the rest.
 
-    `sparse`: the gradient of the weight is to be row-sparse.
+    `sparse`: the gradient of the weight is to be row-sparse. `gathered`: none goes through logits.
     """
     if call.capturable:
         raise ValueError(
@@ -58,11 +59,11 @@ def with_support(
         targets=call.targets,
         mask=call.mask,
         V=len(weight),
-        itemsize=weight.element_size(),
-        rows_per_chunk=rows_of_logits(weight, call.chunk_bytes),
+        bytes_per_element=_bytes_moved(weight),
+        rows_per_chunk=rows_of_logits(weight, call.chunk_bytes, call.dtype),
         checks=call.checks,
         logsumexp=logsumexp,
-        route="gathered" if sparse else None,
+        route="gathered" if sparse or gathered else None,
         distinct=sparse,
     )
     others = ~found.tokens
@@ -76,11 +77,26 @@ def with_support(
     return replace(call, mask=mask, support=found)
 
 
+def _bytes_moved(weight: Tensor) -> int:
+    """The bytes per element of a gathered row."""
+    if weight.device.type == "cpu" and weight.dtype != torch.float32:
+        return 2 * 4  # read, and written as float32 for the products
+    return weight.element_size()
+
+
 def of_support_alone(call: HeadCall, plan: RowPlan) -> tuple[HeadCall, RowPlan]:
     """The call and its plan without the tokens that have no support."""
     nothing = torch.zeros_like(call.targets, dtype=torch.bool)
     no_rows = replace(plan, order=None, num_grad_rows=0, num_rows=0)
     return replace(call, mask=nothing), no_rows
+
+
+class WordGrads(NamedTuple):
+    """The gradient of the raw logits of words, float32 `[E]` each; 0 for tokens not `needed`."""
+
+    gathered: Tensor
+    through_logits: Tensor
+    needed: Tensor  # bool [N]: tokens that have a gradient
 
 
 class SupportHead:
@@ -98,12 +114,9 @@ class SupportHead:
         # Biases are added to single words.
         self.transform = replace(call.transform, bias=None)
 
-    def logits(self, full: TokenStats | None = None) -> list[Tensor]:
-        """The raw logits of the words of both routes, bias included, float32 `[E]`.
-
-        `full`: gets the statistics of the whole softmax of tokens that go through logits.
-        """
-        return [self._gathered_logits(), self._picked_logits(full)]
+    def logits(self) -> list[Tensor]:
+        """The raw logits of the words of both routes, bias included, float32 `[E]`."""
+        return [self._gathered_logits(), self._picked_logits()]
 
     def stats(self, logits: Sequence[Tensor], out: TokenStats) -> None:
         """Puts the statistics of every token's set into `out [N]`, which may lack the entropy."""
@@ -111,46 +124,48 @@ class SupportHead:
             if len(words):
                 self.call.backend.word_stats(z, words, self.transform, out)
 
-    def word_grads(self, logits: Sequence[Tensor], grads: RowGrads) -> list[Tensor]:
-        """The gradient of the raw logits of the words of both routes, float32 `[E]`."""
-        return [
-            self.call.backend.word_grads(z, words, self.transform, grads) if len(words) else z
-            for words, z in zip(self._words(), logits, strict=True)
-        ]
+    def word_grads(self, logits: Sequence[Tensor], grads: RowGrads) -> WordGrads:
+        """The gradient of the words of both routes, from those of the tokens `[N]`.
+
+        Tokens without one have no part in any product, whatever their states hold.
+        """
+        given = (grads.d_logps, grads.d_softmax, grads.d_entropy)
+        needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
+        if self.call.with_grad is not None:
+            needed &= self.call.with_grad
+        d_words = []
+        for words, z in zip(self._words(), logits, strict=True):
+            if len(words):
+                d = self.call.backend.word_grads(z, words, self.transform, grads)
+                z = torch.where(needed[words.tokens], d, 0.0)
+            d_words.append(z)
+        return WordGrads(d_words[0], d_words[1], needed)
 
     @property
     def all_gathered(self) -> bool:
         """True if no token goes through logits."""
         return not len(self.support.through_logits)
 
-    def add_to(
-        self, d_words: Sequence[Tensor], gradients: HeadGradients, full: RowGrads | None = None
-    ) -> None:
-        """Adds the share of all words, from the gradient of their logits.
-
-        `full`: adds that of the whole softmax of tokens that go through logits, from the gradients
-        of its statistics `[N]`.
-        """
+    def add_to(self, d_words: WordGrads, gradients: HeadGradients) -> None:
+        """Adds the share of all words."""
         words = self.support.through_logits
         for index, part, places in self.support.chunks():
-            gradients.add_words(
-                gradients.head.rows(index),
-                (places, words.ids[part]),
-                d_words[1][part],
-                None if full is None else full.at(index),
-            )
+            rows = gradients.head.rows(index)
+            hidden = rows.hidden.masked_fill(~d_words.needed[index, None], 0.0)
+            at = (places, words.ids[part])
+            gradients.add_words(replace(rows, hidden=hidden), at, d_words.through_logits[part])
         if len(self.support.gathered):
             wanted = [x is not None for x in gradients.so_far()]
             self.gathered_gradients(d_words, wanted, gradients.so_far())
 
     def gathered_gradients(
-        self, d_words: Sequence[Tensor], wanted: Sequence[bool], to: Gradients | None = None
+        self, d_words: WordGrads, wanted: Sequence[bool], to: Gradients | None = None
     ) -> Gradients:
         """The share of the first route's words in the gradients, in the order of `HeadOperands`.
 
         `to`: gradients that this is added to; None makes them, in the dtypes of the operands.
         """
-        d_logits, _ = d_words
+        d_logits = d_words.gathered
         hidden, weight, bias, a_out, lora_b = self.operands
         words, sparse = self.support.gathered, self.support.distinct is not None
         of_tokens = (d_logits, words.ids, words.offsets)
@@ -179,9 +194,9 @@ class SupportHead:
             results.append(result.view(operand.shape))
         return tuple(results)
 
-    def _sparse_weight_gradient(self, d_words: Sequence[Tensor]) -> Tensor:
+    def _sparse_weight_gradient(self, d_words: WordGrads) -> Tensor:
         """The gradient of the weight by gathered words, row-sparse, in the weight's dtype."""
-        d_logits, _ = d_words
+        d_logits = d_words.gathered
         hidden, weight, *_ = self.operands
         words, ids = self.support.gathered, self.support.distinct_ids()
         begins = torch.nn.functional.pad(words.begins_of(ids), (0, 1), value=len(words))
@@ -205,24 +220,14 @@ class SupportHead:
                 dots(a_out, lora_b, words, z)
         return z
 
-    def _picked_logits(self, full: TokenStats | None) -> Tensor:
+    def _picked_logits(self) -> Tensor:
         _, weight, bias, *_ = self.operands
         words = self.support.through_logits
         z = _bias_of(words, bias, weight)
-        if not len(words):
-            return z
-        head = LMHead(self.operands, self.call, self.support.logit_rows)
-        for index, part, places in self.support.chunks():
-            rows = head.rows(index)
-            logits = head.logits(rows)
-            z[part] += logits[places, words.ids[part]]
-            if full is not None:
-                stats = self.call.backend.token_stats(
-                    logits, rows.targets, rows.transform, entropy=full.entropy is not None
-                )
-                for to, x in zip(full, stats, strict=True):
-                    if to is not None and x is not None:
-                        to[index] = x
+        if len(words):
+            head = LMHead(self.operands, self.call, self.support.logit_rows)
+            for index, part, places in self.support.chunks():
+                z[part] += head.logits(head.rows(index))[places, words.ids[part]]
         return z
 
 

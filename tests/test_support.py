@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 import grpo_kernels
 from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, selective_log_softmax, support
+from grpo_kernels.lm_head import LMHead
 from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
+from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
 from tests.support.supports import csr, everything, make_support, with_logps_of
 
@@ -20,8 +22,14 @@ def batch():
     return make_batch()
 
 
+@pytest.fixture(autouse=True)
+def gathered(monkeypatch):
+    """At these sizes rows of logits would pay."""
+    monkeypatch.setattr(support, "words_per_row", lambda *_: 1e9)
+
+
 @pytest.fixture(params=["gathered", "through_logits"])
-def route(request, monkeypatch):
+def route(request, monkeypatch, gathered):
     if request.param == "through_logits":
         through_logits(monkeypatch)
     return request.param
@@ -199,6 +207,68 @@ def test_linear_logprobs(backend, route):
         assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_without_gradient_stay_out(backend, route):
+    """NaN and inf in the states of tokens of advantage 0."""
+    batch = make_batch(**SMALL)
+    mask = torch.ones_like(batch.mask)
+    batch.mask, batch.targets = mask, batch.targets.clamp(min=0)
+    kept = make_support(batch, without=0.3, most=30)
+    advantages = torch.tensor([1.0, 0.0, -0.5, 0.0])
+    hidden = torch.randn(4, 5, 24)
+    gradients = []
+    for poison in (0.0, torch.nan, torch.inf):
+        states = hidden.clone()
+        states[1], states[3] = states[1] + poison, states[3] + poison
+        states, weight = states.requires_grad_(), batch.weight.clone().requires_grad_()
+        out = fused_grpo_loss(
+            states, weight, batch.targets, advantages, mask, support=kept, skip_untrained=False,
+            old_logps=torch.full(mask.shape, -0.5), backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        gradients.append((states.grad, weight.grad))
+    for poisoned in gradients[1:]:
+        for actual, expected in zip(poisoned, gradients[0], strict=True):
+            assert expected.any() and torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_strided_lora(backend):
+    batch = make_batch(**SMALL)
+    kept = make_support(batch, without=0.3, most=30)
+    lora_b = torch.randn(61, 3)
+    gradients = []
+    for strided in (False, True):
+        a_out = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).t()
+        a_out = (a_out if strided else a_out.contiguous()).requires_grad_()
+        assert a_out.is_contiguous() != strided
+        out = fused_grpo_loss(
+            batch.hidden.flatten(0, 1), batch.weight, batch.targets.flatten(), torch.ones(20),
+            batch.mask.flatten(), low_rank=(a_out, lora_b), support=kept, backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        gradients.append(a_out.grad)
+    assert gradients[0].any()
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("backward", ["exact", "sampled"])
+def test_half_precision_products(batch, route, backward, monkeypatch):
+    """As on a GPU: rows of logits and their gradients in two buffers."""
+    imitate(monkeypatch, torch.bfloat16)
+    kept = make_support(batch.to("cpu", torch.bfloat16), without=0.1)
+    options = {"config": config(), "old_logps": True, "backward": backward}
+    if backward == "sampled":
+        options |= {"tolerance": 1e-3, "seed": 0}
+    batch = with_logps_of(batch.to("cpu", torch.bfloat16), kept)
+    exact = run_fused(batch, exact=True, support=kept, **options)
+    actual = run_fused(batch, exact=False, support=kept, **options)
+    for name, gradient in exact.gradients.items():
+        if gradient is not None:
+            error = (actual.gradients[name] - gradient).norm() / gradient.norm()
+            assert error < 8e-3, name
+
+
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
 def test_frozen(batch, frozen, route):
     kept = make_support(batch)
@@ -240,6 +310,22 @@ def test_no_gradients_wanted(batch):
     assert not out.loss.requires_grad
     expected = run_fused(batch, exact=True, support=kept)
     assert (out.logps - expected.logps).abs().max() < 1e-4
+
+
+def test_rows_of_logits_pay_for_large_sets(batch, monkeypatch):
+    """By their words beyond the limit, if these are more than V."""
+    monkeypatch.undo()
+    limit = support.words_per_row("cpu", 1003, 4)
+    assert 60 < limit < 90
+    batch.mask, batch.targets = torch.ones_like(batch.mask), batch.targets.clamp(min=0)
+    for count, large, share in ((60, 500, 1.0), (120, 500, 0.0), (60, 1003, 30 / 36)):
+        sets = [
+            [t, *(w for w in range(count if i < 30 else large) if w != t)]
+            for i, t in enumerate(batch.targets.flatten().tolist())
+        ]
+        few = sets if large > 500 or count > 100 else [words[:60] for words in sets]
+        metrics = run_fused(batch, exact=False, support=csr(few)).metrics
+        assert metrics["support/gathered"] == pytest.approx(share)
 
 
 def test_metrics(batch):
@@ -289,6 +375,8 @@ def test_both_scores(batch, objective, without):
     kept = make_support(batch, without=without)
     metrics = expect_equal(batch, kept, objective_options(objective) | {"score": "both"})
     assert "full/entropy" in metrics and "kl" not in metrics
+    beta = OBJECTIVES[objective][0].get("beta", 0.0)
+    assert ("zero_gradient" in metrics) == (beta == 0)
     assert ("full/kl" in metrics) == ("ref_logps" in OBJECTIVES[objective][1])
 
 
@@ -310,6 +398,19 @@ def test_the_kl_is_of_the_whole_softmax(batch):
     torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5, atol=1e-6)
     assert (mine.grad - hidden.grad).norm() <= 1e-5 * hidden.grad.norm()
     torch.testing.assert_close(out.full_logps.double(), full, rtol=1e-5, atol=1e-5)
+
+
+def test_both_scores_make_rows_of_logits_once(batch, route, monkeypatch):
+    made = []
+    logits = LMHead.logits
+    monkeypatch.setattr(
+        LMHead, "logits", lambda head, rows: (made.append(rows), logits(head, rows))[1]
+    )
+    linear_logprobs(
+        batch.hidden, batch.weight, batch.targets, mask=batch.mask, score="both",
+        support=make_support(batch, without=0.2),
+    )  # fmt: skip
+    assert sum(len(rows.targets) for rows in made) == int(batch.mask.sum())
 
 
 def test_both_scores_of_linear_logprobs(batch, route):

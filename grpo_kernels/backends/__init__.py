@@ -253,7 +253,8 @@ class Backend(Protocol):
         """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
 
         Segment s is `offsets[s] : offsets[s + 1]`. `out`, in any dtype, is added to and returned.
-        Each sum is taken in float32 and in the order of e, and rounded once.
+        Each sum is taken in float32 and in the order of e, and rounded once. Rows whose factor is 0
+        are not read.
         """
         ...
 

@@ -226,6 +226,10 @@ def segment_sums(
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
+    kept = factors != 0
+    if not bool(kept.all()):
+        offsets = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
+        factors, index = factors[kept], index[kept]
     whole = rows.dtype == torch.float32
     if whole and out is None:
         return _bags(factors, index, offsets, rows).to(dtype)

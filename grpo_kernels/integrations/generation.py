@@ -71,9 +71,12 @@ class SupportRecorder(LogitsProcessor):
     def generate_options() -> dict[str, Any]:
         """Returns arguments with which `generate` samples from the scores as they come.
 
-        `min_p` is 0, not None, which in a `GenerationConfig` stands for the model's own default.
+        Penalties and other cutoffs, which a model's own `GenerationConfig` may ask for, are off,
+        too. `min_p` is 0, not None, which stands for the model's own default.
         """
-        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        off = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+        off |= {"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0}
+        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | off
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the truncated scores, `[B, V]`."""

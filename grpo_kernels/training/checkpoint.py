@@ -150,7 +150,7 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
         for options in (state["config"], config)
     )
     # Checkpoints from before this option are of losses over the whole softmax.
-    truncated = config.get("top_k") or config.get("top_p", 1) < 1 or config.get("min_p")
+    truncated = before.get("top_k") or before.get("top_p", 1) < 1 or before.get("min_p")
     before.setdefault("replay_support", not truncated and config.get("replay_support"))
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
