@@ -168,12 +168,12 @@ class SupportHead:
         d_logits = d_words.gathered
         hidden, weight, bias, a_out, lora_b = self.operands
         words, sparse = self.support.gathered, self.support.distinct is not None
-        of_tokens = (d_logits, words.ids, words.offsets)
-        by_id = words.tokens_by_id
-        begins = words.begins_of(torch.arange(len(weight) + 1, device=weight.device))
-        of_ids = (d_logits[words.order], by_id, begins)
+        of_tokens = of_ids = of_bias = (d_logits, words.ids, words.offsets)
         ones = weight.new_ones((1, 1), dtype=torch.float32)
-        of_bias = (of_ids[0], torch.zeros_like(by_id), begins)
+        if (wanted[1] and not sparse) or wanted[2] or wanted[4]:
+            begins = words.begins_of(torch.arange(len(weight) + 1, device=weight.device))
+            of_ids = (d_logits[words.order], words.tokens_by_id, begins)
+            of_bias = (of_ids[0], torch.zeros_like(words.order), begins)
         parts = (
             (hidden, of_tokens, weight), (weight, of_ids, hidden), (bias, of_bias, ones),
             (a_out, of_tokens, lora_b), (lora_b, of_ids, a_out),
