@@ -33,7 +33,7 @@ WORD_LAUNCH = Launch(128, 1)
 # Elements of a tile of gathered rows. Where rows are long, one of dots is as wide as a warp's
 # vectors, so that the warp sums a word by itself; one of sums is wider than those of all warps: a
 # thread loads few ids, adds up columns of its own, and few programs meet an id without words.
-DOTS_LAUNCH = Launch(4096, 4)
+DOTS_LAUNCH = Launch(2048, 4)
 SUMS_LAUNCH = Launch(8192, 4)
 _DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
 # Rows of a tile where they are short.
@@ -174,8 +174,10 @@ def segment_sums(
 ) -> Tensor:
     S, K = len(offsets) - 1, rows.shape[1]
     result = rows.new_empty((S, K), dtype=dtype) if out is None else out
-    block_k = _block_k(K, _SUMS_COLUMNS)
-    block_e = min(launch.block // block_k, _MOST_SUMMED)
+    # With what is added to, the whole tile would not fit the registers of every GPU.
+    parts = 1 if out is None else 2
+    block_k = _block_k(K, _SUMS_COLUMNS // parts)
+    block_e = min(launch.block // parts // block_k, _MOST_SUMMED)
     num_warps = min(launch.num_warps, max(1, block_k // 256))
     if S:
         with _device_of(rows):
