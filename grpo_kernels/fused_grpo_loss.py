@@ -453,10 +453,13 @@ def _add_support(
     if policy.d_logps is not None:
         g, e = scale * policy.d_logps, None
         d_logps += g
+        needed = g != 0
         if policy.d_entropy is not None:
             e = scale * policy.d_entropy
             d_entropy += e
-        words.add_to(words.word_grads(logits, RowGrads.of(stats, g, d_entropy=e)), gradients)
+            needed |= e != 0
+        grads = RowGrads.of(stats, g, d_entropy=e)
+        words.add_to(words.word_grads(logits, grads, needed), gradients)
     return policy.loss
 
 

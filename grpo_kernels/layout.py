@@ -94,7 +94,7 @@ class ValueChecks:
                 raise ValueError(f"{message} ({count} of them)")
         of_further = [next(answers) for _ in further]
         for asked in self.sizes:
-            asked.numbers = [next(answers) for _ in asked.on_device]
+            asked.numbers = [next(answers) for _ in range(len(asked.on_device))]
         return of_further
 
     def check_without_sync(self) -> None:

@@ -247,9 +247,10 @@ class _LinearLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             d_entropy = d_entropy.float().contiguous()
             needed |= d_entropy != 0
+        has_grad = needed
         if call.mask is not None:
             # Masked rows came back as the constant 0, whatever gradient their value is given.
-            needed &= call.mask
+            needed = needed & call.mask
         if call.capturable:
             # The others take part, too.
             d_logps, d_softmax = (torch.where(needed, x, 0.0) for x in (d_logps, d_softmax))
@@ -273,7 +274,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if words is None:
                 gradients = compute(operands, call, grads, needed, wanted)
             else:
-                d_words = words.word_grads(ctx.words, grads)
+                d_words = words.word_grads(ctx.words, grads, has_grad)
                 if words.all_gathered and not ctx.has_rows:
                     return (*words.gathered_gradients(d_words, wanted), None, None, None, None)
                 also = partial(words.add_to, d_words)

@@ -124,15 +124,14 @@ class SupportHead:
             if len(words):
                 self.call.backend.word_stats(z, words, self.transform, out)
 
-    def word_grads(self, logits: Sequence[Tensor], grads: RowGrads) -> WordGrads:
+    def word_grads(self, logits: Sequence[Tensor], grads: RowGrads, needed: Tensor) -> WordGrads:
         """The gradient of the words of both routes, from those of the tokens `[N]`.
 
-        Tokens without one have no part in any product, whatever their states hold.
+        Tokens that are not `needed`, bool `[N]`, have no part in any product, whatever their states
+        hold.
         """
-        given = (grads.d_logps, grads.d_softmax, grads.d_entropy)
-        needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
         if self.call.with_grad is not None:
-            needed &= self.call.with_grad
+            needed = needed & self.call.with_grad
         d_words = []
         for words, z in zip(self._words(), logits, strict=True):
             if len(words):
