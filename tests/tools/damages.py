@@ -274,7 +274,7 @@ DAMAGES = [
         ("the gradient of logsumexp has its sign flipped",
          "d_logps - d_logsumexp.float()", "d_logps + d_logsumexp.float()"),
         ("masked rows are given a gradient",
-         "            needed &= call.mask\n", "            pass\n"),
+         "            needed = needed & call.mask\n", "            pass\n"),
     ),
     *_in(
         "backends/torch_backend.py",
@@ -314,12 +314,12 @@ DAMAGES = [
         ("a support: sets of one word are read, too",
          "1 if logsumexp else 2", "1"),
         ("a support: offsets may overlap",
-         "wrong = active & ((begins < before)", "wrong = active & ((begins < 0)"),
+         "wrong = (begins < _from_zero(reached)[:-1])", "wrong = (begins < 0)"),
         ("a support: the words of masked tokens count",
          "torch.ones_like(targets, dtype=torch.bool) if mask is None else mask",
          "torch.ones_like(targets, dtype=torch.bool)"),
         ("a support: words are in the order of tokens where ids are wanted",
-         "ranks[order]", "ranks[index]"),
+         "order = ranks[self.by_id[", "order = ranks[self.by_id.sort().values["),
     ),
     *_in(
         "support_head.py",
