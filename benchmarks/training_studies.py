@@ -173,6 +173,7 @@ def plot(runs: Runs, path: Path) -> None:
             low, high = [min(x) for x in curves], [max(x) for x in curves]
             panel.fill_between(steps, low, high, color=f"C{color}", alpha=0.15)
         panel.set(xlabel="step", title=f"{title}, mean of {LAST} steps", ylim=(0, 1.02))
+        panel.locator_params(axis="x", integer=True)
         panel.grid(alpha=0.3)
     panels[0].legend()
     figure.savefig(path, dpi=110)
