@@ -234,10 +234,8 @@ def support_of(
     exists = (ids >= 0) & (ids < V)
     checks.add(belongs & ~exists, f"support[0]: expected ids in [0, {V}); got ids outside")
 
-    hits = belongs & (ids == target)
-    found = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
-    found = found[:, ends] - found[:, begins]
-    outside = (counts > 0) & (found[0] == 0)
+    found, positions = _found(belongs & (ids == target), places, begins, ends)
+    outside = (counts > 0) & (found == 0)
     if fallback == "error":
         checks.add(
             outside,
@@ -249,7 +247,7 @@ def support_of(
 
     by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
     routes = _routes(counts, V, bytes_per_element, 1 if logsumexp else 2, route)
-    all_words = _AllWords(ids, tokens, belongs, by_id, found[1] - begins)
+    all_words = _AllWords(ids, tokens, belongs, by_id, positions)
     wide = torch.where(routes[1], counts, 0).cumsum(0)
     present = None
     if distinct:
@@ -286,6 +284,13 @@ def _intervals(
     )
     begins = begins.clamp(0, K)
     return begins, torch.where(active & ~wrong, ends, begins), reached
+
+
+def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """How often each token's words hit, and the place of the one that does, from its begin."""
+    sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
+    found, place = sums[:, ends] - sums[:, begins]
+    return found, place - begins
 
 
 def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:

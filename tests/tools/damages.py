@@ -310,7 +310,7 @@ DAMAGES = [
         ("a support: ids may repeat in a set",
          "(of[1:] == of[:-1]) & (ordered", "(of[1:] > of[:-1]) & (ordered"),
         ("a support: the target is counted from the first of all words",
-         "found[1] - begins", "found[1]"),
+         "return found, place - begins", "return found, place"),
         ("a support: sets of one word are read, too",
          "1 if logsumexp else 2", "1"),
         ("a support: offsets may overlap",
