@@ -144,6 +144,8 @@ def head_launches() -> None:
 def word_launches() -> None:
     """Launches the kernels on single words: of a head of 4,096 columns, a LoRA's and the bias."""
     words, tokens = some_words(), torch.ones(2)
+    # So many that a segment can be long.
+    many = some_words(2 * triton_words.PART + 1)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, tokens)
     for softcap, temperature, of_entropy in itertools.product(
         (None, 30.0), temperatures, (None, tokens)
@@ -159,13 +161,13 @@ def word_launches() -> None:
         rows = torch.empty(2, K, dtype=dtype)
         triton_backend.word_dots(rows, rows.to(other), words, torch.ones(len(words)))
         for out in (None, rows.to(other)):
-            sum_words(words, rows, other, out)
+            sum_words(many, rows, other, out)
     for dtype, out in ((torch.float32, torch.ones(2, 1)), *((half, None) for half in HALVES)):
-        sum_words(words, torch.ones(1, 1), dtype, out)
+        sum_words(many, torch.ones(1, 1), dtype, out)
 
 
-def some_words() -> Words:
-    of_word, of_token = torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+def some_words(count: int = 5) -> Words:
+    of_word, of_token = torch.zeros(count, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     return Words(of_word, of_word, of_token, of_token[1:], of_word)
 
 

@@ -200,6 +200,14 @@ def test_launches(call, case):
         assert more == few, (more - few, few - more)
 
 
+@pytest.mark.parametrize("call", RECORD)
+def test_sums_of_parts_are_launched_where_a_segment_can_be_long(call):
+    for tokens, words, long in ((128, 2, False), (256, 2, True)):
+        of = launches_of(call, "mask", tokens=tokens, words=words)
+        assert of["segment_sums_kernel"] == 2
+        assert of["part_sums_kernel"] == of["sum_parts_kernel"] == 2 * long
+
+
 @pytest.mark.parametrize("rows", (CHUNK_ROWS, 2 * CHUNK_ROWS))
 def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
     of_support = launches_of("loss", "mask").total()
@@ -255,7 +263,10 @@ def kind_of(options, key):
     return options, *dtypes, dict(key).get("K")
 
 
-KERNELS = ("word_dots_kernel", "segment_sums_kernel", "token_stats_kernel", "logit_grads_kernel")
+KERNELS = (
+    "word_dots_kernel", "segment_sums_kernel", "part_sums_kernel", "sum_parts_kernel",
+    "token_stats_kernel", "logit_grads_kernel",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

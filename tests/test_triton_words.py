@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, support
-from grpo_kernels.backends import Words, torch_backend, triton_backend
+from grpo_kernels.backends import Words, torch_backend, triton_backend, triton_words
 from tests.support.batches import assert_matches, config, make_batch, relative_error, run_fused
 from tests.support.supports import make_support, with_logps_of
 
@@ -80,6 +80,62 @@ def test_sums_over_tokens_and_over_ids(device, into, dtype, K):
         unit = 1e-6 if wanted == torch.float32 else 2**-7 if device == "cpu" else 2**-8
         assert expected.norm() > 0
         torch.testing.assert_close(result.double(), expected, rtol=unit, atol=2e-5)
+
+
+# A long segment is one of more than 2 * PART words. Some begin or end at a multiple of PART, others
+# one before or behind it.
+PART = triton_words.PART
+SIZES = (0, 1, 2 * PART - 1, 2 * PART, 2 * PART + 1, 1000)
+ORDERS = {
+    "rising": SIZES,
+    "falling": SIZES[::-1],
+    "neighbours": (3 * PART, 0, 3 * PART - 1, 2, 2 * PART + 1, 0, 2 * PART + 1, 0),
+    "one": (5 * PART + 3,),
+    "around_nothing": (0, 0, 8 * PART, 0, 0),
+}
+
+
+def long_segments(sizes, device, dtype, K):
+    g = torch.Generator().manual_seed(sum(sizes))
+    factors = torch.randn(sum(sizes), generator=g)
+    index = torch.randint(9, factors.shape, generator=g)
+    factors[::7] = 0.0
+    rows = torch.randn(9, K, generator=g).to(device, dtype)
+    offsets = torch.tensor((0, *sizes)).cumsum(0)
+    return factors.to(device), index.to(device), offsets.to(device), rows
+
+
+@pytest.mark.parametrize("into", ("new", "float32", "own"))
+@pytest.mark.parametrize("sizes", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_long_segments(device, dtype, sizes, into):
+    factors, index, offsets, rows = long_segments(sizes, device, dtype, K=50)
+    segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+    wanted = torch.float32 if into == "float32" else dtype
+    before = None if into == "new" else torch.randn(len(sizes), 50, device=device).to(wanted)
+    expected = torch.zeros(len(sizes), 50, dtype=torch.float64, device=device)
+    expected.index_add_(0, segments, factors[:, None].double() * rows[index].double())
+    results = []
+    for backend in (triton_backend, triton_backend, torch_backend):
+        out = None if before is None else before.clone()
+        results.append(backend.segment_sums(factors, index, offsets, rows, wanted, out))
+        assert results[-1].dtype == wanted and (out is None or results[-1] is out)
+    assert results[0].equal(results[1])
+    expected += 0.0 if before is None else before
+    unit = 1e-6 if wanted == torch.float32 else 2**-7 if device == "cpu" else 2**-8
+    for result in results:
+        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_long_segments_of_wide_rows(device):
+    """More columns than a block of words or of parts has, and more parts than one."""
+    factors, index, offsets, rows = long_segments((3, 9 * PART), device, torch.float32, K=2050)
+    result = triton_backend.segment_sums(factors, index, offsets, rows, rows.dtype, None)
+    products = factors[:, None].double() * rows[index].double()
+    expected = torch.stack([products[:3].sum(0), products[3:].sum(0)])
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -246,7 +246,7 @@ def segment_sums(
         if out is None:
             result[part] = sums.to(dtype)
         else:
-            result[part] += sums.to(out.dtype)
+            result[part] += sums
     return result
 
 

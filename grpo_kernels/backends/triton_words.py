@@ -5,8 +5,14 @@
 
 The second one is dh (segments are tokens, rows those of W) and dW (segments are ids, the words
 sorted by them, rows the states). Each sum has one owner, which takes it in float32 and always in
-the same order, and rounds it once: no atomics, the same bits in every run. Statistics and gradients
-of a token's z are those of any row of logits, by the kernels of `triton_logits.py`.
+the same order, and rounds it once: no atomics, the same bits in every run. An id that most tokens
+keep has thousands of words, which one program would add up long after the others are done. A long
+segment, of more than 2 P words, is cut at the multiples of P into parts of fewer, each with a
+program and a sum of its own; `sum_parts_kernel` adds them up. Between two multiples of P no long
+segment lies, so E / P parts hold them all, and no size is read from the device.
+
+Statistics and gradients of a token's z are those of any row of logits, by the kernels of
+`triton_logits.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +42,12 @@ WORD_LAUNCH = Launch(128, 1)
 DOTS_LAUNCH = Launch(2048, 4)
 SUMS_LAUNCH = Launch(8192, 4)
 _DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
+# Narrower, as there are few sums of parts, and the latency of their loops is all they cost.
+_PARTS_COLUMNS = 1024
 # Rows of a tile where they are short.
 _MOST_DOTS, _MOST_SUMMED = 64, 32
+# Words from cut to cut of a long segment.
+PART = 128
 
 
 # The number of words, and pointers to one value per word or token, are not specialized: see
@@ -68,20 +78,13 @@ def word_dots_kernel(
     tl.store(out_ptr + offs_e, z, mask=mask_e)
 
 
-@triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
-def segment_sums_kernel(
-    factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
-    K,
-    stride_rows_m, stride_out_s,
-    ADDS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def _sum_of_words(
+    factors_ptr, index_ptr, rows_ptr,
+    begin, end, offs_k, mask_k,
+    stride_rows_m,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    segment = tl.program_id(0).to(tl.int64)
-    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask_k = offs_k < K
-    begin = tl.load(offsets_ptr + segment)
-    end = tl.load(offsets_ptr + segment + 1)
-    if ADDS & (begin == end):
-        return
     sums = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(begin, end, BLOCK_E):
         offs_e = first + tl.arange(0, BLOCK_E)
@@ -94,10 +97,95 @@ def segment_sums_kernel(
             mask=(factors != 0.0)[:, None] & mask_k[None, :], other=0.0,
         )  # fmt: skip
         sums += tl.sum(factors[:, None] * rows.to(tl.float32), axis=0)
-    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    return sums
+
+
+@triton.jit
+def _store_sums(sums, out_ptrs, mask_k, ADDS: tl.constexpr):
     if ADDS:
         sums += tl.load(out_ptrs, mask=mask_k, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
+    tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty), mask=mask_k)
+
+
+@triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
+def segment_sums_kernel(
+    factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
+    K,
+    stride_rows_m, stride_out_s,
+    ADDS: tl.constexpr, PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    # Long ones are those of `sum_parts_kernel`.
+    if (end - begin > 2 * PART) | (ADDS & (begin == end)):
+        return
+    sums = _sum_of_words(
+        factors_ptr, index_ptr, rows_ptr,
+        begin, end, offs_k, mask_k,
+        stride_rows_m,
+        BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+    _store_sums(sums, out_ptr + segment * stride_out_s + offs_k, mask_k, ADDS)
+
+
+# Part p is what a long segment has around word p * PART: up to the next multiple of PART, and from
+# its begin where the last multiple is another's.
+@triton.jit(
+    do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr", "segments_ptr"]
+)
+def part_sums_kernel(
+    factors_ptr, index_ptr, offsets_ptr, segments_ptr, rows_ptr, out_ptr,
+    K,
+    stride_rows_m, stride_out_p,
+    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    segment = tl.load(segments_ptr + part)
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    if end - begin <= 2 * PART:
+        return
+    cut = part * PART
+    sums = _sum_of_words(
+        factors_ptr, index_ptr, rows_ptr,
+        tl.where(begin > cut - PART, begin, cut), tl.minimum(end, cut + PART), offs_k, mask_k,
+        stride_rows_m,
+        BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+    _store_sums(sums, out_ptr + part * stride_out_p + offs_k, mask_k, ADDS=False)
+
+
+@triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"])
+def sum_parts_kernel(
+    offsets_ptr, segments_ptr, parts_ptr, out_ptr,
+    K,
+    stride_parts_p, stride_out_s,
+    ADDS: tl.constexpr, PART: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    segment = tl.load(segments_ptr + part)
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    # The program of a long segment's first part owns its sum.
+    if (end - begin <= 2 * PART) | (part != tl.cdiv(begin, PART)):
+        return
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    end_part = tl.cdiv(end, PART)
+    for first in range(part, end_part, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        parts = tl.load(
+            parts_ptr + offs_p[:, None] * stride_parts_p + offs_k[None, :],
+            mask=(offs_p < end_part)[:, None] & mask_k[None, :], other=0.0,
+        )  # fmt: skip
+        sums += tl.sum(parts, axis=0)
+    _store_sums(sums, out_ptr + segment * stride_out_s + offs_k, mask_k, ADDS)
 
 
 def word_dots(
@@ -174,20 +262,64 @@ def segment_sums(
 ) -> Tensor:
     S, K = len(offsets) - 1, rows.shape[1]
     result = rows.new_empty((S, K), dtype=dtype) if out is None else out
+    assert K == 1 or rows.stride(1) == result.stride(1) == 1
     # With what is added to, the whole tile would not fit the registers of every GPU.
     parts = 1 if out is None else 2
-    block_k = _block_k(K, _SUMS_COLUMNS // parts)
-    block_e = min(launch.block // parts // block_k, _MOST_SUMMED)
-    num_warps = min(launch.num_warps, max(1, block_k // 256))
+    tile = Launch(launch.block // parts, launch.num_warps)
+    block_e, block_k, num_warps = _sums_tile(tile, K, _SUMS_COLUMNS // parts)
     if S:
         with _device_of(rows):
             segment_sums_kernel[(S, triton.cdiv(K, block_k))](
                 factors, index, offsets, rows, result,
                 K,
                 rows.stride(0), result.stride(0),
-                ADDS=out is not None, BLOCK_E=block_e, BLOCK_K=block_k, num_warps=num_warps,
+                ADDS=out is not None, PART=PART, BLOCK_E=block_e, BLOCK_K=block_k,
+                num_warps=num_warps,
             )  # fmt: skip
+            if len(factors) > 2 * PART:
+                _sum_long_segments(
+                    factors, index, offsets, rows, result, adds=out is not None, launch=launch
+                )
     return result
+
+
+def _sum_long_segments(
+    factors: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    *,
+    adds: bool,
+    launch: Launch,
+) -> None:
+    """Writes the sums of segments of more than 2 * PART words, or adds them, to `out`."""
+    K = rows.shape[1]
+    cuts = torch.arange(0, len(factors), PART, device=offsets.device)
+    # The first to end behind the word: the one that has it.
+    segments = torch.searchsorted(offsets[1:], cuts, right=True)
+    parts = rows.new_empty((len(cuts), K), dtype=torch.float32)
+    block_e, block_k, num_warps = _sums_tile(launch, K, _SUMS_COLUMNS)
+    part_sums_kernel[(len(cuts), triton.cdiv(K, block_k))](
+        factors, index, offsets, segments, rows, parts,
+        K,
+        rows.stride(0), parts.stride(0),
+        PART=PART, BLOCK_E=block_e, BLOCK_K=block_k, num_warps=num_warps,
+    )  # fmt: skip
+    block_p, block_k, num_warps = _sums_tile(launch, K, _PARTS_COLUMNS)
+    sum_parts_kernel[(len(cuts), triton.cdiv(K, block_k))](
+        offsets, segments, parts, out,
+        K,
+        parts.stride(0), out.stride(0),
+        ADDS=adds, PART=PART, BLOCK_P=block_p, BLOCK_K=block_k, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _sums_tile(launch: Launch, K: int, most: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of a sum, and warps."""
+    block_k = _block_k(K, most)
+    block_m = min(launch.block // block_k, _MOST_SUMMED)
+    return block_m, block_k, min(launch.num_warps, max(1, block_k // 256))
 
 
 def _block_k(K: int, most: int) -> int:

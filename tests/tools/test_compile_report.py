@@ -40,11 +40,12 @@ def test_table(tmp_path):
     assert result.returncode == 0, result.stderr
     # Of the policy loss nothing is compiled anew for what 16 divides.
     names = ("token_stats", "logit_grads", "column_scores", "column_level")
-    builds = dict.fromkeys((*names, "word_dots", "segment_sums"), 2)
+    words = ("word_dots", "segment_sums", "part_sums", "sum_parts")
+    builds = dict.fromkeys((*names, *words), 2)
     for kernel, count in (builds | {"policy_loss": 1}).items():
         for arch in ("sm_80", "gfx942"):
             assert f"| {kernel}_kernel | {arch} | {count} |" in result.stdout
-    for name in ("one sweep", *names[:3], "word_dots", "segment_sums"):
+    for name in ("one sweep", *names[:3], *words[:2]):
         assert f"| {name} | sm_80 | " in result.stdout
     page = out.read_text()
     tables = result.stdout.strip().split("\n", 1)[1]
