@@ -252,9 +252,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
 
-        Segment s is `offsets[s] : offsets[s + 1]`. `out`, in any dtype, is added to and returned.
-        Each sum is taken in float32 and in the order of e, and rounded once. Rows whose factor is 0
-        are not read.
+        Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. `out`, in any dtype, is added
+        to and returned. Each sum is taken in float32, always in the same order, and rounded once.
+        Rows whose factor is 0 are not read.
         """
         ...
 

@@ -42,8 +42,8 @@ WORD_LAUNCH = Launch(128, 1)
 DOTS_LAUNCH = Launch(2048, 4)
 SUMS_LAUNCH = Launch(8192, 4)
 _DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
-# Narrower, as there are few sums of parts, and the latency of their loops is all they cost.
-_PARTS_COLUMNS = 1024
+# Narrower for long segments, which are few: more programs, and as many rows at a time.
+_LONG_LAUNCH, _LONG_COLUMNS = Launch(4096, 4), 1024
 # Rows of a tile where they are short.
 _MOST_DOTS, _MOST_SUMMED = 64, 32
 # Words from cut to cut of a long segment.
@@ -277,9 +277,7 @@ def segment_sums(
                 num_warps=num_warps,
             )  # fmt: skip
             if len(factors) > 2 * PART:
-                _sum_long_segments(
-                    factors, index, offsets, rows, result, adds=out is not None, launch=launch
-                )
+                _sum_long_segments(factors, index, offsets, rows, result, adds=out is not None)
     return result
 
 
@@ -291,7 +289,6 @@ def _sum_long_segments(
     out: Tensor,
     *,
     adds: bool,
-    launch: Launch,
 ) -> None:
     """Writes the sums of segments of more than 2 * PART words, or adds them, to `out`."""
     K = rows.shape[1]
@@ -299,19 +296,19 @@ def _sum_long_segments(
     # The first to end behind the word: the one that has it.
     segments = torch.searchsorted(offsets[1:], cuts, right=True)
     parts = rows.new_empty((len(cuts), K), dtype=torch.float32)
-    block_e, block_k, num_warps = _sums_tile(launch, K, _SUMS_COLUMNS)
-    part_sums_kernel[(len(cuts), triton.cdiv(K, block_k))](
+    block_m, block_k, num_warps = _sums_tile(_LONG_LAUNCH, K, _LONG_COLUMNS)
+    grid = (len(cuts), triton.cdiv(K, block_k))
+    part_sums_kernel[grid](
         factors, index, offsets, segments, rows, parts,
         K,
         rows.stride(0), parts.stride(0),
-        PART=PART, BLOCK_E=block_e, BLOCK_K=block_k, num_warps=num_warps,
+        PART=PART, BLOCK_E=block_m, BLOCK_K=block_k, num_warps=num_warps,
     )  # fmt: skip
-    block_p, block_k, num_warps = _sums_tile(launch, K, _PARTS_COLUMNS)
-    sum_parts_kernel[(len(cuts), triton.cdiv(K, block_k))](
+    sum_parts_kernel[grid](
         offsets, segments, parts, out,
         K,
         parts.stride(0), out.stride(0),
-        ADDS=adds, PART=PART, BLOCK_P=block_p, BLOCK_K=block_k, num_warps=num_warps,
+        ADDS=adds, PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, num_warps=num_warps,
     )  # fmt: skip
 
 
