@@ -45,21 +45,30 @@ class Support:
     tokens: Tensor  # bool [N]: those that have a set
     counts: Tensor  # int64 [N]: words of each, 0 without a set
     num_fallback: Tensor  # int64, 0-d: tokens whose target was outside
-    all_words: _AllWords
+    unrouted: list[_AllWords]  # one, until it is routed: it is as large as what comes of it
     routes: Tensor  # bool [2, N]: gathered, through logits
     rows_per_chunk: int  # of logits
     sizes: Sizes
     distinct: Tensor | None  # bool [V]: ids of gathered words, where they are wanted
 
     @cached_property
+    def words(self) -> tuple[Words, Words]:
+        """The words of both routes: multiplied one by one, and picked out of rows of logits."""
+        of, (one_by_one, picked) = self.unrouted.pop().of, self.sizes.numbers[:2]
+        return (
+            of(self.routes[0], self.counts, one_by_one, ordered=True),
+            of(self.routes[1], self.counts, picked, ordered=False),
+        )
+
+    @property
     def gathered(self) -> Words:
         """The words that are multiplied one by one."""
-        return self.all_words.of(self.routes[0], self.counts, self.sizes.numbers[0], ordered=True)
+        return self.words[0]
 
-    @cached_property
+    @property
     def through_logits(self) -> Words:
         """The words whose logits come from whole rows."""
-        return self.all_words.of(self.routes[1], self.counts, self.sizes.numbers[1], ordered=False)
+        return self.words[1]
 
     def chunks(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
         """Cuts the tokens of `through_logits`: their ids, their words, the row of each word."""
@@ -229,12 +238,12 @@ def support_of(
     counts = ends - begins
     places = torch.arange(len(ids), device=device)
     tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
-    begin, end, target = torch.stack([begins, ends, targets])[:, tokens]
-    belongs = (places >= begin) & (places < end)
+    belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
     exists = (ids >= 0) & (ids < V)
     checks.add(belongs & ~exists, f"support[0]: expected ids in [0, {V}); got ids outside")
 
-    found, positions = _found(belongs & (ids == target), places, begins, ends)
+    found, positions = _found(hits, places, begins, ends)
+    del hits, places
     outside = (counts > 0) & (found == 0)
     if fallback == "error":
         checks.add(
@@ -260,7 +269,7 @@ def support_of(
         _bounds(wide, routes[1].cumsum(0), rows_per_chunk),
     )
     return Support(
-        counts > 0, counts, outside.sum(), all_words, routes, rows_per_chunk, sizes, present
+        counts > 0, counts, outside.sum(), [all_words], routes, rows_per_chunk, sizes, present
     )  # fmt: skip
 
 
@@ -284,6 +293,15 @@ def _intervals(
     )
     begins = begins.clamp(0, K)
     return begins, torch.where(active & ~wrong, ends, begins), reached
+
+
+def _compared(
+    ids: Tensor, places: Tensor, tokens: Tensor, of_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which words belong to their token, and are its target; from begins, ends and targets."""
+    begin, end, target = of_tokens[:, tokens]
+    belongs = (places >= begin) & (places < end)
+    return belongs, belongs & (ids == target)
 
 
 def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ class SupportHead:
 
     def stats(self, logits: Sequence[Tensor], out: TokenStats) -> None:
         """Puts the statistics of every token's set into `out [N]`, which may lack the entropy."""
-        for words, z in zip(self._words(), logits, strict=True):
+        for words, z in zip(self.support.words, logits, strict=True):
             if len(words):
                 self.call.backend.word_stats(z, words, self.transform, out)
 
@@ -133,7 +133,7 @@ class SupportHead:
         if self.call.with_grad is not None:
             needed = needed & self.call.with_grad
         d_words = []
-        for words, z in zip(self._words(), logits, strict=True):
+        for words, z in zip(self.support.words, logits, strict=True):
             if len(words):
                 d = self.call.backend.word_grads(z, words, self.transform, grads)
                 z = torch.where(needed[words.tokens], d, 0.0)
@@ -205,9 +205,6 @@ class SupportHead:
         return torch.sparse_coo_tensor(
             ids[None], values, weight.shape, is_coalesced=True, check_invariants=False
         )
-
-    def _words(self) -> tuple[Words, Words]:
-        return self.support.gathered, self.support.through_logits
 
     def _gathered_logits(self) -> Tensor:
         hidden, weight, bias, a_out, lora_b = self.operands
