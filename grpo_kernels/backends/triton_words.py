@@ -40,10 +40,8 @@ WORD_LAUNCH = Launch(128, 1)
 # vectors, so that the warp sums a word by itself; one of sums is wider than those of all warps: a
 # thread loads few ids, adds up columns of its own, and few programs meet an id without words.
 DOTS_LAUNCH = Launch(2048, 4)
-SUMS_LAUNCH = Launch(8192, 4)
+SUMS_LAUNCH = Launch(4096, 4)
 _DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
-# Narrower for long segments, which are few: more programs, and as many rows at a time.
-_LONG_LAUNCH, _LONG_COLUMNS = Launch(4096, 4), 1024
 # Rows of a tile where they are short.
 _MOST_DOTS, _MOST_SUMMED = 64, 32
 # Words from cut to cut of a long segment.
@@ -263,10 +261,9 @@ def segment_sums(
     S, K = len(offsets) - 1, rows.shape[1]
     result = rows.new_empty((S, K), dtype=dtype) if out is None else out
     assert K == 1 or rows.stride(1) == result.stride(1) == 1
-    # With what is added to, the whole tile would not fit the registers of every GPU.
-    parts = 1 if out is None else 2
-    tile = Launch(launch.block // parts, launch.num_warps)
-    block_e, block_k, num_warps = _sums_tile(tile, K, _SUMS_COLUMNS // parts)
+    # With what is added to, wide rows would not fit the registers of every GPU.
+    most = _SUMS_COLUMNS if out is None else _SUMS_COLUMNS // 2
+    block_e, block_k, num_warps = _sums_tile(launch, K, most)
     if S:
         with _device_of(rows):
             segment_sums_kernel[(S, triton.cdiv(K, block_k))](
@@ -296,7 +293,7 @@ def _sum_long_segments(
     # The first to end behind the word: the one that has it.
     segments = torch.searchsorted(offsets[1:], cuts, right=True)
     parts = rows.new_empty((len(cuts), K), dtype=torch.float32)
-    block_m, block_k, num_warps = _sums_tile(_LONG_LAUNCH, K, _LONG_COLUMNS)
+    block_m, block_k, num_warps = _sums_tile(SUMS_LAUNCH, K, _SUMS_COLUMNS // 2)
     grid = (len(cuts), triton.cdiv(K, block_k))
     part_sums_kernel[grid](
         factors, index, offsets, segments, rows, parts,

@@ -82,7 +82,7 @@ def test_the_route_of_a_token_is_that_of_the_model():
     V, H = 151_936, 4096
     a_word = 3 * 2 * H / (DEVICES["H200"].tb_per_s * SCATTERED)
     a_row = 6 * V * H / DEVICES["H200"].tflops
-    assert words_per_row("cuda", V, itemsize=2) == pytest.approx(a_row / a_word, rel=0.05)
+    assert words_per_row("cuda", V, bytes_per_element=2) == pytest.approx(a_row / a_word, rel=0.05)
 
 
 def test_published_figures_are_met_as_far_as_the_page_says():

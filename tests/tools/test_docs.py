@@ -37,6 +37,7 @@ def code_blocks(page):
         ("README.md", 1),
         ("docs/objectives.md", 5),
         ("docs/sampled_backward.md", 1),
+        ("docs/support.md", 1),
         ("docs/training.md", 1),
         ("docs/integrations.md", 3),
     ),
