@@ -293,7 +293,7 @@ def test_trl_metrics(loss_type, level, correction):
         # TRL counts a sequence of no tokens as one that was not clipped, of weight 1.
         keep = batch.mask.any(1)
         batch = Batch(
-            **{k: x[keep] if k not in ("weight", "bias", "cu_seqlens") else x
+            **{k: x if x is None or k in ("weight", "bias") else x[keep]
                for k, x in vars(batch).items()}
         )  # fmt: skip
     cfg = config(**options)
