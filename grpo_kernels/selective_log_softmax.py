@@ -113,7 +113,7 @@ def _words_of(
         bytes_per_element=logits.element_size(),
         rows_per_chunk=max(1, len(targets)),
         checks=checks,
-        route="gathered",
+        all_gathered=True,
     )
     (count,) = checks.read((~found.tokens).sum())
     return found.gathered, indices(~found.tokens, count)

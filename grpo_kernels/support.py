@@ -212,7 +212,7 @@ def support_of(
     rows_per_chunk: int,
     checks: ValueChecks,
     logsumexp: bool = False,
-    route: str | None = None,
+    all_gathered: bool = False,
     distinct: bool = False,
 ) -> Support:
     """The support of flat targets, checked as far as it can be without reading the device.
@@ -228,7 +228,7 @@ def support_of(
         rows_per_chunk: rows of logits that there is memory for.
         checks: gets the questions, and the sizes to be read.
         logsumexp: whether sets of one word take part.
-        route: `"gathered"` or `"logits"` for all tokens; None: by cost.
+        all_gathered: no words go through logits, whatever they cost.
         distinct: whether `distinct_ids` is wanted.
     """
     N, device = len(targets), ids.device
@@ -255,7 +255,7 @@ def support_of(
     belongs = belongs & ~outside[tokens]
 
     by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-    routes = _routes(counts, V, bytes_per_element, 1 if logsumexp else 2, route)
+    routes = _routes(counts, V, bytes_per_element, 1 if logsumexp else 2, all_gathered)
     all_words = _AllWords(ids, tokens, belongs, by_id, positions)
     wide = torch.where(routes[1], counts, 0).cumsum(0)
     present = None
@@ -321,14 +321,12 @@ def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
 
 
 def _routes(
-    counts: Tensor, V: int, bytes_per_element: int, least: int, route: str | None
+    counts: Tensor, V: int, bytes_per_element: int, least: int, all_gathered: bool
 ) -> Tensor:
     """The tokens that are gathered, and those that go through logits, bool `[2, N]`."""
     takes_part = counts >= least
-    if route is not None:
-        none = torch.zeros_like(takes_part)
-        pair = (takes_part, none) if route == "gathered" else (none, takes_part)
-        return torch.stack(pair)
+    if all_gathered:
+        return torch.stack([takes_part, torch.zeros_like(takes_part)])
     limit = words_per_row(counts.device.type, V, bytes_per_element)
     wide = takes_part & (counts > limit)
     pays = torch.where(wide, counts - limit, 0.0).sum() > WORDS_PER_WEIGHT * V

@@ -63,7 +63,7 @@ def with_support(
         rows_per_chunk=rows_of_logits(weight, call.chunk_bytes, call.dtype),
         checks=call.checks,
         logsumexp=logsumexp,
-        route="gathered" if sparse or gathered else None,
+        all_gathered=sparse or gathered,
         distinct=sparse,
     )
     others = ~found.tokens

@@ -306,7 +306,7 @@ DAMAGES = [
     # Words of a support.
     *_in(
         "support.py",
-        "test_support",
+        "test_support test_support_input",
         ("a support: ids may repeat in a set",
          "(of[1:] == of[:-1]) & (ordered", "(of[1:] > of[:-1]) & (ordered"),
         ("a support: the target is counted from the first of all words",
