@@ -205,8 +205,9 @@ def test_linear_logprobs(backend, route):
         assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_states_without_gradient_stay_out(backend, route):
+def test_states_without_gradient_stay_out(backend, loss_type, route):
     """NaN and inf in the states of tokens of advantage 0."""
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
@@ -220,8 +221,8 @@ def test_states_without_gradient_stay_out(backend, route):
         states[1], states[3] = states[1] + poison, states[3] + poison
         states, weight = states.requires_grad_(), batch.weight.clone().requires_grad_()
         out = fused_grpo_loss(
-            states, weight, batch.targets, advantages, mask, support=kept, skip_untrained=False,
-            old_logps=torch.full(mask.shape, -0.5), backend=backend,
+            states, weight, batch.targets, advantages, mask, support=kept, backend=backend,
+            old_logps=torch.full(mask.shape, -0.5), config=config(loss_type=loss_type),
         )  # fmt: skip
         out.loss.backward()
         gradients.append((states.grad, weight.grad))
