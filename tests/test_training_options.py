@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
         ("--save_steps", "here: --save_every"),
         ("--logging_steps", "here: every step is logged"),
         ("--report_to", "here: --trackers"),
-        ("--use_vllm", "here: a sampler on a server is passed to Trainer(rollout=...)"),
+        ("--use_vllm", "--use_vllm is TRL's; here: --rollout vllm"),
     ),
 )
 def test_an_unknown_flag_is_answered(flag, answer, capsys):

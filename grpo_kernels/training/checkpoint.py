@@ -19,12 +19,14 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from . import demo_model, ranks
+from .config import DEFAULTS
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size",
+    "trackers", "micro_batch_size", "vllm_gpu_memory_utilization", "vllm_server_base_url",
+    "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
 }  # fmt: skip
 _STATE, _REFERENCE, _WEIGHTS = "state.json", "reference.pt", "trained.pt"
 
@@ -152,6 +154,9 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
     # Checkpoints from before this option are of losses over the whole softmax.
     truncated = before.get("top_k") or before.get("top_p", 1) < 1 or before.get("min_p")
     before.setdefault("replay_support", not truncated and config.get("replay_support"))
+    # Options that came later were as their defaults are.
+    later = {name: value for name, value in DEFAULTS.items() if name.startswith("vllm_")}
+    before = later | before
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)

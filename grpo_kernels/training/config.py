@@ -15,7 +15,8 @@ PRECISIONS = ("auto", "no", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SCHEDULES = ("constant", "linear", "cosine")
 BACKWARDS = ("exact", "sampled")
-ROLLOUTS = ("generate", "continuous_batching")
+ROLLOUTS = ("generate", "continuous_batching", "vllm")
+VLLM_MODES = ("colocate", "server")
 # An option of the loss that is one of sampling here: completions have a length in every run.
 _NOT_OF_THE_LOSS = {"max_completion_length"}
 
@@ -101,7 +102,37 @@ class TrainingConfig:
     mask_truncated_completions: bool = _option(
         False, "leave completions that were cut at max_completion_length out of the loss"
     )
-    rollout: str = _option("generate", "sampler: generate, or continuous_batching")
+    rollout: str = _option("generate", "sampler: generate, continuous_batching, or vllm")
+    vllm_mode: str = _option(
+        "colocate", "vLLM in this process (in each, of several), or a server of its own"
+    )
+    vllm_dtype: str = _option(
+        "auto", "dtype that vLLM computes in: fp32, bf16, or auto: that of the policy's GEMMs"
+    )
+    vllm_max_model_length: int | None = _option(
+        None, "tokens that vLLM has room for in a sequence; none: max_prompt_length + "
+        "max_completion_length"
+    )  # fmt: skip
+    vllm_lora: str = _option(
+        "merged", "adapters are sent to vLLM merged into all the weights, or as an adapter, whose "
+        "base weights stay those of the model's files"
+    )  # fmt: skip
+    vllm_gpu_memory_utilization: float = _option(
+        0.3, "share of each GPU's memory that a colocated vLLM fills, weights included"
+    )
+    vllm_enable_sleep_mode: bool = _option(
+        False, "a colocated vLLM gives the GPU's memory back while weights are trained"
+    )
+    vllm_server_base_url: str = _option("http://127.0.0.1:8000", "where the server listens")
+    vllm_server_timeout: float = _option(
+        240.0, "seconds to wait for a server that does not answer, at the start or later"
+    )
+    vllm_request_timeout: float = _option(
+        1800.0, "seconds that a server may take for one prompt's completions, or for weights"
+    )
+    vllm_sync_dir: str = _option(
+        "/dev/shm", "folder in which weights are handed to a server, and adapters to any vLLM"
+    )
 
     # The loss
     loss_type: str = _of_loss("loss_type")
@@ -182,7 +213,8 @@ class TrainingConfig:
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
-        for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha"):
+        for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha",
+                     "vllm_server_timeout", "vllm_request_timeout"):  # fmt: skip
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
@@ -195,6 +227,10 @@ class TrainingConfig:
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("backward", self.backward, BACKWARDS)
         check_choice("rollout", self.rollout, ROLLOUTS)
+        check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
+        check_choice("vllm_dtype", self.vllm_dtype, ("auto", *DTYPES))
+        check_choice("vllm_lora", self.vllm_lora, ("merged", "adapter"))
+        self._check("vllm_gpu_memory_utilization", "a number in (0, 1]", lambda x: 0 < x <= 1)
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         self._check_together()
         self.loss()  # its own checks
@@ -235,10 +271,14 @@ class TrainingConfig:
         return self.learning_rate * warm * falls[self.schedule]
 
     @property
+    def truncates(self) -> bool:
+        """True if `top_k`, `top_p` or `min_p` leave some tokens only to sample from."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def records_support(self) -> bool:
-        """True if rollouts are to say which tokens `top_k`, `top_p` and `min_p` left."""
-        truncated = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return truncated and self.replay_support
+        """True if rollouts are to say which tokens these left."""
+        return self.truncates and self.replay_support
 
     def starts_iteration(self, step: int) -> bool:
         """True for the first step of every iteration but the first; steps count from 1."""
@@ -316,12 +356,28 @@ class TrainingConfig:
             if not self.beta and getattr(self, name) != getattr(GRPOLossConfig(), name):
                 refuse(name, f"{getattr(GRPOLossConfig(), name)!r} where beta is 0")
         for name in ("lora_alpha", "lora_target"):
-            if not self.lora_rank and getattr(self, name) != _DEFAULTS[name]:
-                refuse(name, f"{_DEFAULTS[name]!r} where lora_rank is 0")
+            if not self.lora_rank and getattr(self, name) != DEFAULTS[name]:
+                refuse(name, f"{DEFAULTS[name]!r} where lora_rank is 0")
         if self.eval_temperature and not self.eval_size:
             refuse("eval_temperature", "0 where eval_size is 0")
         if self.chat and self.dataset == "additions":
             refuse("chat", "false with additions, whose prompts are no chat")
+        for name in (name for name in KINDS if name.startswith("vllm_")):
+            given = getattr(self, name) != DEFAULTS[name]
+            if given and self.rollout != "vllm":
+                refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
+            if given and self.vllm_mode not in _VLLM_MODES_OF.get(name, VLLM_MODES):
+                refuse(name, f"{DEFAULTS[name]!r} with vllm_mode {self.vllm_mode}")
+        need = self.max_prompt_length + self.max_completion_length
+        if self.vllm_max_model_length is not None and self.vllm_max_model_length < need:
+            refuse(
+                "vllm_max_model_length",
+                f"at least max_prompt_length + max_completion_length = {need}",
+            )
+        if self.vllm_lora == "adapter" and not 0 < self.lora_rank <= 512:
+            refuse("vllm_lora", f"merged with lora_rank {self.lora_rank}")
+        if not re.match(r"https?://[^/]+/?$", self.vllm_server_base_url):
+            refuse("vllm_server_base_url", "one like http://127.0.0.1:8000")
         if self.rollout == "continuous_batching" and (self.stop or self.min_p):
             refuse("rollout", "generate with stop or min_p")
         if self.rollout == "continuous_batching" and self.records_support:
@@ -332,6 +388,12 @@ class TrainingConfig:
             )
 
 
+# The modes of vLLM in which an option acts, where it is not all of them.
+_VLLM_MODES_OF = {
+    "vllm_gpu_memory_utilization": ("colocate",), "vllm_enable_sleep_mode": ("colocate",),
+    "vllm_server_base_url": ("server",), "vllm_server_timeout": ("server",),
+    "vllm_request_timeout": ("server",),
+}  # fmt: skip
 # Types as written: HfArgumentParser replaces those of the fields.
 KINDS: dict[str, str] = dict(TrainingConfig.__annotations__)
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainingConfig)}
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(TrainingConfig)}

@@ -112,8 +112,6 @@ def predict(
     # Logits, and on a GPU their gradient in half precision.
     most = (6 if gpu and width == 2 else 4) * N * V
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or H // text.num_attention_heads
     sampled = config.prompts_per_step * config.num_generations
     accumulates = sampled // config.minibatches > rows
     length = config.max_prompt_length + T
@@ -128,9 +126,17 @@ def predict(
         head=chunk + d_weight + N * H * width,
         eager_head=3 * 4 * N * V + d_weight,
         accumulates=accumulates,
-        cache=2 * layers * kv_heads * head_dim * sampled * length * width,
+        cache=kv_cache_bytes(text, sampled * length, width),
         sampling=4 * 4 * sampled * V,
     )
+
+
+def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
+    """Bytes of the keys and values of tokens, `width` bytes per number."""
+    c = text_config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * size * tokens * width
 
 
 def _model(config: TrainingConfig, model_config: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from .config import TrainingConfig
+from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
 
@@ -23,7 +23,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         ValueError: options that this number or kind of processes cannot honor.
     """
     accelerator = Accelerator(
-        mixed_precision=_precision(config), log_with=config.trackers or None,
+        mixed_precision=mixed_precision(config), log_with=config.trackers or None,
         project_dir=str(config.folder),
     )  # fmt: skip
     found = {str(tracker) for tracker in accelerator.log_with}
@@ -75,7 +75,14 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
     return function(gather_object([value]))
 
 
-def _precision(config: TrainingConfig) -> str:
+def mixed_precision(config: TrainingConfig) -> str:
+    """The precision of autocast: `"bf16"` or `"no"`."""
     if config.precision != "auto":
         return config.precision
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+
+
+def gemm_dtype(config: TrainingConfig) -> str:
+    """The dtype of the policy's GEMMs, as torch calls it."""
+    low = config.dtype == "bf16" or mixed_precision(config) == "bf16"
+    return DTYPES["bf16" if low else "fp32"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -51,11 +52,15 @@ class Completion:
     support: Support | None = field(default=None, compare=False)
 
 
+class RolloutError(RuntimeError):
+    """A rollout that cannot go on; the trainer writes a checkpoint and ends."""
+
+
 class Rollout(Protocol):
     """Samples from the policy as it is now, in this process or on a server.
 
-    An implementation for a server first sends it the weights if they have changed: a step makes one
-    call, an evaluation several.
+    One that keeps a copy of the weights has a method `update_weights()` as well. The trainer calls
+    it, in every process, after the weights have changed and before completions are sampled.
     """
 
     def __call__(
@@ -138,6 +143,20 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
         self.accelerator = accelerator
+        self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
+        self._stale = True
+
+    def weights_changed(self) -> None:
+        """Notes that a rollout with a copy of the weights needs them again."""
+        self._stale = True
+
+    def update_weights(self) -> None:
+        """Has the rollout take the weights if they have changed; every process calls it."""
+        if self._stale and hasattr(self.rollout, "update_weights"):
+            start = time.perf_counter()
+            self.rollout.update_weights()
+            self.sync_seconds += time.perf_counter() - start
+        self._stale = False
 
     def __call__(
         self, problems: Sequence[Problem], count: int, temperature: float, *,
@@ -149,6 +168,7 @@ class Sampler:
             c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
             record_support=record_support,
         )  # fmt: skip
+        self.update_weights()
         with self.accelerator.autocast():
             done = self.rollout([self.encode(problem) for problem in problems], count, sampling)
         if len(done) != len(problems) * count:
@@ -193,7 +213,14 @@ def check_support(name: str, support: object, T: int) -> None:
 
 def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Refuses options that the library's own rollouts cannot honor."""
-    check_has_logps(config, False)
+    check_has_logps(config, config.rollout == "vllm")
+    on_cpu = accelerator.device.type == "cpu"
+    for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
+        if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
+            raise ValueError(
+                f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
+                f"such thing; got {getattr(config, name)}"
+            )
     if config.rollout == "continuous_batching" and ranks.sharding(accelerator):
         raise ValueError("rollout: expected generate with sharded weights; got continuous_batching")
 
@@ -211,6 +238,11 @@ def make_rollout(
     config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
 ) -> Rollout:
     """The rollout that `config.rollout` names."""
+    if config.rollout == "vllm":
+        from .vllm_rollout import VLLMRollout
+
+        model = accelerator.unwrap_model(policy).model
+        return VLLMRollout(config, model, tokenizer, accelerator)
     if config.rollout == "continuous_batching":
         return ContinuousBatchingRollout(accelerator.unwrap_model(policy).model, tokenizer)
     synced = ranks.sharding(accelerator) is not None

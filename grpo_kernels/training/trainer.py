@@ -29,7 +29,7 @@ from .micro_batches import Plan, Size, config_of_part, equal_parts, loss_share, 
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards, reward_table, weighted_sum
-from .rollout import Rollout, Sampler, check_has_logps, check_rollout, make_rollout
+from .rollout import Rollout, RolloutError, Sampler, check_has_logps, check_rollout, make_rollout
 from .run_log import RunLog
 from .samples import Samples, completion_mask, sampling_logps
 
@@ -116,13 +116,19 @@ class Trainer:
         self.log.start(self.step)
         while self.step < config.steps:
             problems = [self.train_problems[i] for i in islice(order, config.prompts_per_step)]
-            self.step += 1
-            row, samples = self.train_step(problems)
-            self.log.step(row, samples)
-            if on_step is not None:
-                on_step(row, samples)
-            last = self.step == config.steps
-            improved = (last or _every(config.eval_every, self.step)) and self._evaluate()
+            trained = self.step
+            try:
+                self.step += 1
+                row, samples = self.train_step(problems)
+                trained = self.step
+                self.log.step(row, samples)
+                if on_step is not None:
+                    on_step(row, samples)
+                last = self.step == config.steps
+                improved = (last or _every(config.eval_every, self.step)) and self._evaluate()
+            except RolloutError:
+                self._stop_after(trained)
+                raise
             due = improved or last or _every(config.save_every, self.step)
             if due and config.save_every >= 0:
                 self._save()
@@ -155,6 +161,7 @@ class Trainer:
         config, device, rank = self.config, self.accelerator.device, self.accelerator.process_index
         G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
+        self.sampler.update_weights()
         with clock("generate"):
             completions = self.sampler(
                 mine, G, config.temperature, record_support=config.records_support
@@ -236,7 +243,11 @@ class Trainer:
         rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        plan = self._plan(samples, [i for i in rows if self._has_gradient(samples, i)])
+        trained = [i for i in rows if self._has_gradient(samples, i)]
+        if number == 0 and samples.sampling_logps is not None and not trained:
+            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
+            trained = rows[: config.micro_batch_size]
+        plan = self._plan(samples, trained)
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()
         options = self._loss_options(samples, whole.tokens)
@@ -258,19 +269,38 @@ class Trainer:
                         "loss", batch, samples.advantages[where], part_config,
                         **samples.other_logps(where, T), **options,
                     )  # fmt: skip
+                measured.append(part_metrics)
+                if last:
+                    merged = metrics.merge_micro_batches(measured, self._gather)
+                    if number == 0:
+                        merged |= self._sampler_gap(merged)
                 # DeepSpeed steps within the backward in which gradients are to be synced.
                 accelerator.sync_gradients = last
                 accelerator.backward(part_loss * share)
             loss += part_loss.detach() * share
-            measured.append(part_metrics)
             if part:
                 samples.logps[where, :T] = logps
         grad_norm = self._optimizer_step()
         return {
-            **metrics.merge_micro_batches(measured, self._gather), "grad_norm": grad_norm,
-            "learning_rate": rate,
+            **merged, "grad_norm": grad_norm, "learning_rate": rate,
             "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
         }  # fmt: skip
+
+    def _sampler_gap(self, merged: Mapping[str, float]) -> dict[str, float]:
+        """How far the sampler's log-probs are from the policy's, before its first update.
+
+        Raises:
+            RolloutError: further than the dtype explains.
+        """
+        name = "sampling/sampling_logp_difference"
+        if f"{name}/mean" not in merged:
+            return {}
+        mean, largest = merged[f"{name}/mean"], merged[f"{name}/max"]
+        dtype = getattr(self.sampler.rollout, "explained_by", None)
+        error = None if dtype is None else self.log.watch.sampler_gap(mean, largest, dtype)
+        if error is not None:
+            raise RolloutError(error)
+        return {"sampler_gap": mean, "sampler_gap_max": largest}
 
     def _has_gradient(self, samples: Samples, row: int) -> bool:
         """False for a completion that the update may leave out."""
@@ -298,6 +328,7 @@ class Trainer:
         grad_norm = float(norm) if norm is not None else math.nan
         if math.isfinite(grad_norm):
             self.optimizer.step()
+        self.sampler.weights_changed()
         self.optimizer.zero_grad()
         return grad_norm
 
@@ -315,6 +346,9 @@ class Trainer:
             sizes = ranks.reduce(self.accelerator, samples.support_sizes, torch.cat)
             row |= metrics.of_support(sizes)
         row |= metrics.merge_updates(updates)
+        # That of an evaluation before this step, too.
+        if self.sampler.sync_seconds:
+            clock.seconds["sync"], self.sampler.sync_seconds = self.sampler.sync_seconds, 0.0
         row["seconds"] = sum(clock.seconds.values())
         row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
         row["peak_memory_gib"] = metrics.peak_memory(self.accelerator.device) / 2**30
@@ -355,10 +389,18 @@ class Trainer:
         self.log.introduce(self.policy, len(self.train_problems), len(self.held_out))
         if found is not None:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
+            self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
             self.log.watch.restore(state["watch"])
             self.log.say(f"Going on after step {self.step}, from {found}")
         self.accelerator.wait_for_everyone()
+
+    def _stop_after(self, step: int) -> None:
+        """Keeps what was trained up to a step, whose weights are still the policy's."""
+        self.step = step
+        if step and self.config.save_every >= 0:
+            self._save()
+            self.log.say(f"Stopped after step {step}: resume goes on from there")
 
     def _save(self) -> None:
         state = {

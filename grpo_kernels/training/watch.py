@@ -20,6 +20,10 @@ QUIET = 20
 LARGE_RATIO = 10.0
 LARGE_KL = 10.0
 LOW_ENTROPY = 0.05
+# By the dtype that sampled, the mean gap to its log-probs that is always explained, and the one
+# that never is. Between them, up to so many times the first step's, whose weights are the model's.
+GAPS = {"float32": (1e-4, 0.03), "bfloat16": (0.1, 0.3)}
+TIMES_THE_FIRST_GAP = 4.0
 
 
 class Watch:
@@ -32,6 +36,28 @@ class Watch:
         self.last_told: dict[str, int] = {}  # step by kind of warning
         self.rewards: list[float] = []
         self.first_entropy: float | None = None
+        self.first_gap: float | None = None
+
+    def sampler_gap(self, mean: float, largest: float, dtype: str) -> str | None:
+        """An error if log-probs of a sampler that got the weights are not the policy's.
+
+        Args:
+            mean: of |log-prob of the policy - log-prob of the sampler| over the tokens.
+            largest: of the same.
+            dtype: that the sampler computes in, as torch calls it.
+        """
+        always, never = GAPS[dtype]
+        if self.first_gap is None:
+            self.first_gap = mean
+        limit = min(never, max(always, TIMES_THE_FIRST_GAP * self.first_gap))
+        if mean <= limit:
+            return None
+        return (
+            f"sampler_gap: expected the sampler's log-probs to be the policy's to {limit:.2g} on "
+            f"average, which {dtype} explains (first step: {self.first_gap:.2g}); got {mean:.2g}, "
+            f"and {largest:.2g} at most. The sampler has other weights, another model or "
+            "tokenizer, or computes in another precision. Nothing was trained on these samples"
+        )
 
     def spike(self, row: Mapping[str, Any]) -> str | None:
         """The name of the metric by which a token moved suspiciously far, or None."""
@@ -120,6 +146,7 @@ class Watch:
         return {
             "rows": list(self.rows), "evaluations": self.evaluations, "told": self.last_told,
             "rewards": self.rewards, "first_entropy": self.first_entropy,
+            "first_gap": self.first_gap,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -128,6 +155,7 @@ class Watch:
         self.evaluations = [(a, b, c) for a, b, c in state["evaluations"]]
         self.last_told, self.rewards = state["told"], state["rewards"]
         self.first_entropy = state["first_entropy"]
+        self.first_gap = state.get("first_gap")
 
 
 def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[float, str]:

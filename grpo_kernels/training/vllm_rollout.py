@@ -1,0 +1,383 @@
+"""`VLLMRollout`: completions by vLLM, in this process or by a server, which is sent the weights."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from ..integrations import vllm as extension
+from . import ranks
+from .config import TrainingConfig
+from .rollout import Completion, RolloutError, SamplingParams, Support, completion, end_tokens
+from .vllm_server import (
+    ADAPTER,
+    ENVIRONMENT,
+    Sampled,
+    Server,
+    ServerLost,
+    engine_options,
+    how_to_start,
+)
+
+# Versions that the tests have run with.
+TESTED = ((0, 28), (0, 32))
+# Times that weights or prompts are sent to a server that was lost meanwhile.
+_ATTEMPTS = 3
+
+
+class VLLMRollout:
+    """`Rollout` by vLLM, with the log-probs that it sampled with.
+
+    Args:
+        config: the run's; its `vllm_*` options say which engine, and how.
+        model: inside the policy.
+        tokenizer: the model's.
+        accelerator: of the run; every process samples for its own prompts.
+
+    Raises:
+        RolloutError: no engine, or one that would not sample from this policy.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, model: Any, tokenizer: Any, accelerator: Accelerator
+    ) -> None:
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.accelerator = accelerator
+        self.eos, self.tag = end_tokens(model), ""
+        main, colocated = accelerator.is_main_process, config.vllm_mode == "colocate"
+        self.say: Callable[[str], None] = tqdm.write if main else lambda text: None
+        # Who hands over weights: every process to its own engine, or the first one to the server.
+        self.sends = colocated or main
+
+        def start() -> None:
+            self.engine: Colocated | Server = (
+                Colocated(config, accelerator, self.say) if colocated else Server(config)
+            )
+            self._check()
+
+        lost = self._in_all_processes(start)
+        if lost:
+            raise RolloutError(lost)
+
+    @property
+    def explained_by(self) -> str | None:
+        """The dtype that explains a gap between the log-probs of vLLM and of the policy.
+
+        None where words explain it that were left out of one softmax and not of the other.
+        """
+        if self.config.truncates and not self.config.replay_support:
+            return None
+        low = "bfloat16" in (self.engine.about["dtype"], ranks.gemm_dtype(self.config))
+        return "bfloat16" if low else "float32"
+
+    def update_weights(self) -> None:
+        """Sends the policy's weights; every process calls it."""
+        self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
+        send = self._send_adapter if self.config.vllm_lora == "adapter" else self._send_weights
+        with torch.no_grad():
+            self._try(send)
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
+    ) -> list[Completion]:
+        # Of the step's generator: a run that goes on from a checkpoint draws the same.
+        seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
+        request = self._request(count, sampling)
+        sampled: list[Sampled] = []
+
+        def sample() -> None:
+            sampled[:] = self.engine.generate(prompts, seeds, request, self.tag)
+
+        self._try(lambda: self._in_all_processes(sample), before_again=self.update_weights)
+        # The likeliest completion is asked for once, and repeated.
+        repeats = count // request["n"]
+        return [c for one in sampled for c in [self._completion(one, sampling)] * repeats]
+
+    def _request(self, count: int, sampling: SamplingParams) -> dict[str, Any]:
+        """Sampling parameters by vLLM's names, all of them: a model's own would be the default."""
+        greedy = sampling.temperature == 0
+        temperature, top_k = sampling.temperature, sampling.top_k
+        if self.engine.about["sampling_mask"]:
+            # vLLM returns masks where both are above 0, and refuses the rest.
+            temperature = 1.0 if greedy else temperature
+            top_k = 1 if greedy else top_k or self.engine.about["vocab_size"]
+        return {
+            "n": 1 if greedy else count, "temperature": temperature, "top_k": top_k,
+            "top_p": sampling.top_p, "min_p": sampling.min_p, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
+            "max_tokens": sampling.max_new_tokens, "logprobs": None if greedy else 0,
+            # At the policy's ends alone: a tokenizer may have another.
+            "stop_token_ids": self.eos, "ignore_eos": True, "stop": list(sampling.stop),
+            "skip_special_tokens": False,
+        }  # fmt: skip
+
+    def _completion(self, one: Sampled, sampling: SamplingParams) -> Completion:
+        cut = completion(one.token_ids, self.eos, sampling, self.tokenizer)
+        n = len(cut.token_ids)
+        support = None
+        if sampling.record_support and one.kept is not None:
+            counts = torch.tensor([0, *map(len, one.kept[:n])])
+            words = [word for words in one.kept[:n] for word in words]
+            support = Support(torch.tensor(words, dtype=torch.int32), counts.cumsum(0))
+        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
+
+    def _send_weights(self) -> str:
+        weights = extension.names_and_weights(self.model)
+
+        def send() -> None:
+            try:
+                if self.sends:
+                    self.engine.load(weights, len(extension.names_of(self.model)), self.tag)
+            finally:
+                # Every process takes part in the gathering, to its end.
+                for _ in weights:
+                    pass
+
+        return self._in_all_processes(send)
+
+    def _send_adapter(self) -> str:
+        weights = extension.adapter_weights(self.model)
+        folder = Path(self.config.vllm_sync_dir) / f"grpo_kernels-{self.tag}"
+        main = self.accelerator.is_main_process
+
+        def save() -> None:
+            if main:
+                self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+
+        def load() -> None:
+            if self.sends:
+                self.engine.load_adapter(str(folder), self.tag)
+
+        try:
+            self._in_all_processes(save)
+            return self._in_all_processes(load)
+        finally:
+            if main:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _try(
+        self, work: Callable[[], str], before_again: Callable[[], object] = lambda: None
+    ) -> None:
+        """Does work that returns how the server was lost, until it was not.
+
+        Raises:
+            RolloutError: it is lost every time, or does not come back.
+        """
+        for _ in range(_ATTEMPTS):
+            lost = work()
+            if not lost:
+                return
+            self.say(f"warning: {lost}. Looking for it, to send it the weights again")
+            self._in_all_processes(self.engine.wait)
+            before_again()
+        raise RolloutError(f"{lost} ({_ATTEMPTS} times in a row)")
+
+    def _in_all_processes(self, work: Callable[[], object]) -> str:
+        """Does the work; returns how the server was lost in any process, the same in all.
+
+        Raises:
+            RolloutError: in every process, where another error came in one.
+        """
+        lost, error = "", ""
+        try:
+            work()
+        except ServerLost as found:
+            lost = str(found)
+        except Exception as found:
+            own = isinstance(found, RolloutError)
+            error = str(found) if own else f"{type(found).__name__}: {found}"
+            if self.accelerator.num_processes == 1:
+                raise RolloutError(error) from found
+        errors = ranks.reduce(self.accelerator, error, lambda texts: list(filter(None, texts)))
+        if errors:
+            raise RolloutError(errors[0])
+        return ranks.reduce(self.accelerator, lost, lambda texts: max(texts, key=len))
+
+    def _check(self) -> None:
+        """Refuses an engine that would sample from another policy than this one."""
+        config, about = self.config, self.engine.about
+        text = self.model.config.get_text_config()
+        expected = {name: getattr(text, name) for name in extension.SHAPE}
+        expected |= {"protocol": extension.PROTOCOL, "logprobs_mode": "processed_logprobs"}
+        expected |= {"sampling_mask": True} if config.records_support else {}
+        wrong = [f"{k} {v!r}; got {about[k]!r}" for k, v in expected.items() if about[k] != v]
+        need = config.max_prompt_length + config.max_completion_length
+        if about["max_model_len"] < need:
+            wrong.append(
+                f"max_model_len {need} at least, for max_prompt_length + max_completion_length; "
+                f"got {about['max_model_len']}"
+            )
+        if wrong:
+            raise RolloutError(f"vLLM: expected {wrong[0]}{how_to_start(config)}")
+        if not TESTED[0] <= tuple(map(int, about["vllm"].split(".")[:2])) <= TESTED[1]:
+            low, high = (".".join(map(str, version)) for version in TESTED)
+            self.say(
+                f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
+                "sampler_gap tells whether its log-probs are the policy's"
+            )
+
+
+class Colocated:
+    """vLLM in this process; each of several processes has its own.
+
+    Args:
+        config: the run's.
+        accelerator: of the run.
+        say: prints a line.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, accelerator: Accelerator, say: Callable[[str], None]
+    ) -> None:
+        self.on_gpu, self.say, self.lora = accelerator.device.type == "cuda", say, None
+        prompts = -(-config.prompts_per_step // accelerator.num_processes)
+        options = engine_options(config, prompts * config.num_generations, self.on_gpu)
+        if self.on_gpu:
+            options["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
+            options["enable_sleep_mode"] = config.vllm_enable_sleep_mode
+        if accelerator.num_processes > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        os.environ |= {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with _process_as_it_was():
+            try:
+                from vllm import LLM
+            except ImportError as error:
+                raise RolloutError(
+                    f"rollout: vllm is not installed ({error}): pip install 'grpo_kernels[vllm]' "
+                    "for a GPU; for a CPU, make vllm in a checkout"
+                ) from error
+            try:
+                self.llm = LLM(**options, seed=0)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise RolloutError(_explain(error, config)) from error
+        self.about = self.llm.collective_rpc("grpo_kernels_about")[0]
+        self.sleeps = self.on_gpu and config.vllm_enable_sleep_mode
+        self.at_once = sys.maxsize  # prompts
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], count: int, tag: str) -> None:
+        """Replaces the weights."""
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("grpo_kernels_load", args=(weights, str(count), tag))
+        self._reset_cache()
+
+    def load_adapter(self, folder: str, tag: str) -> None:
+        """Replaces the adapter."""
+        from vllm.lora.request import LoRARequest
+
+        if self.sleeps:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+        self.lora = LoRARequest(ADAPTER, 1, folder)
+        self._reset_cache()
+
+    def _reset_cache(self) -> None:
+        # Prompts would go on from states of the weights before.
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM: expected no request while weights are sent; got some")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any],
+        tag: str,
+    ) -> list[Sampled]:  # fmt: skip
+        """Samples `request["n"]` completions per prompt."""
+        from vllm import SamplingParams as Params
+
+        if self.sleeps:
+            self.llm.wake_up()
+        text = bool(request["stop"])
+        params = [Params(seed=seed, detokenize=text, **request) for seed in seeds]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        done: list[Any] = []
+        while len(done) < len(inputs):
+            part = slice(len(done), len(done) + self.at_once)
+            try:
+                done += self.llm.generate(
+                    inputs[part], params[part], use_tqdm=False, lora_request=self.lora
+                )
+            except torch.OutOfMemoryError as error:
+                self._make_room(len(inputs[part]), error)
+        if self.sleeps:
+            self.llm.sleep(level=1)
+        return [_of_output(output) for answer in done for output in answer.outputs]
+
+    def _make_room(self, tried: int, error: Exception) -> None:
+        """Drops what is being sampled, and lets fewer prompts be sampled at a time."""
+        engine = self.llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        if tried == 1:
+            raise RolloutError(
+                f"vLLM ran out of memory with the completions of one prompt ({error}). Lower "
+                "num_generations, max_completion_length or vllm_gpu_memory_utilization"
+            ) from error
+        self.at_once = tried // 2
+        self.say(
+            f"warning: vLLM ran out of memory with {tried} prompts; from now on it samples for "
+            f"{self.at_once} at a time"
+        )
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def wait(self) -> None:
+        """Waits for nothing: this engine is lost with its process alone."""
+
+
+def _of_output(output: Any) -> Sampled:
+    ids = list(output.token_ids)
+    logps = output.logprobs and [
+        row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
+    ]
+    mask = getattr(output, "sampling_mask", None)
+    return Sampled(ids, logps, None if mask is None else mask.token_ids)
+
+
+def _explain(error: Exception, config: TrainingConfig) -> str:
+    """Says what to do about a vLLM that does not start."""
+    text = f"vLLM does not start: {error}"
+    if config.records_support and "sampling" in str(error):
+        text += (
+            "\nreplay_support wants the words that top_k, top_p or min_p leave, which this vLLM "
+            "does not return: --no_replay_support trains over the whole softmax, --rollout "
+            "generate records them"
+        )
+    elif "memory" in str(error):
+        text += "\nvllm_gpu_memory_utilization is the share of a GPU that it may fill"
+    return text
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Puts back what vLLM changes while it starts.
+
+    Its CPU worker sets one thread, makes `torch.set_num_threads` do nothing, sets LD_PRELOAD,
+    LOCAL_WORLD_SIZE and others for processes to come, and seeds every generator.
+    """
+    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    states = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, affinity)
+        torch.random.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+        for name in os.environ.keys() - environment.keys():
+            if not name.startswith("VLLM_"):  # which it reads as it goes
+                del os.environ[name]
+        os.environ |= environment

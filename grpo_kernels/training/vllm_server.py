@@ -1,0 +1,277 @@
+r"""vLLM as a server: starting one for a run, and its client.
+
+    python -m grpo_kernels.training.vllm_server run.yaml [--model MODEL ...] [-- --vllms-own ...]
+
+becomes the server that a run with these options and `--rollout vllm --vllm_mode server` expects, on
+this host, at the port of `vllm_server_base_url`; CUDA_VISIBLE_DEVICES says on which GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from ..integrations import vllm as extension
+from . import ranks
+from .command_line import parse_config
+from .config import DTYPES, TrainingConfig
+from .loading import resolve_model
+from .memory import kv_cache_bytes
+from .rollout import RolloutError
+
+# What an adapter is called in vLLM.
+ADAPTER = "policy"
+# Requests that wait for a server at the same time, at most.
+_CONCURRENT = 256
+# Seconds in which a server that lives says so.
+_SOON = 10.0
+# Ranks of adapters that vLLM can make room for.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Set unless they are set.
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+class Sampled(NamedTuple):
+    """One completion as an engine returns it."""
+
+    token_ids: list[int]
+    logps: list[float] | None
+    kept: list[list[int]] | None  # words that each token was sampled from
+
+
+class ServerLost(Exception):
+    """A server that does not answer, or that has other weights than it was sent."""
+
+
+class Server:
+    """vLLM's HTTP server with its development endpoints.
+
+    Raises:
+        RolloutError: none answers, or one without this library's extension.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.config, self.at_once = config, _CONCURRENT
+        self.url = config.vllm_server_base_url.rstrip("/")
+        self.wait()
+        self.name = self._call("/v1/models")["data"][0]["id"]
+        self.about = self._about()
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], count: int, tag: str) -> None:
+        """Replaces the weights, by way of files that the server reads."""
+        folder = Path(self.config.vllm_sync_dir) / f"grpo_kernels-{tag}"
+        try:
+            folder.mkdir()
+            extension.write(weights, folder, getattr(torch, self.about["dtype"]))
+            self._rpc("grpo_kernels_load", str(folder), str(count), tag)
+        except OSError as error:
+            raise RolloutError(
+                f"vllm_sync_dir: weights cannot be written there: {error}"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._reset_cache()
+
+    def load_adapter(self, folder: str, tag: str) -> None:
+        """Replaces the adapter."""
+        body = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
+        self._call("/v1/load_lora_adapter", body)
+        self.name = ADAPTER
+        self._rpc("grpo_kernels_tag", tag)
+        self._reset_cache()
+
+    def _reset_cache(self) -> None:
+        answer = self._call("/reset_prefix_cache", {})
+        if answer is not None and not answer.get("success", True):
+            raise RuntimeError(
+                f"vLLM at {self.url}: expected no request while weights are sent; got some. Does "
+                "another run sample from it?"
+            )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any],
+        tag: str,
+    ) -> list[Sampled]:  # fmt: skip
+        """Samples `request["n"]` completions per prompt.
+
+        Raises:
+            ServerLost: it does not answer, or its weights are not those of the tag.
+        """
+
+        def one(prompt: Sequence[int], seed: int) -> list[Sampled]:
+            body = {"model": self.name, "seed": seed, **request}
+            if self.about["sampling_mask"]:
+                params = {"seed": seed, "detokenize": bool(request["stop"]), **request}
+                body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
+                choices = self._call("/inference/v1/generate", body)["choices"]
+            else:
+                body |= {"prompt": list(prompt), "return_token_ids": True}
+                choices = self._call("/v1/completions", body)["choices"]
+            return [_of_choice(choice) for choice in sorted(choices, key=lambda c: c["index"])]
+
+        try:
+            # An interrupt ends the threads, and with their connections vLLM drops the requests.
+            with ThreadPool(max(1, min(self.at_once, len(prompts)))) as pool:
+                answers = pool.starmap(one, zip(prompts, seeds, strict=True), chunksize=1)
+            sent = self._about()["sent"]
+        except ServerLost:
+            # It may have run out of memory.
+            self.at_once = max(1, min(self.at_once, len(prompts)) // 2)
+            raise
+        if sent != tag:
+            raise ServerLost(
+                f"vLLM at {self.url} has other weights than it was sent: it was started again, or "
+                "another run uses it"
+            )
+        return [sampled for answer in answers for sampled in answer]
+
+    def wait(self) -> None:
+        """Waits until the server answers.
+
+        Raises:
+            RolloutError: after `vllm_server_timeout` seconds.
+        """
+        end = time.monotonic() + self.config.vllm_server_timeout
+        while True:
+            try:
+                return self._call("/health", timeout=_SOON)
+            except ServerLost as error:
+                if time.monotonic() > end:
+                    raise RolloutError(
+                        f"vllm_server_base_url: {error}, not in vllm_server_timeout = "
+                        f"{self.config.vllm_server_timeout:g} s{how_to_start(self.config)}"
+                    ) from error
+            time.sleep(1)
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            return self._rpc("grpo_kernels_about")
+        except RuntimeError as error:
+            raise RolloutError(
+                f"vLLM: expected one with this library's extension; {error}"
+                f"{how_to_start(self.config)}"
+            ) from error
+
+    def _rpc(self, method: str, *args: str) -> Any:
+        return self._call("/collective_rpc", {"method": method, "args": args})["results"][0]
+
+    def _call(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """The answer to a GET, or to a POST of a body, as JSON.
+
+        Raises:
+            ServerLost: no answer.
+            RuntimeError: the server says that something is wrong.
+        """
+        url, timeout = self.url + path, timeout or self.config.vllm_request_timeout
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read()
+            return json.loads(text) if text else None
+        except urllib.error.HTTPError as error:
+            said = f"{url} answers {error.code} {error.read().decode(errors='replace')[:500]}"
+            if path == "/health":
+                raise ServerLost(said) from error
+            # A worker that died, or a request that was wrong?
+            self._call("/health", timeout=_SOON)
+            raise RuntimeError(said) from error
+        except TimeoutError as error:
+            raise ServerLost(
+                f"{url} did not answer in {timeout:g} s (vllm_request_timeout)"
+            ) from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise ServerLost(f"{url} does not answer ({error})") from error
+
+
+def _of_choice(choice: dict[str, Any]) -> Sampled:
+    told = choice.get("logprobs") or {}
+    logps = told.get("token_logprobs")
+    if told.get("content"):
+        # Of /inference; before 0.32 the log-prob is beside the candidates, the token the first.
+        rows = ({**row, **(row.get("top_logprobs") or [{}])[0]} for row in told["content"])
+        logps = [row["logprob"] for row in rows]
+    return Sampled(choice["token_ids"], logps, choice.get("sampling_mask"))
+
+
+def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
+    """Options of vLLM by the names of `LLM`, which a server has as flags."""
+    model, length = resolve_model(config.model), config.vllm_max_model_length
+    length = length or config.max_prompt_length + config.max_completion_length
+    auto = config.vllm_dtype == "auto"
+    options: dict[str, Any] = {
+        "model": model, "dtype": ranks.gemm_dtype(config) if auto else DTYPES[config.vllm_dtype],
+        "max_model_len": length, "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
+    }  # fmt: skip
+    if config.records_support:
+        options["return_sampling_mask"] = True
+    if config.vllm_lora == "adapter":
+        rank = next(rank for rank in _LORA_RANKS if rank >= config.lora_rank)
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    if not on_gpu:
+        import psutil
+        from transformers import AutoConfig
+
+        # Compiling takes a minute and saves 8 %. The cache, in blocks of 128 tokens, has room for
+        # all rows; with less, rows wait.
+        tokens = (rows + 1) * (-(-length // 128) + 1) * 128
+        text = AutoConfig.from_pretrained(model).get_text_config()
+        wanted = kv_cache_bytes(text, tokens, getattr(torch, options["dtype"]).itemsize)
+        room = psutil.virtual_memory().available // 2
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
+    return options
+
+
+def server_command(config: TrainingConfig) -> list[str]:
+    """The command that starts a server for a run with these options, environment first."""
+    on_gpu, url = torch.cuda.is_available(), urlsplit(config.vllm_server_base_url)
+    options = engine_options(config, config.prompts_per_step * config.num_generations, on_gpu)
+    options |= {"host": url.hostname, "port": url.port or 8000}
+    environment = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
+    if config.records_support:
+        options["enable_scale_out"] = True  # the endpoint that returns masks
+    if config.vllm_lora == "adapter":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if not on_gpu:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else it reserves a core
+    command = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return command
+
+
+def how_to_start(config: TrainingConfig) -> str:
+    if config.vllm_mode == "colocate":
+        return ""
+    return f". Start one with\n  {' '.join(server_command(config))}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Becomes the server of a run; what follows `--` goes to vLLM as it is."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    config = parse_config(argv[:end], rollout="vllm", vllm_mode="server")
+    command = [*server_command(config), *argv[end + 1 :]]
+    print(" ".join(command), file=sys.stderr, flush=True)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
