@@ -54,8 +54,12 @@ class WorkerExtension:
             tag: what `grpo_kernels_about` is to answer as `sent`.
 
         Raises:
-            RuntimeError: as many did not come.
+            RuntimeError: as many did not come, or vLLM did not take some before.
         """
+        failed = getattr(self, "grpo_kernels_failed", "")
+        if failed:
+            # What it had of those weights is still between its own and the next ones.
+            raise RuntimeError(f"weights failed to load before ({failed}): start vLLM again")
         seen, rows = 0, read(weights) if isinstance(weights, str) else weights
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -66,7 +70,11 @@ class WorkerExtension:
 
         self.grpo_kernels_sent = ""
         runner = self.model_runner  # type: ignore[attr-defined]
-        runner.reload_weights(weights_iterator=counted())
+        try:
+            runner.reload_weights(weights_iterator=counted())
+        except BaseException as error:
+            self.grpo_kernels_failed = str(error) or type(error).__name__
+            raise
         repacked = repack(runner.get_model())
         if seen != int(count):
             raise RuntimeError(f"weights: expected {count} tensors; got {seen}")

@@ -318,6 +318,8 @@ class Colocated:
         """Drops what is being sampled, and lets fewer prompts be sampled at a time."""
         engine = self.llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        # It has noted states in the cache that were never computed.
+        self._reset_cache()
         if tried == 1:
             raise RolloutError(
                 f"vLLM ran out of memory with the completions of one prompt ({error}). Lower "

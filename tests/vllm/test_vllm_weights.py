@@ -1,0 +1,178 @@
+"""The weights that a colocated vLLM samples with are the policy's, after every update."""
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_kernels.integrations import vllm as extension
+from grpo_kernels.training import load_model
+from grpo_kernels.training.rollout import RolloutError, SamplingParams
+from tests.support.vllm_runs import gap, prompts, rollout_of, sample, shake, vllm_config, vllm_model
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+# A weight moves by this; log-probs in float32 agree to the other.
+MOVE, CLOSE = 0.02, 2e-4
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A rollout by a model with a tied head, and the model."""
+    folder = vllm_model(tmp_path_factory.mktemp("tied"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return rollout_of(vllm_config(folder, folder), model), model
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied"), (("llama", False), ("qwen2", True), ("qwen3", True), ("qwen3", False))
+)
+def test_new_weights_arrive(family, is_tied, tmp_path):
+    folder = vllm_model(tmp_path, family, tied=is_tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rollout = rollout_of(vllm_config(folder, tmp_path), model)
+    assert_follows(rollout, model)
+
+
+def test_new_weights_of_a_tied_head_arrive(tied):
+    assert_follows(*tied)
+
+
+def assert_follows(rollout, model):
+    rollout.update_weights()
+    assert gap(rollout, model) < CLOSE
+    shake(model, MOVE)
+    assert gap(rollout, model) > 0.01
+    rollout.update_weights()
+    assert gap(rollout, model) < CLOSE
+    assert gap(rollout, model, temperature=0.7) < CLOSE
+
+
+def test_without_packing_again_a_tied_head_would_be_stale(tied, monkeypatch):
+    rollout, model = tied
+    monkeypatch.setattr(extension, "repack", lambda model: 0)
+    shake(model, MOVE)
+    rollout.update_weights()
+    assert gap(rollout, model) > 0.01
+
+
+def test_without_a_reset_prompts_would_go_on_from_old_states(tied, monkeypatch):
+    rollout, model = tied
+    rollout.update_weights()
+    gap(rollout, model)  # the cache has the prompts now
+    monkeypatch.setattr(rollout.engine, "_reset_cache", lambda: None)
+    shake(model, MOVE)
+    rollout.update_weights()
+    assert gap(rollout, model) > 0.01
+
+
+def test_seeds_are_of_torchs_generator(tied):
+    rollout, _ = tied
+    rollout.update_weights()
+    torch.manual_seed(5)
+    first, other = sample(rollout), sample(rollout)
+    torch.manual_seed(5)
+    assert sample(rollout) == first != other
+    assert len({tuple(c.token_ids) for c in first}) > 4
+
+
+def test_the_likeliest_tokens_are_those_of_generate(tied):
+    rollout, model = tied
+    rollout.update_weights()
+    done = sample(rollout, count=2, temperature=0.0)
+    assert done[0] == done[1] and done[2] == done[3] and done[0].logps is None
+    ids = torch.tensor(prompts())
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+    )[:, ids.shape[1] :]
+    for one, row in zip(done[::2], expected.tolist(), strict=True):
+        assert one.token_ids == row[: len(one.token_ids)]
+
+
+def test_completions_end_at_a_stop_string_with_their_log_probs(tied):
+    rollout, _ = tied
+    rollout.update_weights()
+    sampling = SamplingParams(32, stop=tuple("abcdefghijklm"))
+    done = rollout(prompts(), 8, sampling)
+    assert any(len(c.token_ids) < 32 and c.ended for c in done)
+    assert all(len(c.logps) == len(c.token_ids) for c in done)
+
+
+def test_out_of_memory_means_fewer_prompts_at_a_time(tied, monkeypatch, capsys):
+    rollout, model = tied
+    rollout.update_weights()
+    runner = rollout.engine.llm.llm_engine.engine_core.engine_core.model_executor
+    worker = runner.driver_worker.worker
+    execute, tokens = worker.model_runner.execute_model, []
+
+    def small(scheduled, *args, **kwargs):
+        tokens.append(scheduled.total_num_scheduled_tokens)
+        if len(scheduled.num_scheduled_tokens) > 4:  # completions: more than one prompt's
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return execute(scheduled, *args, **kwargs)
+
+    monkeypatch.setattr(worker.model_runner, "execute_model", small)
+    assert gap(rollout, model) < CLOSE
+    assert rollout.engine.at_once == 1
+    assert "out of memory with 2 prompts" in capsys.readouterr().out
+    monkeypatch.setattr(
+        worker.model_runner, "execute_model",
+        lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
+    )  # fmt: skip
+    with pytest.raises(RolloutError, match=r"completions of one prompt .*num_generations"):
+        sample(rollout)
+    monkeypatch.undo()
+    assert gap(rollout, model) < CLOSE
+
+
+@pytest.mark.parametrize("how", ("merged", "adapter"))
+def test_adapters_arrive(how, tmp_path):
+    folder = vllm_model(tmp_path)
+    config = vllm_config(folder, tmp_path, lora_rank=4, vllm_lora=how)
+    model, _ = load_model(config)
+    rollout = rollout_of(config, model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert_follows(rollout, model)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen and all(torch.equal(before[n], model.get_parameter(n)) for n in frozen)
+
+
+def test_the_process_is_as_it_was(tmp_path):
+    def state():
+        return (
+            torch.get_num_threads(), torch.set_num_threads, os.sched_getaffinity(0),
+            torch.random.get_rng_state().tolist(), random.getstate(),
+            numpy.random.get_state()[1].tolist(),
+            {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "PYTEST_"))},
+        )  # fmt: skip
+
+    folder = vllm_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = state()
+    rollout_of(vllm_config(folder, tmp_path), model)
+    assert state() == before
+
+
+def test_what_vllm_cannot_do_is_said(tmp_path):
+    folder = vllm_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(RolloutError, match=r"replay_support wants the words .*--no_replay_support"):
+        rollout_of(vllm_config(folder, tmp_path, top_p=0.9), model)
+    other = AutoModelForCausalLM.from_pretrained(vllm_model(tmp_path / "qwen", "qwen2"))
+    with pytest.raises(RolloutError, match="expected model_type 'qwen2'; got 'llama'"):
+        rollout_of(vllm_config(folder, tmp_path), other)
+
+
+def test_after_weights_that_did_not_fit_vllm_takes_no_others(tmp_path):
+    folder = vllm_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rollout = rollout_of(vllm_config(folder, tmp_path), model)
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight[:7].clone())
+    with pytest.raises(RolloutError, match="load weight"):
+        rollout.update_weights()
+    norm.weight = torch.nn.Parameter(torch.ones(64))
+    with pytest.raises(RolloutError, match=r"failed to load before \(.*: start vLLM again"):
+        rollout.update_weights()
