@@ -53,9 +53,12 @@ def trainer_of(config, **options):
 
 
 def rows_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "peak_memory")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [untimed(json.loads(line)) for line in lines]
+
+
+def untimed(row):
+    return {k: v for k, v in row.items() if not k.startswith(("seconds", "peak_memory"))}
 
 
 def assert_same_grads(mine, expected, tolerance):

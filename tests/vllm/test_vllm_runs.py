@@ -1,0 +1,98 @@
+"""Runs of the trainer that sample by the real vLLM."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
+from tests.ranks.test_training_ranks import KINDS, environment_of
+from tests.support.ranks import WORLD, Ranks
+from tests.support.trainer_runs import no_curves, rows_of, trainer_of
+from tests.support.vllm_runs import vllm_config, vllm_model
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+OPTIONS = {"rollout": "vllm", "eval_size": 3, "eval_every": 2, "save_every": 1}
+# Of log-probs in float32, of a model as small as these.
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return vllm_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """The folder of a run of six steps."""
+    with no_curves():
+        return run(model, tmp_path_factory.mktemp("whole"), steps=6)
+
+
+def run(model, output, **options):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return trainer_of(vllm_config(model, output, **{**OPTIONS, **options})).train()
+
+
+def test_every_step_says_how_far_the_sampler_is(whole):
+    rows = rows_of(whole)
+    assert len(rows) == 6
+    assert all(0 < row["sampler_gap"] < row["sampler_gap_max"] < CLOSE for row in rows)
+    assert len({row["reward"] for row in rows}) > 1
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(model, whole, tmp_path):
+    folder, options = tmp_path / "t", {**OPTIONS, "steps": 6, "max_prompt_length": 160}
+    options |= {"prompts_per_step": 2, "max_completion_length": 8}
+    for goal in (3, NEVER):
+        process = launch(model, tmp_path, goal + 1, resume=True, **options)
+        while process.poll() is None and count(folder) < goal:
+            time.sleep(0.02)
+        if goal < NEVER:
+            process.send_signal(signal.SIGKILL)
+        status = process.wait()
+    assert status == 0, process.stderr.read().decode()
+    assert 3 <= count(folder) == 6
+    assert rows_of(folder) == rows_of(whole)
+    for log in ("evaluations.jsonl", "answers.jsonl"):
+        assert (folder / log).read_text() == (whole / log).read_text()
+
+
+def test_an_interrupt_leaves_no_process(model, tmp_path):
+    options = {**OPTIONS, "steps": 10_000}
+    process = subprocess.Popen(
+        [sys.executable, "-c",
+         "from tests.vllm.test_vllm_runs import run\n"
+         f"run({str(model)!r}, {str(tmp_path)!r}, **{options!r})"],
+        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while process.poll() is None and count(tmp_path / "t") < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in error.decode()
+    left = subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Ranks of this test alone: vLLM keeps a job's process group, which ends with the job."""
+    session = Ranks(tmp_path)
+    yield session
+    assert session.close() in ([], [0] * WORLD), session.printed()
+
+
+@pytest.mark.parametrize(("kind", "lora_rank"), ((KINDS[0], 0), *((k, 4) for k in KINDS[1:])))
+def test_two_ranks_sample_with_the_weights_of_both(kind, lora_rank, model, ranks, tmp_path):
+    options = {"rollout": "vllm", "steps": 3, "save_every": -1, "lora_rank": lora_rank}
+    environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
+    environment["ACCELERATE_USE_CPU"] = str(kind != "zero3").lower()
+    first, second = ranks(
+        "tests.vllm.jobs:train", kind, str(model), str(tmp_path), options, environment=environment
+    )
+    assert first == second and len(first) == 3
+    assert all(0 < row["sampler_gap_max"] < CLOSE for row in first)
