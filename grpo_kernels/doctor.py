@@ -10,6 +10,7 @@ not supported. Optional packages may be absent. Paste the output into bug report
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
@@ -60,7 +61,7 @@ PACKAGES = (
     Package("trl", "==1.16", "FusedGRPOTrainer, patch_trl"),
     Package("lightning", ">=2.4", "examples/lightning_grpo.py"),
     Package("deepspeed", "", "ZeRO-3"),
-    Package("vllm", "", "sampling in TRL's trainer"),
+    Package("vllm", ">=0.28", "training with --rollout vllm, sampling in TRL's trainer"),
     Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
 )
 CALLS = ("one pass", "two passes", "sampled", "support")
@@ -77,10 +78,11 @@ SAMPLED_TOLERANCE = 2.5 * SAMPLED_NOISE
 
 def installed(package: str) -> str | None:
     """Returns the installed version of a package, None if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    # vLLM's build for CPUs is a distribution of its own.
+    for name in (package, f"{package}-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
