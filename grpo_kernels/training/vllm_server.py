@@ -251,6 +251,8 @@ def server_command(config: TrainingConfig) -> list[str]:
     if not on_gpu:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else it reserves a core
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    # Not `vllm serve`, which asks for the version of a distribution vllm; a CPU's is vllm-cpu. 0.32
+    # deprecates this module for vllm.entrypoints.launchers.api_server.entry, which 0.28 has not.
     command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
