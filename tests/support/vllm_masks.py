@@ -1,0 +1,31 @@
+"""vLLM's sampling masks without a GPU, to be asked for before vLLM is imported.
+
+vLLM returns masks with its second model runner alone, whose kernels are Triton's. A build of vLLM
+for CPUs has that runner, but uses Triton only where it has a backend called `cpu`. Here it is told
+of one, and the kernels run in Triton's interpreter, which is fast enough for vocabularies of some
+hundred words. No test can undo this: it belongs into a process of its own.
+"""
+
+import os
+import sys
+from types import SimpleNamespace
+
+
+def enable_masks():
+    """Imports vLLM so that `LLM(..., return_sampling_mask=True)` works on a CPU.
+
+    Raises:
+        RuntimeError: vLLM has been imported already, without Triton.
+    """
+    if "vllm" in sys.modules:
+        raise RuntimeError("vllm: expected it not to be imported yet")
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    assert HAS_TRITON
+    # Its kernel is the one that does not run in the interpreter; this takes torch's sort.
+    topk_topp_sampler.HAS_TRITON = False
