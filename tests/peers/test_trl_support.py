@@ -9,12 +9,6 @@ import torch
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -22,56 +16,13 @@ from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_support import _check_source, _mask_supports
 from tests.support.fake_vllm import FakeLLM
+from tests.support.masked_trainer import MaskedGRPOTrainer
 from tests.support.model_families import LORAS
 from tests.support.trl_runs import TWICE, assert_same_run, trained
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 TOP_P = {"top_p": 0.8}
 FOUR = {"steps_per_generation": 4, **TWICE}
-
-
-class MaskedGRPOTrainer(GRPOTrainer):
-    """TRL's trainer over the words that its warpers keep, found anew from the sampling model.
-
-    A completion is known by its tokens, whatever batch they are in.
-    """
-
-    def __init__(self, *args, **kwargs):
-        self.kept = {}
-        super().__init__(*args, **kwargs)
-
-    def key(self, ids):
-        return (self.model.training, *ids)
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        warpers = [TemperatureLogitsWarper(self.temperature)]
-        warpers += [TopKLogitsWarper(self.top_k)] if self.top_k else []
-        warpers += [TopPLogitsWarper(self.top_p)]
-        warpers += [MinPLogitsWarper(self.min_p)] if self.min_p else []
-        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
-            ids = torch.tensor([prompt + completion])
-            with torch.no_grad():
-                scores = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
-            for warper in warpers:
-                scores = warper(ids, scores)
-            self.kept[self.key(prompt + completion)] = scores > -torch.inf
-        return completion_ids, logps
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, *_, compute_entropy=False, **__
-    ):
-        T = logits_to_keep
-        logits = model(input_ids, attention_mask=attention_mask).logits[:, -T - 1 : -1].float()
-        kept = torch.ones_like(logits, dtype=torch.bool)
-        for row, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
-            if mask[-T:].any():  # else the completion was cut, and is masked
-                own = self.kept[self.key(ids[mask.bool()].tolist())]
-                kept[row, : len(own)] = own
-        log_p = (logits / self.temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
-        logps = log_p.gather(-1, input_ids[:, -T:, None])[..., 0]
-        entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
-        return logps, entropy if compute_entropy else None, None
 
 
 def compare(tmp_path, **options):
