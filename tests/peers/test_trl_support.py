@@ -1,7 +1,7 @@
 """TRL with `replay_support`: the run of a trainer that masks whole rows of logits."""
 
 import os
-from importlib import metadata
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -108,15 +108,12 @@ def test_a_fallback_without_supports_is_refused(tmp_path):
 @pytest.fixture
 def vllm(monkeypatch):
     """A vLLM in this process, of a version that returns its masks."""
-    installed = SimpleNamespace(version="0.28.0")
-    own = metadata.version
+    installed = SimpleNamespace(__version__="0.28.0")
     monkeypatch.setattr(os, "environ", dict(os.environ))  # TRL writes ranks into it
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", FakeLLM, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
-    monkeypatch.setattr(
-        metadata, "version", lambda name: installed.version if name == "vllm" else own(name)
-    )
+    monkeypatch.setitem(sys.modules, "vllm", installed)
     return installed
 
 
@@ -152,7 +149,7 @@ def test_outputs_of_a_group_of_ranks():
 
 
 def test_an_older_vllm_is_refused(vllm, tmp_path):
-    vllm.version = "0.27.2"
+    vllm.__version__ = "0.27.2"
     with pytest.raises(ValueError, match=r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"):
         trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM)
 
