@@ -19,6 +19,19 @@ def warpers_of(trainer):
     return first + (least + top if trainer.use_vllm else top + least)
 
 
+@torch.no_grad()
+def words_kept(trainer, prompt_ids, completion_ids):
+    """The words that the trainer's warpers keep for each token: per completion [T, V], bool."""
+    kept = []
+    for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+        ids = torch.tensor([prompt + completion])
+        scores = trainer.model(ids).logits[0, len(prompt) - 1 : -1].float()
+        for warper in warpers_of(trainer):
+            scores = warper(ids, scores)
+        kept.append(scores > -torch.inf)
+    return kept
+
+
 class MaskedGRPOTrainer(GRPOTrainer):
     """TRL's trainer over the words that its warpers keep, found anew from the sampling model.
 
@@ -34,14 +47,9 @@ class MaskedGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        warpers = warpers_of(self)
-        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
-            ids = torch.tensor([prompt + completion])
-            with torch.no_grad():
-                scores = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
-            for warper in warpers:
-                scores = warper(ids, scores)
-            self.kept[self.key(prompt + completion)] = scores > -torch.inf
+        kept = words_kept(self, prompt_ids, completion_ids)
+        for prompt, completion, own in zip(prompt_ids, completion_ids, kept, strict=True):
+            self.kept[self.key(prompt + completion)] = own
         return completion_ids, logps
 
     def _get_per_token_logps_and_entropies(

@@ -43,9 +43,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def family_model(family):
+def family_model(family, **changed):
     name, options = FAMILIES[family]
-    config = getattr(transformers, name)(**COMMON | options)
+    config = getattr(transformers, name)(**COMMON | options | changed)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():

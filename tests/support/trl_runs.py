@@ -62,8 +62,13 @@ def folder_of(family):
 _OF_THE_TRAINER = ("peft_config", "head_options", "replay_support")
 
 
-def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=False, **options):
-    """The rows that a run logged, the losses unrounded, and the weights it ends with."""
+def trained(
+    trainer_class, folder, *, family="qwen2", stored=None, injected=None, evaluate=False, **options
+):
+    """The rows that a run logged, the losses unrounded, and the weights it ends with.
+
+    The model is the one of the family, or that of the folder `stored`.
+    """
     given = {k: options.pop(k) for k in _OF_THE_TRAINER if k in options}
     losses = []
 
@@ -82,7 +87,7 @@ def trained(trainer_class, folder, *, family="qwen2", injected=None, evaluate=Fa
     kind = transformers.AutoModelForCausalLM
     if family == "llava":
         kind = transformers.AutoModelForImageTextToText
-    model = kind.from_pretrained(folder_of(family), dtype=torch.float32)
+    model = kind.from_pretrained(stored or folder_of(family), dtype=torch.float32)
     arguments = arguments_of(folder, **options)
     if evaluate:
         arguments.eval_strategy, arguments.eval_steps = "steps", 1

@@ -1,0 +1,108 @@
+"""TRL with a real vLLM in its process: the runs of `FusedGRPOTrainer` are those of TRL's trainer.
+
+Two processes run them, of which one has vLLM's sampling masks (`tests/support/vllm_masks.py`).
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the extra 'test'")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+from peft import LoraConfig
+
+from tests.support import trl_vllm
+from tests.support.model_families import LORAS
+from tests.support.trl_runs import TWICE, assert_same_run
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+TRL, FUSED = "trl:GRPOTrainer", "grpo_kernels.integrations.trl:FusedGRPOTrainer"
+MASKED = "tests.support.masked_trainer:MaskedGRPOTrainer"
+GAP = "sampling/sampling_logp_difference/max"
+CLOSE = 1e-4
+# New weights before each of the steps.
+EACH_STEP = {"gradient_accumulation_steps": 2, "learning_rate": 0.02}
+# Four steps, two of each batch.
+IN_TWOS = {**TWICE, "learning_rate": 0.02, "max_steps": 4, "beta": 0.1}
+TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.9}
+LORA = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
+CASES = {
+    "tied": EACH_STEP,
+    "untied": {"temperature": 0.7, **IN_TWOS},
+    "lora": {"peft_config": LORA, **EACH_STEP, "learning_rate": 2.0},
+}
+# name: (with masks, function, arguments, options)
+RUNS = {
+    **{f"theirs_{name}": (False, trl_vllm.run, [TRL], case) for name, case in CASES.items()},
+    **{f"mine_{name}": (False, trl_vllm.run, [FUSED], case) for name, case in CASES.items()},
+    "not_packed": (False, trl_vllm.run, [FUSED], {"packed": False, **EACH_STEP}),
+    "masked": (True, trl_vllm.run, [MASKED], {**TRUNCATED, **IN_TWOS}),
+    "replayed": (True, trl_vllm.run_replayed, [], {**TRUNCATED, **IN_TWOS}),
+    "patched": (
+        True, trl_vllm.run, [TRL], {"patch": {"replay_support": True}, **TRUNCATED, **IN_TWOS}
+    ),
+    "whole": (True, trl_vllm.run, [FUSED], {**TRUNCATED, **IN_TWOS}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them, as two processes finish them side by side."""
+    folder = tmp_path_factory.mktemp("trl")
+    models = {
+        tied: trl_vllm.stored_model(folder / f"tied_{tied}", tied=tied) for tied in (True, False)
+    }
+    spawn = multiprocessing.get_context("spawn")
+    plain, masks = (
+        ProcessPoolExecutor(1, spawn, trl_vllm.prepare, (with_masks,))
+        for with_masks in (False, True)
+    )
+    with plain, masks:
+        yield {
+            name: (masks if with_masks else plain).submit(
+                function, *arguments, folder / name,
+                stored=models[name.split("_")[-1] in ("tied", "lora", "packed")], **options,
+            )
+            for name, (with_masks, function, arguments, options) in RUNS.items()
+        }  # fmt: skip
+
+
+def gaps_of(run):
+    """Of the steps that completions were sampled for."""
+    return [row[GAP] for row in run[1] if GAP in row]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, runs):
+    mine, theirs = runs[f"mine_{case}"].result(), runs[f"theirs_{case}"].result()
+    assert_same_run(mine, theirs)
+    assert len(gaps_of(mine)) == (2 if case == "untied" else 3)
+    assert max(gaps_of(mine)) < CLOSE
+
+
+def test_a_head_that_is_not_packed_again_is_stale(runs):
+    first, *later = gaps_of(runs["not_packed"].result())
+    assert first < CLOSE
+    assert min(later) > 0.01
+
+
+def test_supports_are_what_sampling_kept(runs):
+    run, supports, kept, gaps = runs["replayed"].result()
+    assert supports == kept
+    assert max(map(len, supports)) == TRUNCATED["top_k"] and len(set(map(len, supports))) > 4
+    assert max(gaps_of(run)) < CLOSE
+    # Two micro-batches for each update, every other of which is the first on its batch.
+    assert max(gaps[0:2] + gaps[4:6]) < CLOSE < 0.01 < min(gaps[2:4] + gaps[6:8])
+
+
+def test_the_same_run_as_with_masked_logits(runs):
+    replayed, theirs = runs["replayed"].result()[0], runs["masked"].result()
+    assert_same_run(replayed, theirs)
+    assert_same_run(runs["patched"].result(), theirs)
+
+
+def test_without_replay_the_whole_softmax_is_another_policy(runs):
+    assert min(gaps_of(runs["whole"].result())) > 0.05
