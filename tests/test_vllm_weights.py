@@ -1,0 +1,200 @@
+"""The weights that vLLM is sent: names, values, adapters merged on the way, and their files."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from grpo_kernels.integrations import vllm as extension
+from grpo_kernels.integrations.vllm import adapter_weights, names_and_weights, names_of, read, write
+from tests.support.tiny_models import make_model
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+def sent(model):
+    """What vLLM gets, by name; no name comes twice."""
+    rows = list(names_and_weights(model))
+    weights = dict(rows)
+    assert len(weights) == len(rows) == len(names_of(model))
+    return weights
+
+
+def adapted(model, seed=0, name="default", **options):
+    """A PEFT model whose adapters are not those that it begins with, which add 0."""
+    options = {"r": 3, "lora_alpha": 7, "target_modules": "all-linear", **options}
+    config = LoraConfig(task_type="CAUSAL_LM", **options)
+    if name == "default":
+        model = get_peft_model(model, config)
+    else:
+        model.add_adapter(name, config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".lora_" in parameter_name and name in parameter_name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def merged(model):
+    """What PEFT makes of an adapted model, in place."""
+    return dict(model.merge_and_unload().named_parameters())
+
+
+def assert_merged(weights, expected, changed):
+    """Equal to rounding, and other than the base weights where the name says so."""
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
+    assert changed
+
+
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3"))
+def test_names_are_those_of_a_checkpoint(family, tied, tmp_path):
+    model = make_model(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    weights = sent(model)
+    assert weights.keys() == expected.keys()
+    assert ("lm_head.weight" in weights) is not tied
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+    ),
+    ids=("all-linear", "rslora", "modules_to_save", "embedding", "head"),
+)
+def test_adapters_are_merged_as_peft_merges_them(options):
+    base = {n: p.clone() for n, p in make_model("llama", tie_word_embeddings=False).named_parameters()}
+    model = adapted(make_model("llama", tie_word_embeddings=False), **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.add_(1.0)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    weights = sent(model)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    expected = merged(model)
+    assert weights.keys() == base.keys() == expected.keys()
+    targets = options.get("target_modules", ["_proj"]) + options.get("modules_to_save", [])
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
+        moved = not torch.equal(weights[name], base[name])
+        assert moved is any(target in name for target in targets), name
+
+
+def test_active_adapters_are_added_up():
+    model = adapted(make_model("llama"))
+    model = adapted(model, seed=1, name="second", target_modules=["q_proj"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    seen = {}
+    for active in ("default", "second", ["default", "second"]):
+        model.base_model.set_adapter(active)
+        seen[str(active)] = sent(model)[name].clone()
+    model.base_model.set_adapter(["default", "second"])
+    both = seen["['default', 'second']"]
+    expected = model.merge_and_unload(adapter_names=["default", "second"])
+    torch.testing.assert_close(both, dict(expected.named_parameters())[name], rtol=1e-6, atol=1e-6)
+    assert not any(torch.equal(both, one) for key, one in seen.items() if key[0] != "[")
+
+
+def test_other_adapters_are_refused():
+    model = adapted(make_model("llama"), use_dora=True, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"model: expected plain LoRA, .*; got Dora.*q_proj"):
+        list(names_and_weights(model))
+
+
+def test_adapters_by_the_models_own_names(tmp_path):
+    model = adapted(make_model("llama"), target_modules=["q_proj"])
+    weights = adapter_weights(model)
+    expected = {n: p for n, p in model.named_parameters() if ".lora_" in n}
+    assert weights.keys() == expected.keys() and len(weights) == 4
+    for name, parameter in expected.items():
+        assert torch.equal(weights[name], parameter)
+        assert weights[name].data_ptr() != parameter.data_ptr()
+    # PEFT writes from them the file that vLLM reads.
+    model.save_pretrained(tmp_path, state_dict=weights, save_embedding_layers=False)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(saved) == 4
+    for name, weight in saved.items():
+        ours = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+        assert torch.equal(weight, weights[ours])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_files_are_small_and_hold_everything_once(dtype, tmp_path, monkeypatch):
+    weights = sent(make_model("llama"))
+    monkeypatch.setattr(extension, "_FILE_BYTES", 10_000)
+    write(iter(weights.items()), tmp_path, dtype)
+    files = sorted(tmp_path.iterdir())
+    largest = max(w.numel() for w in weights.values()) * dtype.itemsize
+    assert len(files) > 2 and all(f.stat().st_size < 10_000 + largest + 4_000 for f in files)
+    back = list(read(str(tmp_path)))
+    assert sorted(name for name, _ in back) == sorted(weights)
+    for name, weight in back:
+        assert weight.dtype == dtype and torch.equal(weight, weights[name].to(dtype))
+
+
+def test_one_weight_at_a_time_is_held(tmp_path, monkeypatch):
+    """A sender needs no room for a second model."""
+    monkeypatch.setattr(extension, "_FILE_BYTES", 1)
+    made = []
+
+    def rows():
+        for i in range(5):
+            assert len(list(tmp_path.iterdir())) == i
+            made.append(i)
+            yield f"w{i}", torch.full((3,), float(i))
+
+    write(rows(), tmp_path, torch.float32)
+    assert made == [0, 1, 2, 3, 4] and len(list(read(str(tmp_path)))) == 5
+
+
+class Worker(extension.WorkerExtension):
+    """What the extension uses of vLLM's worker."""
+
+    def __init__(self, model):
+        self.got = {}
+        self.model_runner = SimpleNamespace(reload_weights=self.reload, get_model=lambda: model)
+
+    def reload(self, weights_iterator):
+        self.got = dict(weights_iterator)
+
+
+class Packed(torch.nn.Linear):
+    """A layer that multiplies by a copy of its weight, as vLLM's do on a CPU."""
+
+    def __init__(self):
+        super().__init__(2, 2, bias=False)
+        self.quant_method, self.packed = self, 0
+        self.cpu_linear = None
+
+    def process_weights_after_loading(self, layer):
+        layer.packed += 1
+
+
+def test_the_extension_counts_and_packs_again(tmp_path):
+    plain, packed, empty = torch.nn.Linear(2, 2), Packed(), Packed()
+    empty.weight = torch.nn.Parameter(torch.empty(0))
+    worker = Worker(torch.nn.ModuleList([plain, packed, empty]))
+    weights = sent(make_model("llama"))
+    write(iter(weights.items()), tmp_path, torch.float32)
+    count = str(len(weights))
+    assert worker.grpo_kernels_load(str(tmp_path), count, "tag") == {
+        "loaded": len(weights), "repacked": 1,
+    }  # fmt: skip
+    assert packed.packed == 1 and empty.packed == 0 and worker.grpo_kernels_sent == "tag"
+    assert all(torch.equal(worker.got[name], weight) for name, weight in weights.items())
+    with pytest.raises(RuntimeError, match=rf"weights: expected 99 tensors; got {count}"):
+        worker.grpo_kernels_load(iter(weights.items()), "99", "other")
+    assert worker.grpo_kernels_sent == ""
