@@ -368,6 +368,13 @@ class TrainingConfig:
                 refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
             if given and self.vllm_mode not in _VLLM_MODES_OF.get(name, VLLM_MODES):
                 refuse(name, f"{DEFAULTS[name]!r} with vllm_mode {self.vllm_mode}")
+        in_place = self.vllm_mode == "colocate" and self.vllm_lora == "merged"
+        if in_place and self.vllm_sync_dir != DEFAULTS["vllm_sync_dir"]:
+            default = DEFAULTS["vllm_sync_dir"]
+            refuse(
+                "vllm_sync_dir",
+                f"{default!r} with vllm_mode colocate and vllm_lora merged, which write no files",
+            )
         need = self.max_prompt_length + self.max_completion_length
         if self.vllm_max_model_length is not None and self.vllm_max_model_length < need:
             refuse(
