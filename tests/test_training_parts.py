@@ -1,4 +1,4 @@
-"""The trainer's parts: rewards, data, warnings, memory, command-line options."""
+"""The trainer's parts: rewards, data, warnings, command-line options."""
 
 import json
 import math
@@ -14,15 +14,12 @@ from grpo_kernels.training import (
     data,
     load_problems,
     logs,
-    memory,
     metrics,
     parse_config,
     rewards,
 )
 from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
-from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.watch import WINDOW, Watch
-from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -368,67 +365,6 @@ def test_a_reward_that_is_gamed_is_told():
             assert watch.after_evaluation(evaluation(58)) is None
     assert "the reward rose from" in watch.after_evaluation(evaluation(20))
     assert watch.after_evaluation(evaluation(61)) is None
-
-
-# Memory
-
-
-@pytest.mark.parametrize("checkpointing", (False, True))
-def test_kept_activations_are_what_a_forward_keeps(checkpointing):
-    """Counted on tensors without memory as on real ones."""
-    config = config_of(
-        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4,
-        gradient_checkpointing=checkpointing,
-    )  # fmt: skip
-    model_config = make_model("llama").config
-    predicted = memory.predict(config, model_config, gpu=False)
-    assert predicted.weights == sum(4 * p.numel() for p in make_model("llama").parameters())
-    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
-    if checkpointing:
-        return
-    # What a real forward keeps, counted here.
-    model, storages = make_model("llama").train(), {}
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-
-    def keep(x):
-        storages[x.untyped_storage().data_ptr()] = x
-        return x
-
-    prompts = [[i + 1, *[5] * 23] for i in range(2)]
-    batch = Batch.of_rows(prompts, [i // 4 for i in range(8)], [[7] * 16] * 8, 0)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden = Policy(model).hidden(batch)
-    assert hidden.requires_grad
-    real = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in own)
-    assert predicted.activations == pytest.approx(real, rel=0.02)
-
-
-def test_the_prediction_follows_the_options():
-    config = make_model("llama").config
-
-    def predicted(**options):
-        return memory.predict(config_of(**options), config)
-
-    base = predicted()
-    assert predicted(lora_rank=4).gradients < base.gradients / 4
-    assert predicted(beta=0.1).reference == base.weights and base.reference == 0
-    assert predicted(trainable=r"layers\.1").gradients < base.gradients
-    assert predicted(dtype="bf16").weights == base.weights / 2
-    assert predicted(gradient_checkpointing=True).activations < base.activations
-    assert predicted(share_prompts=False).activations > base.activations
-    assert predicted(micro_batch_size=4).activations < base.activations
-    assert base.peak <= base.eager_peak
-
-
-def test_the_command_says_whether_it_fits(tmp_path, capsys):
-    make_model("llama").config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--num-generations", "8", "--max-completion-length", "64"]
-    with pytest.raises(SystemExit) as fits:
-        memory.main([*options, "--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"])
-    assert fits.value.code == 0 and "fits into 24 GiB" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as too_small:
-        memory.main([*options, "--gpu-gib", "0.001"])
-    assert too_small.value.code == 1 and "does not fit" in capsys.readouterr().out
 
 
 # Options

@@ -119,7 +119,7 @@ def read(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 
 # Bytes of a file, about: what a sender holds beside its own weights.
-_FILE_BYTES = 2**30
+FILE_BYTES = 2**30
 
 
 def write(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ def write(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtyp
 
     for name, weight in weights:
         held[name] = weight.to("cpu", dtype).contiguous()
-        if sum(x.nbytes for x in held.values()) >= _FILE_BYTES:
+        if sum(x.nbytes for x in held.values()) >= FILE_BYTES:
             flush()
     if held:
         flush()

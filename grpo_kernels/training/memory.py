@@ -1,7 +1,7 @@
 r"""Will it fit? Predicts the peak memory of a run from the model's config alone.
 
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
-        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24]
+        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24 | --cpu]
 
 Takes the options of a run. No weights are downloaded: the model is built without memory, and every
 tensor that a forward would keep for its backward is counted as it is kept.
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..hf_head import head_of
+from ..integrations.vllm import FILE_BYTES, names_of
 from ..row_plan import default_chunk_bytes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
@@ -26,6 +27,53 @@ from .loading import explain_missing_model, resolve_model, set_trainable
 from .policy import Batch, Policy
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Bytes of vLLM, in this process or of its own server."""
+
+    colocated: bool
+    weights: int
+    sequence: int  # keys and values of one sequence of full length
+    cache: int  # of all completions of a step at full length
+    share: int | None  # of a GPU, which it fills; None: unknown, or it takes what it needs
+    sleeps: bool  # whether that is given back while weights are trained
+    sync: int  # what a process holds of the weights beside its own while they are sent
+    sync_files: int  # in `vllm_sync_dir`, for a server
+
+    @property
+    def sampling(self) -> int:
+        """Bytes in this process while completions are sampled."""
+        if not self.colocated:
+            return 0
+        return self.weights + self.cache if self.share is None else self.share
+
+    @property
+    def training(self) -> int:
+        """Bytes in this process while weights are trained."""
+        return 0 if self.sleeps else self.sampling
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of full length that the GPU's share has room for."""
+        assert self.share is not None
+        return (self.share - self.weights) // self.sequence
+
+    def lines(self) -> dict[str, int]:
+        """The figures by name."""
+        where = "vLLM" if self.colocated else "server"
+        lines = {
+            f"{where}: weights": self.weights, f"{where}: KV cache, all completions": self.cache
+        }  # fmt: skip
+        if self.colocated:
+            return lines | {
+                "vLLM while sampling": self.sampling, "vLLM while training": self.training,
+                "a weight on the way to vLLM": self.sync,
+            }  # fmt: skip
+        return lines | {
+            "host, while weights are sent": self.sync, "vllm_sync_dir, meanwhile": self.sync_files
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,6 +91,7 @@ class Prediction:
     accumulates: bool  # whether gradients are held during a forward
     cache: int  # keys and values while sampling
     sampling: int  # logits, and copies that sampling makes of them
+    engine: Engine | None = None  # vLLM, where it samples
 
     @property
     def state(self) -> int:
@@ -55,16 +104,20 @@ class Prediction:
         return self._training_peak(self.head)
 
     def _training_peak(self, head: int) -> int:
+        held = self.state + (self.engine.training if self.engine else 0)
         working = self.activations + max(head, self.backward)
         if self.accumulates:
-            return self.state + self.gradients + working
+            return held + self.gradients + working
         # The backward makes gradients as it frees activations.
-        return self.state + max(self.gradients, working)
+        return held + max(self.gradients, working)
 
     @property
     def peak(self) -> int:
         """The larger of training's and sampling's."""
-        return max(self.state + self.cache + self.sampling, self.training_peak)
+        sampling = self.cache + self.sampling
+        if self.engine and self.engine.colocated:
+            sampling = self.engine.sampling + self.engine.sync
+        return max(self.state + sampling, self.training_peak)
 
     @property
     def eager_peak(self) -> int:
@@ -80,10 +133,13 @@ class Prediction:
             "eager_head": "head, eager", "cache": "KV cache while sampling",
             "sampling": "logits while sampling",
         }  # fmt: skip
-        lines = [f"{text:32}{getattr(self, name) / GIB:9.2f} GiB" for name, text in names.items()]
-        lines.append(f"{'peak':32}{self.peak / GIB:9.2f} GiB")
-        lines.append(f"{'peak with an eager head':32}{self.eager_peak / GIB:9.2f} GiB")
-        return "\n".join(lines)
+        figures = {text: getattr(self, name) for name, text in names.items()}
+        own = self.engine is not None and self.engine.colocated
+        figures |= self.engine.lines() if self.engine and own else {}
+        figures |= {"peak": self.peak, "peak with an eager head": self.eager_peak}
+        # A server's memory is no part of this process's.
+        figures |= self.engine.lines() if self.engine and not own else {}
+        return "\n".join(f"{text:36}{value / GIB:9.2f} GiB" for text, value in figures.items())
 
 
 def predict(
@@ -114,7 +170,7 @@ def predict(
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
     sampled = config.prompts_per_step * config.num_generations
     accumulates = sampled // config.minibatches > rows
-    length = config.max_prompt_length + T
+    vllm = config.rollout == "vllm"
     return Prediction(
         weights=weights,
         gradients=gradients,
@@ -126,9 +182,55 @@ def predict(
         head=chunk + d_weight + N * H * width,
         eager_head=3 * 4 * N * V + d_weight,
         accumulates=accumulates,
-        cache=kv_cache_bytes(text, sampled * length, width),
-        sampling=4 * 4 * sampled * V,
+        cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
+        sampling=0 if vllm else 4 * 4 * sampled * V,
+        engine=_engine(config, model, width, gpu, gpu_bytes) if vllm else None,
     )
+
+
+def _engine(
+    config: TrainingConfig, model: nn.Module, width: int, gpu: bool, gpu_bytes: int | None
+) -> Engine:
+    """Predicts vLLM; `width` is that of the policy's GEMMs, in bytes per number."""
+    colocated, adapter = config.vllm_mode == "colocate", config.vllm_lora == "adapter"
+    if config.vllm_dtype != "auto":
+        width = getattr(torch, DTYPES[config.vllm_dtype]).itemsize
+    parameters = dict(model.named_parameters())
+    merged = [parameters[name] for name in names_of(model)]
+    adapters = sum(map(_bytes, parameters.values())) - sum(map(_bytes, merged))
+    weights = width * sum(p.numel() for p in merged)
+    # On a CPU it multiplies by packed copies, and keeps the embedding and the head beside theirs.
+    kept = 0 if gpu else 2 * width * head_of(model).weight.numel()
+    rows, length = config.prompts_per_step * config.num_generations, max_model_length(config)
+    text = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    sequence = kv_cache_bytes(text, length, width)
+    # One tensor at a time; beside a merged one stands its adapters' product.
+    copies = 2 if config.lora_rank else 1
+    largest = 0 if adapter else copies * max(map(_bytes, merged))
+    sent = adapters if adapter else weights
+    share = None
+    if colocated and gpu and gpu_bytes is not None:
+        share = int(config.vllm_gpu_memory_utilization * gpu_bytes)
+    return Engine(
+        colocated=colocated,
+        weights=weights + kept + (adapters if adapter else 0),
+        sequence=sequence,
+        cache=rows * sequence if gpu else cpu_cache_bytes(text, rows, length, width),
+        share=share,
+        sleeps=config.vllm_enable_sleep_mode,
+        sync=largest if colocated else min(sent, FILE_BYTES),
+        sync_files=0 if colocated else sent,
+    )
+
+
+def max_model_length(config: TrainingConfig) -> int:
+    """Tokens that vLLM has room for in a sequence."""
+    return config.vllm_max_model_length or config.max_prompt_length + config.max_completion_length
+
+
+def cpu_cache_bytes(text_config: Any, rows: int, length: int, width: int) -> int:
+    """Bytes of the cache that vLLM gets on a CPU, in whose blocks of 128 tokens all rows fit."""
+    return kv_cache_bytes(text_config, (rows + 1) * (-(-length // 128) + 1) * 128, width)
 
 
 def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
@@ -204,7 +306,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     gpu_gib, argv = _take(argv, "--gpu-gib")
-    config = parse_config(argv)
+    gpu = "--cpu" not in argv
+    if not gpu and gpu_gib is not None:
+        sys.exit("--gpu-gib: expected none with --cpu")
+    config = parse_config([argument for argument in argv if argument != "--cpu"])
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
     try:
         name = resolve_model(config.model)
@@ -212,15 +317,36 @@ def main(argv: Sequence[str] | None = None) -> None:
             model_config = AutoConfig.from_pretrained(name)
     except OSError as error:
         sys.exit(str(error))
-    prediction = predict(config, model_config, gpu_bytes=gpu_bytes)
+    prediction = predict(config, model_config, gpu=gpu, gpu_bytes=gpu_bytes)
     print(prediction.table())
-    if gpu_gib is not None:
-        fits = prediction.peak <= 0.92 * gpu_gib * GIB
-        print(f"{'fits' if fits else 'does not fit'} into {gpu_gib:g} GiB, of which 8 % are left "
-              "to the driver and to fragmentation")  # fmt: skip
-        if not fits:
-            print("Smaller: micro_batch_size; gradient_checkpointing; lora_rank; dtype bf16")
-        sys.exit(0 if fits else 1)
+    if gpu_bytes is not None:
+        sys.exit(0 if _fits(prediction, config, gpu_bytes) else 1)
+
+
+def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> bool:
+    """Says whether the run fits into a GPU, and what to make smaller."""
+    usable, engine = int(0.92 * gpu_bytes), prediction.engine
+    # What vLLM fills of the GPU, and the least that it can start with.
+    share = engine.share if engine else None
+    least = engine.weights + engine.sequence if engine else 0
+    starts = True
+    if engine is not None and share is not None:
+        left, starts = usable - engine.training, least <= share
+        print(f"vLLM fills {share / GIB:.2f} GiB (vllm_gpu_memory_utilization), with room for "
+              f"{max(0, engine.sequences):,} sequences of full length; {left / GIB:.2f} GiB are "
+              "left to training")  # fmt: skip
+    fits = starts and prediction.peak <= usable
+    print(f"{'fits' if fits else 'does not fit'} into {gpu_bytes / GIB:g} GiB, of which 8 % are "
+          "left to the driver and to fragmentation")  # fmt: skip
+    if not starts:
+        print(f"Larger: vllm_gpu_memory_utilization, {least / gpu_bytes:.2f} and room to work in: "
+              "vLLM needs its weights and one sequence")  # fmt: skip
+    elif not fits:
+        smaller = ["micro_batch_size", "gradient_checkpointing", "lora_rank", "dtype bf16"]
+        if share is not None:
+            smaller += ["vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"]
+        print(f"Smaller: {'; '.join(smaller)}")
+    return fits
 
 
 def _take(argv: list[str], flag: str) -> tuple[float | None, list[str]]:

@@ -30,7 +30,7 @@ from . import ranks
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import resolve_model
-from .memory import kv_cache_bytes
+from .memory import cpu_cache_bytes, max_model_length
 from .rollout import RolloutError
 
 # What an adapter is called in vLLM.
@@ -210,8 +210,7 @@ def _of_choice(choice: dict[str, Any]) -> Sampled:
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`, which a server has as flags."""
-    model, length = resolve_model(config.model), config.vllm_max_model_length
-    length = length or config.max_prompt_length + config.max_completion_length
+    model, length = resolve_model(config.model), max_model_length(config)
     auto = config.vllm_dtype == "auto"
     options: dict[str, Any] = {
         "model": model, "dtype": ranks.gemm_dtype(config) if auto else DTYPES[config.vllm_dtype],
@@ -228,11 +227,9 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         import psutil
         from transformers import AutoConfig
 
-        # Compiling takes a minute and saves 8 %. The cache, in blocks of 128 tokens, has room for
-        # all rows; with less, rows wait.
-        tokens = (rows + 1) * (-(-length // 128) + 1) * 128
+        # Compiling takes a minute and saves 8 %. With less cache than all rows need, rows wait.
         text = AutoConfig.from_pretrained(model).get_text_config()
-        wanted = kv_cache_bytes(text, tokens, getattr(torch, options["dtype"]).itemsize)
+        wanted = cpu_cache_bytes(text, rows, length, getattr(torch, options["dtype"]).itemsize)
         room = psutil.virtual_memory().available // 2
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
     return options

@@ -1,0 +1,147 @@
+"""The forecast of a run's memory."""
+
+import pytest
+import torch
+
+from grpo_kernels.training import TrainingConfig, memory
+from grpo_kernels.training.policy import Batch, Policy
+from grpo_kernels.training.vllm_server import engine_options
+from tests.support.tiny_models import make_model
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+
+
+def config_of(**options):
+    return TrainingConfig(**{"model": "m", **options})
+
+
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_kept_activations_are_what_a_forward_keeps(checkpointing):
+    """Counted on tensors without memory as on real ones."""
+    config = config_of(
+        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    model_config = make_model("llama").config
+    predicted = memory.predict(config, model_config, gpu=False)
+    assert predicted.weights == sum(4 * p.numel() for p in make_model("llama").parameters())
+    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
+    if checkpointing:
+        return
+    # What a real forward keeps, counted here.
+    model, storages = make_model("llama").train(), {}
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    prompts = [[i + 1, *[5] * 23] for i in range(2)]
+    batch = Batch.of_rows(prompts, [i // 4 for i in range(8)], [[7] * 16] * 8, 0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        hidden = Policy(model).hidden(batch)
+    assert hidden.requires_grad
+    real = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in own)
+    assert predicted.activations == pytest.approx(real, rel=0.02)
+
+
+def test_the_prediction_follows_the_options():
+    config = make_model("llama").config
+
+    def predicted(**options):
+        return memory.predict(config_of(**options), config)
+
+    base = predicted()
+    assert predicted(lora_rank=4).gradients < base.gradients / 4
+    assert predicted(beta=0.1).reference == base.weights and base.reference == 0
+    assert predicted(trainable=r"layers\.1").gradients < base.gradients
+    assert predicted(dtype="bf16").weights == base.weights / 2
+    assert predicted(gradient_checkpointing=True).activations < base.activations
+    assert predicted(share_prompts=False).activations > base.activations
+    assert predicted(micro_batch_size=4).activations < base.activations
+    assert base.peak <= base.eager_peak
+
+
+def test_the_command_says_whether_it_fits(tmp_path, capsys):
+    make_model("llama").config.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--num-generations", "8", "--max-completion-length", "64"]
+    with pytest.raises(SystemExit) as fits:
+        memory.main([*options, "--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"])
+    assert fits.value.code == 0 and "fits into 24 GiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as too_small:
+        memory.main([*options, "--gpu-gib", "0.001"])
+    assert too_small.value.code == 1 and "does not fit" in capsys.readouterr().out
+
+
+def vllm_prediction(*, gpu=True, gpu_bytes=None, **options):
+    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
+    return memory.predict(config, make_model("llama").config, gpu=gpu, gpu_bytes=gpu_bytes)
+
+
+def test_a_colocated_vllm_fills_its_share_of_the_gpu():
+    weights = sum(p.numel() for p in make_model("llama").parameters())
+    predicted = vllm_prediction(gpu_bytes=2**24)
+    engine = predicted.engine
+    assert predicted.cache == predicted.sampling == 0
+    assert engine.weights == 2 * weights  # as the GEMMs of the policy, bf16 by autocast
+    assert engine.sampling == engine.training == int(0.3 * 2**24)
+    without = memory.predict(config_of(max_prompt_length=24, max_completion_length=16),
+                             make_model("llama").config, gpu_bytes=2**24)  # fmt: skip
+    assert predicted.training_peak == without.training_peak + engine.share
+    # 2 layers of one head of 16 numbers, keys and values, 40 tokens.
+    assert engine.sequence == 2 * 2 * 16 * 40 * 2
+    assert engine.sequences == (engine.share - engine.weights) // engine.sequence
+    assert vllm_prediction(vllm_dtype="fp32").engine.weights == 4 * weights
+
+
+def test_a_vllm_that_sleeps_leaves_the_gpu_to_training():
+    awake = vllm_prediction(gpu_bytes=2**24)
+    asleep = vllm_prediction(gpu_bytes=2**24, vllm_enable_sleep_mode=True)
+    assert asleep.training_peak == awake.training_peak - awake.engine.share
+    assert asleep.peak == max(
+        asleep.training_peak, asleep.state + asleep.engine.share + asleep.engine.sync
+    )
+
+
+def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
+    """And packed copies of the head and of the embedding."""
+    make_model("llama").config.save_pretrained(tmp_path)
+    engine = vllm_prediction(gpu=False, model=str(tmp_path), precision="no").engine
+    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16,
+                       model=str(tmp_path), precision="no")  # fmt: skip
+    rows = config.prompts_per_step * config.num_generations
+    assert engine.cache == engine_options(config, rows, False)["kv_cache_memory_bytes"]
+    parameters = [p.numel() for p in make_model("llama").parameters()]
+    assert engine.weights == 4 * (sum(parameters) + 2 * max(parameters))
+    assert engine.sampling == engine.weights + engine.cache
+
+
+def test_a_server_is_counted_by_itself():
+    weights = sum(p.numel() for p in make_model("llama").parameters())
+    predicted = vllm_prediction(vllm_mode="server")
+    assert predicted.peak == predicted.training_peak and predicted.engine.training == 0
+    assert predicted.engine.sync == predicted.engine.sync_files == 2 * weights
+    lines = predicted.table().splitlines()
+    peak = next(i for i, line in enumerate(lines) if line.startswith("peak"))
+    assert [line.startswith("server") for line in lines[peak:]] == [0, 0, 1, 1, 0, 0]
+    lora = vllm_prediction(vllm_mode="server", lora_rank=4, vllm_lora="adapter")
+    assert lora.engine.sync_files == lora.gradients
+    assert lora.engine.weights == 2 * weights + lora.gradients
+
+
+def test_the_command_says_what_vllm_leaves(tmp_path, capsys):
+    make_model("llama").config.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--rollout", "vllm", "--gpu-gib", "1"]
+    with pytest.raises(SystemExit) as fits:
+        memory.main(options)
+    said = capsys.readouterr().out
+    assert fits.value.code == 0 and "vLLM fills 0.30 GiB" in said
+    assert "0.62 GiB are left to training" in said
+    with pytest.raises(SystemExit) as too_small:
+        memory.main([*options, "--vllm_gpu_memory_utilization", "0.0001"])
+    said = capsys.readouterr().out
+    assert too_small.value.code == 1 and "Larger: vllm_gpu_memory_utilization" in said
+    with pytest.raises(SystemExit, match="--gpu-gib: expected none with --cpu"):
+        memory.main([*options, "--cpu"])
+    memory.main([*options[:-2], "--cpu"])
+    assert "vLLM while training" in capsys.readouterr().out
