@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -225,6 +226,28 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     after = AutoModelForCausalLM.from_pretrained(folder / "model")
     for (name, p), q in zip(before.named_parameters(), after.parameters(), strict=True):
         assert not torch.equal(p, q), name
+
+
+def test_a_sampler_of_its_own_is_introduced_and_its_gap_and_time_shown(
+    tiny_model, tmp_path, curves, capsys
+):
+    curves.undo()
+
+    class Engine(FakeRollout):
+        in_words = "an engine"
+
+        def update_weights(self):
+            time.sleep(0.06)
+
+    config = config_of(tiny_model, tmp_path, eval_size=0)
+    folder = trainer_of(config, rollout=lambda _: Engine(logps=-5.5)).train()
+    said = capsys.readouterr().out
+    assert "Completions by an engine" in said and "(sync 0.1, generate 0." in said
+    page = (folder / "report.html").read_text()
+    assert "<!-- gap to the sampler's log-probs, nats -->" in page and "<!-- sync -->" in page
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    parts = [value for name, value in row.items() if name.startswith("seconds/")]
+    assert row["seconds"] == pytest.approx(sum(parts)) and row["seconds/sync"] >= 0.06
 
 
 def test_the_same_seed_gives_the_same_metrics(tiny_model, tmp_path):

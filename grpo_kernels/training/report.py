@@ -41,7 +41,7 @@ def line(row: Row) -> str:
     return "  ".join(parts)
 
 
-_PHASES = ("generate", "reward", "score", "train")
+_PHASES = ("sync", "generate", "reward", "score", "train")
 
 
 def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ def _options(config: Row) -> str:
 def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     x = [row["step"] for row in rows]
 
-    def lines(*names: str, smooth: bool = False) -> Callable[[Any], None]:
+    def lines(*names: str, smooth: bool = False, log: bool = False) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
             for name in names:
                 known = [(s, r[name]) for s, r in zip(x, rows, strict=True) if _has(r, name)]
@@ -256,6 +256,8 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
                     axes.plot(steps, values, label=label)
             if len(names) > 1 and axes.lines:
                 axes.legend(fontsize=7)
+            if log and axes.lines:
+                axes.set_yscale("log")
 
         return draw
 
@@ -268,7 +270,7 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
         axes.set_ylim(0, 1.02)
 
     def split(axes: Any) -> None:
-        parts = [p for p in _PHASES if _has(rows[0], f"seconds/{p}")]
+        parts = [p for p in _PHASES if any(_has(r, f"seconds/{p}") for r in rows)]
         axes.stackplot(x, [[r.get(f"seconds/{p}", 0) for r in rows] for p in parts], labels=parts)
         axes.legend(fontsize=7, loc="lower left")
         axes.set_ylim(bottom=0)
@@ -290,6 +292,10 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     ):  # fmt: skip
         if any(_has(r, name) for r in rows for name in names):
             panels[title] = lines(*names)
+    if any(_has(r, "sampler_gap") for r in rows):
+        panels["gap to the sampler's log-probs, nats"] = lines(
+            "sampler_gap", "sampler_gap_max", log=True
+        )
     panels["seconds per step"] = split
     panels["peak memory, GiB"] = lines("peak_memory_gib")
     pictures = "".join(_svg(title, draw) for title, draw in panels.items())

@@ -38,8 +38,17 @@ class RunLog:
         if config.trackers:
             self.accelerator.init_trackers(config.name, config=report.flat(config))
 
-    def introduce(self, policy: Any, problems: int, held_out: int) -> None:
-        """Prints the run's first lines: what is trained, on how many problems, where."""
+    def introduce(
+        self, policy: Any, problems: int, held_out: int, sampler: str | None = None
+    ) -> None:
+        """Prints the run's first lines: what is trained, on how many problems, where.
+
+        Args:
+            policy: the wrapped policy.
+            problems: how many are trained on.
+            held_out: how many are not.
+            sampler: who samples, in words, if not this library.
+        """
         config, accelerator = self.config, self.accelerator
         policy = accelerator.unwrap_model(policy)
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -48,6 +57,8 @@ class RunLog:
             f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "
             f"out; results in {config.folder}/"
         )
+        if sampler is not None:
+            self.say(f"Completions by {sampler}")
         if config.dtype == "bf16" and not config.lora_rank:
             self.say(
                 "warning: bf16 weights move by 1/256 of themselves or not at all: use dtype fp32 "

@@ -386,7 +386,8 @@ class Trainer:
             checkpoint.check_same(state, asdict(config), self.accelerator.num_processes)
         self.accelerator.wait_for_everyone()
         self.log.open(state.get("step", -1))
-        self.log.introduce(self.policy, len(self.train_problems), len(self.held_out))
+        sampler = getattr(self.sampler.rollout, "in_words", None)
+        self.log.introduce(self.policy, len(self.train_problems), len(self.held_out), sampler)
         if found is not None:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
             self.sampler.weights_changed()

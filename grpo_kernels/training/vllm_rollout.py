@@ -83,6 +83,15 @@ class VLLMRollout:
         low = "bfloat16" in (self.engine.about["dtype"], ranks.gemm_dtype(self.config))
         return "bfloat16" if low else "float32"
 
+    @property
+    def in_words(self) -> str:
+        """Which engine samples, and in which dtype."""
+        about, config = self.engine.about, self.config
+        colocated = config.vllm_mode == "colocate"
+        where = "in this process" if colocated else f"at {config.vllm_server_base_url}"
+        lora = f", LoRA {config.vllm_lora}" if config.lora_rank else ""
+        return f"vLLM {about['vllm']} {where}, {about['dtype']}{lora}"
+
     def update_weights(self) -> None:
         """Sends the policy's weights; every process calls it."""
         self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
