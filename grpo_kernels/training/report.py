@@ -314,7 +314,7 @@ def _svg(title: str, draw: Callable[[Any], None]) -> str:
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("step", fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=7)
+    axes.tick_params(labelsize=7, which="both")
     axes.grid(alpha=0.3)
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
