@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig

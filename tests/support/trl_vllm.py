@@ -4,9 +4,12 @@ TRL starts vLLM as on a GPU, and sends weights in a way that vLLM cannot take on
 are packed away. `vllm_on_a_cpu` is what it needs there; the rest is TRL's own.
 """
 
+import gc
 import importlib
 import os
+import tempfile
 from contextlib import contextmanager
+from itertools import pairwise
 from unittest import mock
 
 from tests.support.vllm_masks import enable_masks
@@ -49,6 +52,7 @@ def vllm_on_a_cpu(*, packed=True):
     Args:
         packed: False leaves out what renews the copies of weights that vLLM multiplies by.
     """
+    import torch
     from accelerate.state import AcceleratorState
     from trl.generation import vllm_generation
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -58,6 +62,9 @@ def vllm_on_a_cpu(*, packed=True):
     own = vllm_generation.LLM
 
     def engine(**options):
+        # A group of one that meets in a file: vLLM takes it, and TRL's port might be taken.
+        store = f"file://{folder}/store"
+        torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
         return own(**options, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**26)
 
     def sync_weights(self):
@@ -68,10 +75,14 @@ def vllm_on_a_cpu(*, packed=True):
         assert self.llm.reset_prefix_cache()
 
     with (
+        tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ),  # TRL writes ranks into it
+        mock.patch.object(gc, "unfreeze"),  # as vLLM does at its end
         mock.patch.object(vllm_generation, "LLM", engine),
         mock.patch.object(vllm_generation.VLLMGeneration, "sync_weights", sync_weights),
     ):
+        # vLLM collects garbage again and again, and need not look at what has been imported.
+        gc.freeze()
         try:
             yield
         finally:
@@ -123,7 +134,7 @@ def run_replayed(folder, **options):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             for words, offsets in self._support_replay.scored_rows():
-                supports.extend(words[a:b].tolist() for a, b in zip(offsets, offsets[1:]))
+                supports.extend(words[a:b].tolist() for a, b in pairwise(offsets))
             for rows in words_kept(self, prompt_ids, completion_ids):
                 kept.extend(row.nonzero()[:, 0].tolist() for row in rows)
             return completion_ids, logps

@@ -5,13 +5,10 @@ Two processes run them, of which one has vLLM's sampling masks (`tests/support/v
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 
 import pytest
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
-if find_spec("vllm") is None:
-    pytest.skip("needs vLLM", allow_module_level=True)
 from peft import LoraConfig
 
 from tests.support import trl_vllm
@@ -27,7 +24,7 @@ CLOSE = 1e-4
 EACH_STEP = {"gradient_accumulation_steps": 2, "learning_rate": 0.02}
 # Four steps, two of each batch.
 IN_TWOS = {**TWICE, "learning_rate": 0.02, "max_steps": 4, "beta": 0.1}
-TRUNCATED = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.9}
+TRUNCATED = {"top_k": 12, "top_p": 0.95, "min_p": 0.03, "temperature": 0.9}
 LORA = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
 CASES = {
     "tied": EACH_STEP,
@@ -86,13 +83,13 @@ def test_the_same_run(case, runs):
 def test_a_head_that_is_not_packed_again_is_stale(runs):
     first, *later = gaps_of(runs["not_packed"].result())
     assert first < CLOSE
-    assert min(later) > 0.01
+    assert min(later) > 10 * CLOSE
 
 
 def test_supports_are_what_sampling_kept(runs):
     run, supports, kept, gaps = runs["replayed"].result()
     assert supports == kept
-    assert max(map(len, supports)) == TRUNCATED["top_k"] and len(set(map(len, supports))) > 4
+    assert len(set(map(len, supports))) > 4
     assert max(gaps_of(run)) < CLOSE
     # Two micro-batches for each update, every other of which is the first on its batch.
     assert max(gaps[0:2] + gaps[4:6]) < CLOSE < 0.01 < min(gaps[2:4] + gaps[6:8])
