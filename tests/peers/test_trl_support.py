@@ -134,6 +134,10 @@ def test_masks_of_vllm(vllm, tmp_path):
     assert losses != logs[False][0]
 
 
+def test_the_same_run_with_masks_of_vllm(vllm, tmp_path):
+    compare(tmp_path, **VLLM | TOP_P | {"min_p": 0.05, "learning_rate": 0.01, **FOUR})
+
+
 def test_outputs_of_a_group_of_ranks():
     """Each has the outputs of all, in the order of the ranks."""
     outputs = [
