@@ -75,7 +75,9 @@ def test_names_are_those_of_a_checkpoint(family, tied, tmp_path):
     ids=("all-linear", "rslora", "modules_to_save", "embedding", "head"),
 )
 def test_adapters_are_merged_as_peft_merges_them(options):
-    base = {n: p.clone() for n, p in make_model("llama", tie_word_embeddings=False).named_parameters()}
+    base = {
+        n: p.clone() for n, p in make_model("llama", tie_word_embeddings=False).named_parameters()
+    }
     model = adapted(make_model("llama", tie_word_embeddings=False), **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
