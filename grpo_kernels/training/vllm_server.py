@@ -88,9 +88,14 @@ class Server:
 
     def load_adapter(self, folder: str, tag: str) -> None:
         """Replaces the adapter."""
-        body = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
-        self._call("/v1/load_lora_adapter", body)
-        self.name = ADAPTER
+        # Under a new name: with load_inplace vLLM reads the files again at later requests.
+        self.name = f"{ADAPTER}-{tag}"
+        body = {"lora_name": self.name, "lora_path": folder}
+        self._call("/v1/load_lora_adapter", body, in_words=True)
+        names = [model["id"] for model in self._call("/v1/models")["data"]]
+        for name in names:
+            if name.startswith(f"{ADAPTER}-") and name != self.name:
+                self._call("/v1/unload_lora_adapter", {"lora_name": name}, in_words=True)
         self._rpc("grpo_kernels_tag", tag)
         self._reset_cache()
 
@@ -169,8 +174,10 @@ class Server:
     def _rpc(self, method: str, *args: str) -> Any:
         return self._call("/collective_rpc", {"method": method, "args": args})["results"][0]
 
-    def _call(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """The answer to a GET, or to a POST of a body, as JSON.
+    def _call(
+        self, path: str, body: Any = None, timeout: float | None = None, in_words: bool = False
+    ) -> Any:
+        """The answer to a GET, or to a POST of a body, as JSON or in words.
 
         Raises:
             ServerLost: no answer.
@@ -182,7 +189,7 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text = answer.read()
-            return json.loads(text) if text else None
+            return text.decode() if in_words else json.loads(text) if text else None
         except urllib.error.HTTPError as error:
             said = f"{url} answers {error.code} {error.read().decode(errors='replace')[:500]}"
             if path == "/health":
