@@ -123,7 +123,12 @@ FILE_BYTES = 2**30
 
 
 def write(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype) -> None:
-    """Writes tensors to safetensors files, of which one at a time is held in memory."""
+    """Writes tensors to safetensors files, of which one at a time is held in memory.
+
+    Raises:
+        OSError: the folder is full, or not to be written to.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     held: dict[str, Tensor] = {}
@@ -131,7 +136,10 @@ def write(weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtyp
 
     def flush() -> None:
         nonlocal files
-        save_file(held, folder / f"{files:05d}.safetensors")
+        try:
+            save_file(held, folder / f"{files:05d}.safetensors")
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         files += 1
         held.clear()
 
