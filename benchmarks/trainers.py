@@ -55,27 +55,27 @@ def additions(argv: Sequence[str]) -> TrainingConfig:
     return replace(config, trainable=config.trainable or upper_half(config.model))
 
 
-def config_of(task: str, steps: int, output: str) -> TrainingConfig:
+def config_of(task: str, steps: int, output: str, options: Sequence[str] = ()) -> TrainingConfig:
     common = ["--steps", str(steps), "--eval_size", "0", "--output", output, "--save_every", "-1"]
-    return additions([*TASKS[task], *common])
+    return additions([*TASKS[task], *common, *options])
 
 
-def ours(task: str, steps: int, skip: bool = True) -> list[dict[str, float]]:
+def ours(task: str, steps: int, options: Sequence[str] = ()) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     last = time.perf_counter()
 
     def on_step(row: dict[str, Any], _: Any) -> None:
         nonlocal last
         now = time.perf_counter()
-        parts = ("generate", "score", "train")
+        parts = ("generate", "sync", "score", "train")
         rows.append({
             "seconds": now - last, "tokens": row["completion_length"], "loss": row["loss"],
-            "grad_norm": row["grad_norm"], **{p: row[f"seconds/{p}"] for p in parts},
+            "grad_norm": row["grad_norm"], **{p: row.get(f"seconds/{p}", 0.0) for p in parts},
         })  # fmt: skip
         last = now
 
     with tempfile.TemporaryDirectory() as output:
-        config = replace(config_of(task, steps, output), skip_untrained=skip)
+        config = config_of(task, steps, output, options)
         Trainer(config, *load_model(config), *load_problems(config)).train(on_step)
     return rows[1:]
 
@@ -164,7 +164,7 @@ def main() -> None:
         contenders: dict[str, Any] = {"ours": ours, "TRL": trl}
         if not config.beta:
             # With a KL every completion has a gradient.
-            contenders["ours, none skipped"] = partial(ours, skip=False)
+            contenders["ours, none skipped"] = partial(ours, options=["--no_skip_untrained"])
         steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
         for _ in range(args.rounds):
             for name, contender in contenders.items():
