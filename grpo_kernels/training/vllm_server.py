@@ -89,12 +89,12 @@ class Server:
     def load_adapter(self, folder: str, tag: str) -> None:
         """Replaces the adapter."""
         # Under a new name: with load_inplace vLLM reads the files again at later requests.
-        self.name = f"{ADAPTER}-{tag}"
-        body = {"lora_name": self.name, "lora_path": folder}
+        new = f"{ADAPTER}-{tag}"
+        body = {"lora_name": new, "lora_path": folder}
         self._call("/v1/load_lora_adapter", body, in_words=True)
-        names = [model["id"] for model in self._call("/v1/models")["data"]]
-        for name in names:
-            if name.startswith(f"{ADAPTER}-") and name != self.name:
+        for model in self._call("/v1/models")["data"]:
+            name = model["id"]
+            if name.startswith(f"{ADAPTER}-") and name != new:
                 self._call("/v1/unload_lora_adapter", {"lora_name": name}, in_words=True)
         self._rpc("grpo_kernels_tag", tag)
         self._reset_cache()
@@ -116,12 +116,14 @@ class Server:
         Raises:
             ServerLost: it does not answer, or its weights are not those of the tag.
         """
+        # The first process has loaded the adapter, for all.
+        model = f"{ADAPTER}-{tag}" if self.config.vllm_lora == "adapter" else self.name
 
         def one(prompt: Sequence[int], seed: int) -> list[Sampled]:
-            body = {"model": self.name, "seed": seed, **request}
+            body = {"model": model, "seed": seed, **request}
             if self.about["sampling_mask"]:
                 params = {"seed": seed, "detokenize": bool(request["stop"]), **request}
-                body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
+                body = {"model": model, "token_ids": list(prompt), "sampling_params": params}
                 choices = self._call("/inference/v1/generate", body)["choices"]
             else:
                 body |= {"prompt": list(prompt), "return_token_ids": True}
