@@ -130,7 +130,7 @@ def test_a_rollout_without_weights_of_its_own_needs_none(tiny_model, tmp_path):
 def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
     config = config_of(tiny_model, tmp_path, skip_untrained=skip, micro_batch_size=5)
-    trainer, rollout = of_copy(config, rewards=equal)
+    trainer, _ = of_copy(config, rewards=equal)
     before = weights_of(trainer)
     rows = rows_of(trainer.train())
     assert all(row["groups_equal"] == 1 and 0 < row["sampler_gap"] < 1e-5 for row in rows)
@@ -173,7 +173,7 @@ def test_another_model_is_found_in_the_first_step(tiny_model, tmp_path):
     trainer, rollout = of_copy(config)
     rollout.deaf = True  # and so at the weights it began with, all 0
     before = weights_of(trainer)
-    with pytest.raises(RolloutError, match="sampler_gap: expected .* to 0.03 on average"):
+    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0.03 on average"):
         trainer.train()
     assert_same_weights(weights_of(trainer), before)
     assert latest(config.folder) is None

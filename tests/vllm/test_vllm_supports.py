@@ -1,4 +1,4 @@
-"""The words that vLLM kept reach the loss, and the policy that sampled is the one that is trained."""
+"""The words that vLLM kept reach the loss: the policy that sampled is the one that is trained."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
