@@ -106,3 +106,58 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama").save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model whose servers were recorded."""
+    from tests.support.record_vllm import make_folder
+
+    folder = tmp_path_factory.mktemp("served")
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Starts recorded servers; seconds of waiting for them are hundredths."""
+    from grpo_kernels.training import vllm_server
+    from tests.support.recorded_vllm import RecordedServer, quick_time
+
+    started = []
+    monkeypatch.setattr(vllm_server, "time", quick_time)
+
+    def start(*args, **about):
+        started.append(RecordedServer(*args, **about))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+        assert server.unknown == []
+
+
+@pytest.fixture
+def served_config(served_model: Path, tmp_path: Path):
+    """Makes the config of a run with a server."""
+    from tests.support.record_vllm import config_for
+
+    def make(server, **options):
+        options = {"vllm_sync_dir": str(tmp_path), "vllm_server_base_url": server.url, **options}
+        return config_for(served_model, **{"vllm_request_timeout": 5.0, **options})
+
+    return make
+
+
+@pytest.fixture
+def ready(serve, served_config):
+    """Makes a recorded server, and a rollout that has sent it its weights."""
+    from tests.support.record_vllm import rollout_of
+
+    def make(*args, **options):
+        server = serve(*args)
+        rollout = rollout_of(served_config(server, **options))
+        rollout.update_weights()
+        return server, rollout
+
+    return make

@@ -173,7 +173,7 @@ def test_another_model_is_found_in_the_first_step(tiny_model, tmp_path):
     trainer, rollout = of_copy(config)
     rollout.deaf = True  # and so at the weights it began with, all 0
     before = weights_of(trainer)
-    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0.03 on average"):
+    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0\.03 on average"):
         trainer.train()
     assert_same_weights(weights_of(trainer), before)
     assert latest(config.folder) is None

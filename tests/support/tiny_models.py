@@ -27,7 +27,7 @@ FAMILIES = {
 V = 257
 
 
-def make_model(family: str):
+def make_model(family: str, **more):
     import transformers
 
     kind = FAMILIES[family]
@@ -40,7 +40,7 @@ def make_model(family: str):
         options = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128,
                    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
                    "eos_token_id": 0, "pad_token_id": 0}  # fmt: skip
-    config = getattr(transformers, kind.config)(**{**options, **(kind.options or {})})
+    config = getattr(transformers, kind.config)(**{**options, **(kind.options or {}), **more})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     # Larger than models begin with, so that words differ.
