@@ -136,7 +136,7 @@ def test_adapters_by_the_models_own_names(tmp_path):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_files_are_small_and_hold_everything_once(dtype, tmp_path, monkeypatch):
     weights = sent(make_model("llama"))
-    monkeypatch.setattr(extension, "_FILE_BYTES", 10_000)
+    monkeypatch.setattr(extension, "FILE_BYTES", 10_000)
     write(iter(weights.items()), tmp_path, dtype)
     files = sorted(tmp_path.iterdir())
     largest = max(w.numel() for w in weights.values()) * dtype.itemsize
@@ -149,7 +149,7 @@ def test_files_are_small_and_hold_everything_once(dtype, tmp_path, monkeypatch):
 
 def test_one_weight_at_a_time_is_held(tmp_path, monkeypatch):
     """A sender needs no room for a second model."""
-    monkeypatch.setattr(extension, "_FILE_BYTES", 1)
+    monkeypatch.setattr(extension, "FILE_BYTES", 1)
     made = []
 
     def rows():
