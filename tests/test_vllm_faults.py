@@ -143,6 +143,9 @@ def test_weights_that_the_server_does_not_take(name, ready, tmp_path):
 
 def test_a_prefix_cache_that_is_in_use(ready):
     server, rollout = ready()
+    server.refuses["/reset_prefix_cache"] = ["busy"] * 2
+    rollout.update_weights()  # requests that were given up end in a moment
+    rollout.engine.patience = 0.0
     server.refuses["/reset_prefix_cache"] = ["busy"]
     with pytest.raises(RolloutError, match="expected no request while weights are sent; got some"):
         rollout.update_weights()

@@ -96,10 +96,17 @@ def test_types_are_checked():
 
 
 def test_the_url_is_one_of_a_server():
-    for url in ("127.0.0.1:8000", "http://", "http://here:8000/v1", "ftp://here", ""):
+    for url in (
+        "127.0.0.1:8000",
+        "http://",
+        "http://here:8000/v1",
+        "ftp://here:1",
+        "http://here/",
+        "",
+    ):
         with pytest.raises(ValueError, match="vllm_server_base_url: expected one like http://"):
             config_of(**SERVER, vllm_server_base_url=url)
-    for url in ("http://here:8001", "http://here/", "https://here:1"):
+    for url in ("http://here:8001", "http://here:8001/", "https://here:1"):
         assert config_of(**SERVER, vllm_server_base_url=url).vllm_server_base_url == url
 
 

@@ -1,7 +1,10 @@
 """The client of vLLM's server, against answers that a real one gave."""
 
 import json
+import os
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,13 +175,27 @@ def test_the_likeliest_completion_where_masks_are_returned(ready):
         assert one.support is None
 
 
+def folder_of(tmp_path, tag):
+    return str(tmp_path / f"grpo_kernels-{socket.gethostname()}-{os.getpid()}-{tag}")
+
+
+def test_what_a_killed_run_left_is_deleted(ready, tmp_path):
+    _, rollout = ready()
+    mine, gone = Path(folder_of(tmp_path, "other")), Path(folder_of(tmp_path, "gone"))
+    gone = gone.with_name(gone.name.replace(str(os.getpid()), str(2**22 + 1)))  # above pid_max
+    mine.mkdir()
+    gone.mkdir()
+    rollout.update_weights()
+    assert list(tmp_path.iterdir()) == [mine]
+
+
 def test_weights_are_sent_by_files_that_are_gone_afterwards(ready, tmp_path):
     server, rollout = ready()
     expected = dict(extension.names_and_weights(rollout.model))
     assert server.loads == [{name: list(w.shape) for name, w in expected.items()}]
     load = [b for b in server.asked("/collective_rpc") if b["method"] == "grpo_kernels_load"]
     folder, count, tag = load[0]["args"]
-    assert folder == str(tmp_path / f"grpo_kernels-{tag}") and count == str(len(expected))
+    assert folder == folder_of(tmp_path, tag) and count == str(len(expected))
     assert list(tmp_path.iterdir()) == []
     where = [path for path, _ in server.requests]
     assert where.index("/reset_prefix_cache") == len(where) - 1
@@ -196,7 +213,7 @@ def test_adapters_are_sent_alone(ready, tmp_path):
     rollout.update_weights()
     tags.append(rollout.tag)
     assert server.asked("/v1/load_lora_adapter") == [
-        {"lora_name": f"policy-{tags[1]}", "lora_path": str(tmp_path / f"grpo_kernels-{tags[1]}")}
+        {"lora_name": f"policy-{tags[1]}", "lora_path": folder_of(tmp_path, tags[1])}
     ]
     assert server.asked("/v1/unload_lora_adapter") == [{"lora_name": f"policy-{tags[0]}"}]
     assert server.adapters == [f"policy-{tags[1]}"] and server.sent == tags[1] != tags[0]

@@ -110,9 +110,13 @@ def test_active_adapters_are_added_up():
     assert not any(torch.equal(both, one) for key, one in seen.items() if key[0] != "[")
 
 
-def test_other_adapters_are_refused():
-    model = adapted(make_model("llama"), use_dora=True, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"model: expected plain LoRA, .*; got Dora.*q_proj"):
+@pytest.mark.parametrize(("option", "kind"), (("use_dora", "Dora.*"), ("lora_bias", "lora_bias")))
+def test_other_adapters_are_refused(option, kind):
+    # LoRA's bias is added to that of a layer, which a query of Qwen2 has.
+    model = adapted(make_model("qwen2"), **{option: True}, target_modules=["q_proj"])
+    with pytest.raises(
+        ValueError, match=rf"model: expected plain LoRA, .*; got {kind} in .*q_proj"
+    ):
         list(names_and_weights(model))
 
 
@@ -167,9 +171,9 @@ class Worker(extension.WorkerExtension):
 
     def __init__(self, model):
         self.got = {}
-        self.model_runner = SimpleNamespace(reload_weights=self.reload, get_model=lambda: model)
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
 
-    def reload(self, weights_iterator):
+    def reload_weights(self, weights_iterator):
         self.got = dict(weights_iterator)
 
 

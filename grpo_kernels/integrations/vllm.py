@@ -12,6 +12,7 @@ arguments have been the same since 0.16.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -60,6 +61,10 @@ class WorkerExtension:
         if failed:
             # What it had of those weights is still between its own and the next ones.
             raise RuntimeError(f"weights failed to load before ({failed}): start vLLM again")
+        if isinstance(weights, str) and not Path(weights).is_dir():
+            raise RuntimeError(
+                f"vllm_sync_dir: expected one that trainer and server share; {weights} is not here"
+            )
         seen, rows = 0, read(weights) if isinstance(weights, str) else weights
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +76,7 @@ class WorkerExtension:
         self.grpo_kernels_sent = ""
         runner = self.model_runner  # type: ignore[attr-defined]
         try:
-            runner.reload_weights(weights_iterator=counted())
+            self.reload_weights(weights_iterator=counted())  # type: ignore[attr-defined]
         except BaseException as error:
             self.grpo_kernels_failed = str(error) or type(error).__name__
             raise
@@ -181,10 +186,12 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         with _gathered([parameter, *(layer.parameters() if adapters else ())]):
             weight = _whole(parameter.detach())
             for adapter in adapters:
-                if getattr(layer, "lora_variant", {}).get(adapter) is not None:
+                variant = getattr(layer, "lora_variant", {}).get(adapter)
+                if variant is not None or layer.lora_bias.get(adapter):
+                    kind = "lora_bias" if variant is None else type(variant).__name__
                     raise ValueError(
                         f"model: expected plain LoRA, which can be merged on the way to vLLM; got "
-                        f"{type(layer.lora_variant[adapter]).__name__} in {name}"
+                        f"{kind} in {name}"
                     )
                 weight = weight + _whole(layer.get_delta_weight(adapter)).to(weight)
             yield _plain(name) if layers else name, weight
@@ -207,7 +214,7 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
 def _plain(name: str) -> str:
     """The name in a checkpoint of a parameter's name in a PEFT model."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    return name.replace(".modules_to_save.default.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
 def _whole(weight: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .config import DEFAULTS
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
     "trackers", "micro_batch_size", "vllm_gpu_memory_utilization", "vllm_server_base_url",
+    "vllm_enable_sleep_mode", "vllm_max_model_length",
     "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
 }  # fmt: skip
 _STATE, _REFERENCE, _WEIGHTS = "state.json", "reference.pt", "trained.pt"

@@ -383,7 +383,7 @@ class TrainingConfig:
             )
         if self.vllm_lora == "adapter" and not 0 < self.lora_rank <= 512:
             refuse("vllm_lora", f"merged with lora_rank {self.lora_rank}")
-        if not re.match(r"https?://[^/]+/?$", self.vllm_server_base_url):
+        if not re.fullmatch(r"https?://[^/]+:\d+/?", self.vllm_server_base_url):
             refuse("vllm_server_base_url", "one like http://127.0.0.1:8000")
         if self.rollout == "continuous_batching" and (self.stop or self.min_p):
             refuse("rollout", "generate with stop or min_p")

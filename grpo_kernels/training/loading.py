@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
 
     Raises:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
+        ImportError: vLLM is to sample in this process, and is not installed; likewise.
         OSError: there is no such model, or the hub was not reached.
     """
     check_folder(config)
+    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
+        raise ImportError(
+            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
+            "CPU, make vllm in a checkout"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])

@@ -344,7 +344,8 @@ def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> boo
     elif not fits:
         smaller = ["micro_batch_size", "gradient_checkpointing", "lora_rank", "dtype bf16"]
         if share is not None:
-            smaller += ["vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"]
+            smaller += ["vllm_gpu_memory_utilization"]
+            smaller += [] if config.vllm_enable_sleep_mode else ["vllm_enable_sleep_mode"]
         print(f"Smaller: {'; '.join(smaller)}")
     return fits
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
+# Seconds after which a collective fails by itself.
+_COLLECTIVE_S = 600.0
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -22,9 +25,14 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         ImportError: a tracker that is not installed.
         ValueError: options that this number or kind of processes cannot honor.
     """
+    handlers = []
+    if config.rollout == "vllm":
+        # The others wait for a process whose requests take long.
+        longest = config.vllm_request_timeout + config.vllm_server_timeout
+        handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=longest + _COLLECTIVE_S))]
     accelerator = Accelerator(
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
-        project_dir=str(config.folder),
+        project_dir=str(config.folder), kwargs_handlers=handlers,
     )  # fmt: skip
     found = {str(tracker) for tracker in accelerator.log_with}
     missing = [name for name in config.trackers if name not in found | {"all"}]

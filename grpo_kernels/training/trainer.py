@@ -246,7 +246,7 @@ class Trainer:
         trained = [i for i in rows if self._has_gradient(samples, i)]
         if number == 0 and samples.sampling_logps is not None and not trained:
             # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
-            trained = rows[: config.micro_batch_size]
+            trained = [i for i in rows if samples.token_counts[i]][: config.micro_batch_size]
         plan = self._plan(samples, trained)
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -28,8 +28,10 @@ from .vllm_server import (
     Sampled,
     Server,
     ServerLost,
+    engine_dtype,
     engine_options,
     how_to_start,
+    sync_folder,
 )
 
 # Versions that the tests have run with.
@@ -94,10 +96,15 @@ class VLLMRollout:
 
     def update_weights(self) -> None:
         """Sends the policy's weights; every process calls it."""
-        self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
         send = self._send_adapter if self.config.vllm_lora == "adapter" else self._send_weights
-        with torch.no_grad():
-            self._try(send)
+
+        def attempt() -> str:
+            # Each has a tag of its own, as vLLM takes the name of an adapter once.
+            self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
+            return send()
+
+        with torch.no_grad(), self._own_precision():
+            self._try(attempt)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
@@ -110,10 +117,15 @@ class VLLMRollout:
         def sample() -> None:
             sampled[:] = self.engine.generate(prompts, seeds, request, self.tag)
 
-        self._try(lambda: self._in_all_processes(sample), before_again=self.update_weights)
+        with self._own_precision():
+            self._try(lambda: self._in_all_processes(sample), before_again=self.update_weights)
         # The likeliest completion is asked for once, and repeated.
         repeats = count // request["n"]
         return [c for one in sampled for c in [self._completion(one, sampling)] * repeats]
+
+    def _own_precision(self) -> Any:
+        """Outside of the trainer's autocast: neither vLLM's nor a merged adapter's products."""
+        return torch.autocast(self.accelerator.device.type, enabled=False)
 
     def _request(self, count: int, sampling: SamplingParams) -> dict[str, Any]:
         """Sampling parameters by vLLM's names, all of them: a model's own would be the default."""
@@ -159,22 +171,25 @@ class VLLMRollout:
 
     def _send_adapter(self) -> str:
         weights = extension.adapter_weights(self.model)
-        folder = Path(self.config.vllm_sync_dir) / f"grpo_kernels-{self.tag}"
-        main = self.accelerator.is_main_process
+        own = str(sync_folder(self.config, self.tag))
+        # Written once per host, by its first process.
+        first = self.accelerator.process_index - self.accelerator.local_process_index
+        folder = ranks.reduce(self.accelerator, own, lambda paths: paths[first])
+        writes = folder == own and self.sends
 
         def save() -> None:
-            if main:
+            if writes:
                 self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 
         def load() -> None:
             if self.sends:
-                self.engine.load_adapter(str(folder), self.tag)
+                self.engine.load_adapter(folder, self.tag)
 
         try:
             self._in_all_processes(save)
             return self._in_all_processes(load)
         finally:
-            if main:
+            if writes:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _try(
@@ -222,7 +237,10 @@ class VLLMRollout:
         expected = {name: getattr(text, name) for name in extension.SHAPE}
         expected |= {"protocol": extension.PROTOCOL, "logprobs_mode": "processed_logprobs"}
         expected |= {"sampling_mask": True} if config.records_support else {}
-        wrong = [f"{k} {v!r}; got {about[k]!r}" for k, v in expected.items() if about[k] != v]
+        expected["dtype"] = engine_dtype(config)
+        wrong = [
+            f"{k} {v!r}; got {about.get(k)!r}" for k, v in expected.items() if about.get(k) != v
+        ]
         need = config.max_prompt_length + config.max_completion_length
         if about["max_model_len"] < need:
             wrong.append(
@@ -231,7 +249,8 @@ class VLLMRollout:
             )
         if wrong:
             raise RolloutError(f"vLLM: expected {wrong[0]}{how_to_start(config)}")
-        if not TESTED[0] <= tuple(map(int, about["vllm"].split(".")[:2])) <= TESTED[1]:
+        version = tuple(int(x) for x in re.findall(r"\d+", about["vllm"])[:2])
+        if not TESTED[0] <= version <= TESTED[1]:
             low, high = (".".join(map(str, version)) for version in TESTED)
             self.say(
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
@@ -261,13 +280,8 @@ class Colocated:
             options["distributed_executor_backend"] = "external_launcher"
         os.environ |= {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with _process_as_it_was():
-            try:
-                from vllm import LLM
-            except ImportError as error:
-                raise RolloutError(
-                    f"rollout: vllm is not installed ({error}): pip install 'grpo_kernels[vllm]' "
-                    "for a GPU; for a CPU, make vllm in a checkout"
-                ) from error
+            from vllm import LLM
+
             try:
                 self.llm = LLM(**options, seed=0)
             except (ValueError, TypeError, RuntimeError) as error:
@@ -378,12 +392,14 @@ def _process_as_it_was() -> Iterator[None]:
     """
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    precision = torch.get_float32_matmul_precision()
     states = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
         os.sched_setaffinity(0, affinity)
         torch.random.set_rng_state(states[0])
         random.setstate(states[1])

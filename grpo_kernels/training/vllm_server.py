@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import socket
 import sys
 import time
 import urllib.error
@@ -65,15 +67,17 @@ class Server:
     """
 
     def __init__(self, config: TrainingConfig) -> None:
-        self.config, self.at_once = config, _CONCURRENT
+        self.config, self.at_once, self.patience = config, _CONCURRENT, _SOON
         self.url = config.vllm_server_base_url.rstrip("/")
+        # Of no proxy, which may not know this host by the same name.
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self.wait()
         self.name = self._call("/v1/models")["data"][0]["id"]
         self.about = self._about()
 
     def load(self, weights: Iterator[tuple[str, Tensor]], count: int, tag: str) -> None:
         """Replaces the weights, by way of files that the server reads."""
-        folder = Path(self.config.vllm_sync_dir) / f"grpo_kernels-{tag}"
+        folder = sync_folder(self.config, tag)
         try:
             folder.mkdir()
             extension.write(weights, folder, getattr(torch, self.about["dtype"]))
@@ -100,8 +104,12 @@ class Server:
         self._reset_cache()
 
     def _reset_cache(self) -> None:
-        answer = self._call("/reset_prefix_cache", {})
-        if answer is not None and not answer.get("success", True):
+        # Requests that were given up may still be running for a moment.
+        end = time.monotonic() + self.patience
+        while not (self._call("/reset_prefix_cache", {}) or {}).get("success", True):
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
             raise RuntimeError(
                 f"vLLM at {self.url}: expected no request while weights are sent; got some. Does "
                 "another run sample from it?"
@@ -116,10 +124,20 @@ class Server:
         Raises:
             ServerLost: it does not answer, or its weights are not those of the tag.
         """
+        lost: list[ServerLost] = []
         # The first process has loaded the adapter, for all.
         model = f"{ADAPTER}-{tag}" if self.config.vllm_lora == "adapter" else self.name
 
         def one(prompt: Sequence[int], seed: int) -> list[Sampled]:
+            if lost:  # those that wait for a thread need not find out, too
+                raise lost[0]
+            try:
+                return ask(prompt, seed)
+            except ServerLost as error:
+                lost.append(error)
+                raise
+
+        def ask(prompt: Sequence[int], seed: int) -> list[Sampled]:
             body = {"model": model, "seed": seed, **request}
             if self.about["sampling_mask"]:
                 params = {"seed": seed, "detokenize": bool(request["stop"]), **request}
@@ -130,21 +148,24 @@ class Server:
                 choices = self._call("/v1/completions", body)["choices"]
             return [_of_choice(choice) for choice in sorted(choices, key=lambda c: c["index"])]
 
+        self._check_sent(tag)
         try:
             # An interrupt ends the threads, and with their connections vLLM drops the requests.
             with ThreadPool(max(1, min(self.at_once, len(prompts)))) as pool:
                 answers = pool.starmap(one, zip(prompts, seeds, strict=True), chunksize=1)
-            sent = self._about()["sent"]
         except ServerLost:
-            # It may have run out of memory.
+            # It may have run out of memory, and would again.
             self.at_once = max(1, min(self.at_once, len(prompts)) // 2)
             raise
-        if sent != tag:
+        self._check_sent(tag)
+        return [sampled for answer in answers for sampled in answer]
+
+    def _check_sent(self, tag: str) -> None:
+        if self._about()["sent"] != tag:
             raise ServerLost(
                 f"vLLM at {self.url} has other weights than it was sent: it was started again, or "
                 "another run uses it"
             )
-        return [sampled for answer in answers for sampled in answer]
 
     def wait(self) -> None:
         """Waits until the server answers.
@@ -189,7 +210,7 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
+            with self._open(request, timeout=timeout) as answer:
                 text = answer.read()
             return text.decode() if in_words else json.loads(text) if text else None
         except urllib.error.HTTPError as error:
@@ -217,13 +238,27 @@ def _of_choice(choice: dict[str, Any]) -> Sampled:
     return Sampled(choice["token_ids"], logps, choice.get("sampling_mask"))
 
 
+def sync_folder(config: TrainingConfig, tag: str) -> Path:
+    """The folder that weights are handed over in; those of processes that are gone are deleted."""
+    base, host = Path(config.vllm_sync_dir), socket.gethostname()
+    for left in base.glob(f"grpo_kernels-{host}-*"):
+        process = left.name.removeprefix(f"grpo_kernels-{host}-").split("-")[0]
+        if not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return base / f"grpo_kernels-{host}-{os.getpid()}-{tag}"
+
+
+def engine_dtype(config: TrainingConfig) -> str:
+    """The dtype that vLLM is to compute in, as torch calls it."""
+    return ranks.gemm_dtype(config) if config.vllm_dtype == "auto" else DTYPES[config.vllm_dtype]
+
+
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`, which a server has as flags."""
     model, length = resolve_model(config.model), max_model_length(config)
-    auto = config.vllm_dtype == "auto"
     options: dict[str, Any] = {
-        "model": model, "dtype": ranks.gemm_dtype(config) if auto else DTYPES[config.vllm_dtype],
-        "max_model_len": length, "generation_config": "vllm",
+        "model": model, "dtype": engine_dtype(config), "max_model_len": length,
+        "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
     }  # fmt: skip
@@ -248,7 +283,7 @@ def server_command(config: TrainingConfig) -> list[str]:
     """The command that starts a server for a run with these options, environment first."""
     on_gpu, url = torch.cuda.is_available(), urlsplit(config.vllm_server_base_url)
     options = engine_options(config, config.prompts_per_step * config.num_generations, on_gpu)
-    options |= {"host": url.hostname, "port": url.port or 8000}
+    options |= {"host": url.hostname, "port": url.port}
     environment = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
     if config.records_support:
         options["enable_scale_out"] = True  # the endpoint that returns masks
@@ -268,7 +303,10 @@ def server_command(config: TrainingConfig) -> list[str]:
 def how_to_start(config: TrainingConfig) -> str:
     if config.vllm_mode == "colocate":
         return ""
-    return f". Start one with\n  {' '.join(server_command(config))}"
+    try:
+        return f". Start one with\n  {shlex.join(server_command(config))}"
+    except OSError:  # no files of the model here
+        return ". Start one with the run's options by python -m grpo_kernels.training.vllm_server"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     end = argv.index("--") if "--" in argv else len(argv)
     config = parse_config(argv[:end], rollout="vllm", vllm_mode="server")
     command = [*server_command(config), *argv[end + 1 :]]
-    print(" ".join(command), file=sys.stderr, flush=True)
+    print(shlex.join(command), file=sys.stderr, flush=True)
     os.execvp(command[0], command)
 
 

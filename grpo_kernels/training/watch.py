@@ -55,8 +55,8 @@ class Watch:
         return (
             f"sampler_gap: expected the sampler's log-probs to be the policy's to {limit:.2g} on "
             f"average, which {dtype} explains (first step: {self.first_gap:.2g}); got {mean:.2g}, "
-            f"and {largest:.2g} at most. The sampler has other weights, another model or "
-            "tokenizer, or computes in another precision. Nothing was trained on these samples"
+            f"and {largest:.2g} at most. The sampler has other weights, is another model, or "
+            "computes in another precision. Nothing was trained on these samples"
         )
 
     def spike(self, row: Mapping[str, Any]) -> str | None:

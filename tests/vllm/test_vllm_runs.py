@@ -12,7 +12,7 @@ from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
 from tests.ranks.test_training_ranks import KINDS, environment_of
 from tests.support.ranks import WORLD, Ranks
 from tests.support.trainer_runs import no_curves, rows_of, trainer_of
-from tests.support.vllm_runs import vllm_config, vllm_model
+from tests.support.vllm_runs import hears_interrupts, vllm_config, vllm_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 OPTIONS = {"rollout": "vllm", "eval_size": 3, "eval_every": 2, "save_every": 1}
@@ -68,6 +68,7 @@ def test_an_interrupt_leaves_no_process(model, tmp_path):
          "from tests.vllm.test_vllm_runs import run\n"
          f"run({str(model)!r}, {str(tmp_path)!r}, **{options!r})"],
         cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        preexec_fn=hears_interrupts,
     )  # fmt: skip
     while process.poll() is None and count(tmp_path / "t") < 2:
         time.sleep(0.02)

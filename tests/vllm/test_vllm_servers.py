@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from grpo_kernels.training.rollout import RolloutError
 from tests.ranks.test_killed_run import ROOT
-from tests.support.vllm_runs import gap, rollout_of, sample, shake, vllm_config, vllm_model
+from tests.support.vllm_runs import (
+    gap,
+    hears_interrupts,
+    rollout_of,
+    sample,
+    shake,
+    vllm_config,
+    vllm_model,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 MOVE, CLOSE = 0.02, 2e-4
@@ -44,7 +52,7 @@ def start(model_folder, options, tmp_path_factory):
         with log.open("ab") as file:
             started.append(subprocess.Popen(
                 [sys.executable, "-m", "grpo_kernels.training.vllm_server", *flags], cwd=ROOT,
-                stdout=file, stderr=file, start_new_session=True,
+                stdout=file, stderr=file, start_new_session=True, preexec_fn=hears_interrupts,
             ))  # fmt: skip
         return started[-1]
 
