@@ -111,6 +111,16 @@ def test_a_server_whose_engine_died(ready):
     assert sample(rollout) == expected and len(server.loads) == 2
 
 
+def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
+    """Such a question is never answered, and the server does not end."""
+    server, rollout = ready()
+    expected = sample(rollout)
+    monkeypatch.setattr(vllm_server, "_SOON", 0.2)
+    server.delays["/collective_rpc"] = [0.5]
+    assert sample(rollout) == expected and len(server.loads) == 2
+    assert "/collective_rpc did not answer in 0.2 s. Looking for it" in capsys.readouterr().out
+
+
 def test_a_run_that_takes_the_others_server(ready):
     server, first = ready()
     second = rollout_of(first.config)

@@ -40,7 +40,7 @@ ADAPTER = "policy"
 # Requests that wait for a server at the same time, at most.
 _CONCURRENT = 256
 # Seconds in which a server that lives says so.
-_SOON = 10.0
+_SOON = 30.0
 # Ranks of adapters that vLLM can make room for.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Set unless they are set.
@@ -187,15 +187,17 @@ class Server:
 
     def _about(self) -> dict[str, Any]:
         try:
-            return self._rpc("grpo_kernels_about")
+            # Of an engine that died this very moment there is no answer at all.
+            return self._rpc("grpo_kernels_about", timeout=_SOON)
         except RuntimeError as error:
             raise RolloutError(
                 f"vLLM: expected one with this library's extension; {error}"
                 f"{how_to_start(self.config)}"
             ) from error
 
-    def _rpc(self, method: str, *args: str) -> Any:
-        return self._call("/collective_rpc", {"method": method, "args": args})["results"][0]
+    def _rpc(self, method: str, *args: str, timeout: float | None = None) -> Any:
+        body = {"method": method, "args": args}
+        return self._call("/collective_rpc", body, timeout)["results"][0]
 
     def _call(
         self, path: str, body: Any = None, timeout: float | None = None, in_words: bool = False
@@ -206,7 +208,8 @@ class Server:
             ServerLost: no answer.
             RuntimeError: the server says that something is wrong.
         """
-        url, timeout = self.url + path, timeout or self.config.vllm_request_timeout
+        url, option = self.url + path, "" if timeout else " (vllm_request_timeout)"
+        timeout = timeout or self.config.vllm_request_timeout
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
@@ -221,9 +224,7 @@ class Server:
             self._call("/health", timeout=_SOON)
             raise RuntimeError(said) from error
         except TimeoutError as error:
-            raise ServerLost(
-                f"{url} did not answer in {timeout:g} s (vllm_request_timeout)"
-            ) from error
+            raise ServerLost(f"{url} did not answer in {timeout:g} s{option}") from error
         except (OSError, HTTPException, ValueError) as error:
             raise ServerLost(f"{url} does not answer ({error})") from error
 

@@ -36,6 +36,7 @@ from grpo_kernels.training.vllm_server import server_command
 from tests.support.tiny_models import make_model, make_tokenizer
 
 RECORDING = Path(__file__).with_name("vllm_recording.json")
+OPEN = urllib.request.OpenerDirector.open
 SERVED, JSON = "tiny", {"Content-Type": "application/json"}
 PROMPTS = ("12+34=", "7+5=", "90+1=")
 SAMPLING = SamplingParams(8)
@@ -94,7 +95,7 @@ def sample(rollout, sampling=SAMPLING, count=4):
 
 def without_tags(text):
     """The text of a request or an answer as it is recorded."""
-    text = re.sub(r'[^"\s]*/grpo_kernels-[0-9a-f]{32}', "FOLDER", text)
+    text = re.sub(r'[^"\s]*/grpo_kernels-[^"\s]*[0-9a-f]{32}', "FOLDER", text)
     return re.sub(r"\b[0-9a-f]{32}\b", "TAG", text)
 
 
@@ -105,8 +106,9 @@ class Recorder:
         self.exchanges, self.server, self.name = [], "", ""
         self.hidden: dict[str, str] = {}
         self.lock = threading.Lock()
-        self.original = urllib.request.urlopen
-        urllib.request.urlopen = self.urlopen
+        urllib.request.OpenerDirector.open = lambda opener, request, data=None, timeout=None: (
+            self.open(opener, request, timeout)
+        )
 
     @contextmanager
     def section(self, name):
@@ -115,9 +117,9 @@ class Recorder:
         yield
         self.name = ""
 
-    def urlopen(self, request, timeout=None):
+    def open(self, opener, request, timeout):
         try:
-            with self.original(request, timeout=timeout) as answer:
+            with OPEN(opener, request, timeout=timeout) as answer:
                 status, said = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, said = error.code, error.read()
@@ -254,11 +256,10 @@ def reset_while_it_samples(rollout):
 
     def ask():
         request = urllib.request.Request(url, json.dumps(body).encode(), JSON)
-        with opener.open(request) as answer:
+        # Past the recorder: its answer is long and says nothing.
+        with OPEN(urllib.request.build_opener(), request) as answer:
             answer.read()
 
-    # Past the recorder: its answer is long and says nothing.
-    opener = urllib.request.build_opener()
     thread = threading.Thread(target=ask)
     thread.start()
     time.sleep(0.2)
@@ -294,6 +295,8 @@ def record_lora(recorder, config):
     with recorder.section("load again"):
         rollout.update_weights()
         sample(rollout)
+    with recorder.section("no such adapter"):
+        post(config, "/v1/completions", {"model": "policy-" + "2" * 32, "prompt": [5] * 8})
 
 
 def record_refused(recorder, config):

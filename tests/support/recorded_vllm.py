@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 from grpo_kernels.integrations import vllm as extension
-from tests.support.record_vllm import RECORDING, without_tags
+from tests.support.record_vllm import RECORDING, SERVED, without_tags
 
 # A clock whose seconds are hundredths.
 quick_time = SimpleNamespace(
@@ -90,6 +90,8 @@ class RecordedServer:
             self.change_adapters(path, body)
         if path == "/v1/models" and self.adapters:
             return self.models()
+        if path in SAMPLES and body["model"] not in (SERVED, *self.adapters):
+            return self.said("no such adapter", path=path)
         wanted = self.plain(body) if path in SAMPLES else None
         for one in self.exchanges:
             if one["path"] == path and wanted in (None, self.plain(one["request"])):

@@ -67,7 +67,7 @@ def stop(process, how):
         os.killpg(process.pid, how)
     except ProcessLookupError:
         return
-    process.wait()
+    process.wait(timeout=100)
 
 
 def test_a_server_has_the_weights_and_is_found_again(model_folder, options, start, tmp_path):
