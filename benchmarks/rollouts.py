@@ -57,6 +57,9 @@ def server(task: str, log: Path) -> Iterator[None]:
         )
     try:
         yield
+    except BaseException:
+        print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
+        raise
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
