@@ -97,6 +97,7 @@ class Trainer:
             self.encode, config, self.accelerator,
         )  # fmt: skip
         self.step = 0
+        self.evaluated = True  # False where an evaluation was begun and not finished
         self.best: dict[str, Any] = {}
         checkpoint.trained_weights_only(self.accelerator)
 
@@ -109,7 +110,7 @@ class Trainer:
         """
         config = self.config
         self._open_folder()
-        if self.step == 0:
+        if self.step == 0 or not self.evaluated:
             self._evaluate()
         order = shuffled_epochs(len(self.train_problems), config.seed)
         order = islice(order, self.step * config.prompts_per_step, None)
@@ -367,8 +368,10 @@ class Trainer:
         """Answers the held-out problems; returns True for the best accuracy of the training."""
         if not self.held_out:
             return False
+        self.evaluated = False
         set_seed(self._seed("evaluation"))
         evaluation = self.evaluate(self.held_out)
+        self.evaluated = True
         better = evaluation.accuracy > self.best.get("accuracy", -1.0)
         if better:
             self.best = {"step": self.step, "accuracy": evaluation.accuracy}
@@ -392,6 +395,7 @@ class Trainer:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
+            self.evaluated = state.get("evaluated", True)
             self.log.watch.restore(state["watch"])
             self.log.say(f"Going on after step {self.step}, from {found}")
         self.accelerator.wait_for_everyone()
@@ -405,7 +409,8 @@ class Trainer:
 
     def _save(self) -> None:
         state = {
-            "step": self.step, "best": self.best, "config": asdict(self.config),
+            "step": self.step, "best": self.best, "evaluated": self.evaluated,
+            "config": asdict(self.config),
             "processes": self.accelerator.num_processes, "watch": self.log.watch.state(),
         }  # fmt: skip
         folder = self.config.folder

@@ -277,6 +277,9 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         wanted = cpu_cache_bytes(text, rows, length, getattr(torch, options["dtype"]).itemsize)
         room = psutil.virtual_memory().available // 2
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
+        # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
+        # has none: the engine would end ("CPU Generator does not use offset").
+        options["enable_chunked_prefill"] = False
     return options
 
 
@@ -297,7 +300,9 @@ def server_command(config: TrainingConfig) -> list[str]:
     # deprecates this module for vllm.entrypoints.launchers.api_server.entry, which 0.28 has not.
     command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
-        command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        flag = name.replace("_", "-")
+        command += [f"--no-{flag}"] if value is False else [f"--{flag}"]
+        command += [] if isinstance(value, bool) else [str(value)]
     return command
 
 

@@ -87,7 +87,9 @@ def ranks(tmp_path):
     assert session.close() in ([], [0] * WORLD), session.printed()
 
 
-@pytest.mark.parametrize(("kind", "lora_rank"), ((KINDS[0], 0), *((k, 4) for k in KINDS[1:])))
+@pytest.mark.parametrize(
+    ("kind", "lora_rank"), ((KINDS[0], 0), *((k, rank) for k in KINDS[1:] for rank in (0, 4)))
+)
 def test_two_ranks_sample_with_the_weights_of_both(kind, lora_rank, model, ranks, tmp_path):
     options = {"rollout": "vllm", "steps": 3, "save_every": -1, "lora_rank": lora_rank}
     environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")

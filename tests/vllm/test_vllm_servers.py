@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_kernels.training.checkpoint import latest
 from grpo_kernels.training.rollout import RolloutError
 from tests.ranks.test_killed_run import ROOT
+from tests.support.trainer_runs import rows_of, trainer_of
 from tests.support.vllm_runs import (
     gap,
     hears_interrupts,
@@ -101,9 +103,18 @@ def test_a_server_has_the_weights_and_is_found_again(model_folder, options, star
     # It has the weights of the files now; nobody but the rollout knows of others.
     assert gap(rollout, model) < CLOSE
 
-    # A worker that dies takes the server with it, and nobody starts it again.
-    worker = subprocess.check_output(["pgrep", "-f", "EngineCore", "-s", str(server.pid)])
-    os.kill(int(worker.split()[0]), signal.SIGKILL)
-    object.__setattr__(rollout.config, "vllm_server_timeout", 1.0)
+    # A worker that dies takes the server with it. Nobody starts it again: the run ends, and
+    # keeps its last step.
+    def after(row, samples):
+        if row["step"] == 2:
+            worker = subprocess.check_output(["pgrep", "-f", "EngineCore", "-s", str(server.pid)])
+            os.kill(int(worker.split()[0]), signal.SIGKILL)
+
+    options = {**options, "vllm_server_timeout": 1.0, "steps": 4, "save_every": 100}
+    config = vllm_config(model_folder, tmp_path, **options)
     with pytest.raises(RolloutError, match=r"(?s)vllm_server_timeout.*Start one with\n  env VLLM_"):
-        sample(rollout)
+        trainer_of(config).train(after)
+    rows = rows_of(config.folder)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 < row["sampler_gap_max"] < CLOSE for row in rows)
+    assert latest(config.folder).name == "step-000002"

@@ -11,7 +11,16 @@ from transformers import AutoModelForCausalLM
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
 from grpo_kernels.training.rollout import RolloutError, SamplingParams
-from tests.support.vllm_runs import gap, prompts, rollout_of, sample, shake, vllm_config, vllm_model
+from tests.support.vllm_runs import (
+    PROMPT,
+    gap,
+    prompts,
+    rollout_of,
+    sample,
+    shake,
+    vllm_config,
+    vllm_model,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 # A weight moves by this; log-probs in float32 agree to the other.
@@ -137,6 +146,20 @@ def test_adapters_arrive(how, tmp_path):
     assert_follows(rollout, model)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen and all(torch.equal(before[n], model.get_parameter(n)) for n in frozen)
+
+
+def test_more_prompts_than_are_read_in_one_step(tmp_path):
+    """VLLM reads up to 4,096 tokens of prompts at once, and the rest of a prompt in the next step.
+
+    On a CPU that ends it if a request has a seed: torch's generator there has no offset.
+    """
+    model = AutoModelForCausalLM.from_pretrained(vllm_model(tmp_path))
+    count = 4096 // PROMPT + 4
+    config = vllm_config(tmp_path, tmp_path, prompts_per_step=count, num_generations=2)
+    rollout = rollout_of(config, model)
+    rollout.update_weights()
+    done = rollout(prompts(count), 2, SamplingParams(4))
+    assert len(done) == 2 * count and all(one.token_ids for one in done)
 
 
 def test_the_process_is_as_it_was(tmp_path):
