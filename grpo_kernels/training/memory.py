@@ -1,10 +1,13 @@
 r"""Will it fit? Predicts the peak memory of a run from the model's config alone.
 
     python -m grpo_kernels.training.memory --model Qwen/Qwen2.5-1.5B --num-generations 8 \
-        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24 | --cpu]
+        --max-completion-length 1024 --dtype bf16 [--lora-rank 16] [--gpu-gib 24 | --cpu] \
+        [--processes 8 [--sharded]]
 
-Takes the options of a run. No weights are downloaded: the model is built without memory, and every
-tensor that a forward would keep for its backward is counted as it is kept.
+Takes the options of a run, of several processes perhaps, which shard weights by FSDP2 or ZeRO-3 or
+do not. The usual models are known by their names, without a hub (`shapes.py`). No weights are
+downloaded: the model is built without memory, and every tensor that a forward would keep for its
+backward is counted as it is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch import nn
 from ..hf_head import head_of
 from ..integrations.vllm import FILE_BYTES, names_of
 from ..row_plan import default_chunk_bytes
+from . import shapes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, resolve_model, set_trainable
@@ -143,9 +148,20 @@ class Prediction:
 
 
 def predict(
-    config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None
-) -> Prediction:
-    """Predicts a run in one process, with prompts and completions as long as they may be."""
+    config: TrainingConfig, model_config: Any, *, gpu: bool = True, gpu_bytes: int | None = None,
+    processes: int = 1, sharded: bool = False,
+) -> Prediction:  # fmt: skip
+    """Predicts one process of a run, with prompts and completions as long as they may be.
+
+    Args:
+        config: the run's options.
+        model_config: transformers' config of the model.
+        gpu: whether it runs on one.
+        gpu_bytes: the memory of each GPU, if it is known.
+        processes: how many share the prompts of a step.
+        sharded: whether each has its part of weights, gradients, optimizer state and reference. The
+            head and one layer are then held whole while they work.
+    """
     with torch.device("meta"):
         model = _model(config, model_config)
     weights = sum(map(_bytes, model.parameters()))
@@ -168,14 +184,15 @@ def predict(
     # Logits, and on a GPU their gradient in half precision.
     most = (6 if gpu and width == 2 else 4) * N * V
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
-    sampled = config.prompts_per_step * config.num_generations
+    sampled = -(-config.prompts_per_step // processes) * config.num_generations
+    shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
     accumulates = sampled // config.minibatches > rows
     vllm = config.rollout == "vllm"
     return Prediction(
-        weights=weights,
-        gradients=gradients,
-        optimizer=2 * gradients,
-        reference=gradients if has_reference else 0,
+        weights=weights // shards + gathered,
+        gradients=gradients // shards,
+        optimizer=2 * gradients // shards,
+        reference=gradients // shards if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
@@ -184,24 +201,26 @@ def predict(
         accumulates=accumulates,
         cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
         sampling=0 if vllm else 4 * 4 * sampled * V,
-        engine=_engine(config, model, width, gpu, gpu_bytes) if vllm else None,
+        engine=_engine(config, model, width, gpu, gpu_bytes, processes) if vllm else None,
     )
 
 
 def _engine(
-    config: TrainingConfig, model: nn.Module, width: int, gpu: bool, gpu_bytes: int | None
-) -> Engine:
+    config: TrainingConfig, model: nn.Module, width: int, gpu: bool, gpu_bytes: int | None,
+    processes: int,
+) -> Engine:  # fmt: skip
     """Predicts vLLM; `width` is that of the policy's GEMMs, in bytes per number."""
     colocated, adapter = config.vllm_mode == "colocate", config.vllm_lora == "adapter"
     if config.vllm_dtype != "auto":
         width = getattr(torch, DTYPES[config.vllm_dtype]).itemsize
+    prompts = -(-config.prompts_per_step // (processes if colocated else 1))
     parameters = dict(model.named_parameters())
     merged = [parameters[name] for name in names_of(model)]
     adapters = sum(map(_bytes, parameters.values())) - sum(map(_bytes, merged))
     weights = width * sum(p.numel() for p in merged)
     # On a CPU it multiplies by packed copies, and keeps the embedding and the head beside theirs.
     kept = 0 if gpu else 2 * width * head_of(model).weight.numel()
-    rows, length = config.prompts_per_step * config.num_generations, max_model_length(config)
+    rows, length = prompts * config.num_generations, max_model_length(config)
     text = model.config.get_text_config()  # type: ignore[operator,union-attr]
     sequence = kv_cache_bytes(text, length, width)
     # One tensor at a time; beside a merged one stands its adapters' product.
@@ -221,6 +240,16 @@ def _engine(
         sync=largest if colocated else min(sent, FILE_BYTES),
         sync_files=0 if colocated else sent,
     )
+
+
+def _gathered(model: nn.Module, width: int) -> int:
+    """Bytes of the weights that are whole while sharded ones work: the head, and a layer."""
+    layers = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    largest = max(
+        (sum(p.numel() for p in layer.parameters()) for stack in layers for layer in stack),
+        default=0,
+    )
+    return width * (head_of(model).weight.numel() + largest)
 
 
 def max_model_length(config: TrainingConfig) -> int:
@@ -305,19 +334,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers import AutoConfig
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    gpu_gib, argv = _take(argv, "--gpu-gib")
-    gpu = "--cpu" not in argv
+    gpu_gib, argv = _take(argv, "--gpu-gib", "a number of GiB")
+    count, argv = _take(argv, "--processes", "a whole number")
+    processes, sharded = int(count or 1), "--sharded" in argv
+    if sharded and processes == 1:
+        sys.exit("--sharded: expected --processes of more than 1 with it")
+    gpu, argv = "--cpu" not in argv, [flag for flag in argv if flag != "--sharded"]
     if not gpu and gpu_gib is not None:
         sys.exit("--gpu-gib: expected none with --cpu")
     config = parse_config([argument for argument in argv if argument != "--cpu"])
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    try:
-        name = resolve_model(config.model)
-        with explain_missing_model(name):
-            model_config = AutoConfig.from_pretrained(name)
-    except OSError as error:
-        sys.exit(str(error))
-    prediction = predict(config, model_config, gpu=gpu, gpu_bytes=gpu_bytes)
+    model_config = None if Path(config.model).exists() else shapes.config_of(config.model)
+    if model_config is None:
+        try:
+            name = resolve_model(config.model)
+            with explain_missing_model(name):
+                model_config = AutoConfig.from_pretrained(name)
+        except OSError as error:
+            sys.exit(str(error))
+    prediction = predict(
+        config, model_config, gpu=gpu, gpu_bytes=gpu_bytes, processes=processes, sharded=sharded
+    )
     print(prediction.table())
     if gpu_bytes is not None:
         sys.exit(0 if _fits(prediction, config, gpu_bytes) else 1)
@@ -350,14 +387,14 @@ def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> boo
     return fits
 
 
-def _take(argv: list[str], flag: str) -> tuple[float | None, list[str]]:
+def _take(argv: list[str], flag: str, expected: str) -> tuple[float | None, list[str]]:
     if flag not in argv:
         return None, argv
     place = argv.index(flag)
     try:
         value = float(argv[place + 1])
     except (IndexError, ValueError):
-        sys.exit(f"{flag}: expected a number of GiB")
+        sys.exit(f"{flag}: expected {expected}")
     return value, argv[:place] + argv[place + 2 :]
 
 
