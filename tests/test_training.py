@@ -466,7 +466,7 @@ def test_types_are_checked(tmp_path):
     (
         ({"trainable": "nothing"}, "trainable: expected to match the name of a parameter"),
         ({"rewards": ["nobody"]}, "rewards: expected names among answer, .*; got 'nobody'"),
-        ({"dataset": "nothing"}, "dataset: expected gsm8k, additions, .*; got 'nothing'"),
+        ({"dataset": "nothing"}, "dataset: expected gsm8k, word_problems, .*; got 'nothing'"),
         ({"is_correction": "token_mask"}, "is_correction: expected 'none' with a rollout that"),
         ({"max_prompt_length": 1}, "max_prompt_length: expected room for at least one prompt"),
     ),

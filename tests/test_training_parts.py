@@ -284,7 +284,7 @@ def test_without_the_hub_it_says_what_works(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConnectionError, match="Without the hub: gsm_symbolic or another task"):
+    with pytest.raises(ConnectionError, match=r"no route to host\. Without the hub: word_problems"):
         load_problems(config_of(dataset="gsm8k"))
 
 
@@ -292,7 +292,7 @@ def test_gsm8k_as_the_hub_has_it(monkeypatch):
     import datasets
 
     split = datasets.Dataset.from_list([{"question": "q", "answer": "2+2\n#### 1,234"}] * 3)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": split, "test": split})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": split, "test": split})
     train, test = load_problems(config_of(dataset="gsm8k", train_size=2))
     assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
     assert rewards.is_correct("<answer>1234</answer>", train[0]["answer"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_kernels.training import TrainingConfig, parse_config
+from grpo_kernels.training import TrainingConfig, load_model, parse_config
 from grpo_kernels.training.config import DEFAULTS, KINDS
 from grpo_kernels.training.ranks import make_accelerator
 from grpo_kernels.training.rollout import check_rollout
@@ -110,14 +110,27 @@ def test_the_url_is_one_of_a_server():
         assert config_of(**SERVER, vllm_server_base_url=url).vllm_server_base_url == url
 
 
-def test_a_cpu_has_no_memory_to_share(monkeypatch):
+def test_a_cpu_has_no_memory_to_share(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     for options in ({"vllm_enable_sleep_mode": True}, {"vllm_gpu_memory_utilization": 0.5}):
-        config = config_of(rollout="vllm", **options)
+        config = config_of(rollout="vllm", output=str(tmp_path), **options)
         (name,) = options
         with pytest.raises(ValueError, match=f"{name}: expected .* on a CPU, .*; got"):
             check_rollout(config, make_accelerator(config))
-    # It reports log-probs, so that a correction by them is none of another rollout's.
+        # Before it is found out that there is no such model.
+        with pytest.raises(ValueError, match=f"{name}: expected .* on a CPU, .*; got"):
+            load_model(config)
+
+
+def test_a_vllm_that_is_not_installed_is_said_first(monkeypatch, tmp_path):
+    monkeypatch.setattr("grpo_kernels.training.rollout.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="rollout: vllm is not installed: pip install"):
+        load_model(config_of(rollout="vllm", output=str(tmp_path)))
+
+
+def test_vllms_log_probs_may_correct(monkeypatch):
+    monkeypatch.setattr("grpo_kernels.training.rollout.find_spec", lambda name: name)
     config = config_of(rollout="vllm", is_correction="token_truncate")
     check_rollout(config, make_accelerator(config))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import GRPOLossConfig, check_choice, check_number
 from ..inputs import DEFAULT_TOLERANCE
+from .word_problems import LEVELS
 
 PRECISIONS = ("auto", "no", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -51,6 +52,9 @@ class TrainingConfig:
     model: str = _option(
         "", "hub name or folder of a causal language model, or smollm2-135m, which needs no hub"
     )
+    revision: str | None = _option(
+        None, "commit, tag or branch of a model on the hub; none: the newest"
+    )
     dtype: str = _option("fp32", "dtype of the weights: fp32 or bf16")
     precision: str = _option(
         "auto", "precision of GEMMs: bf16 (autocast), no, or auto: bf16 on a GPU that has it"
@@ -70,9 +74,16 @@ class TrainingConfig:
     # Problems and rewards
     dataset: str = _option(
         "gsm_symbolic",
-        "gsm8k (from the hub), additions, a task of reasoning-gym, a .jsonl or .parquet file, or a "
-        "folder made by save_to_disk",
+        "gsm8k (from the hub), word_problems, additions, a task of reasoning-gym, a .jsonl or "
+        ".parquet file, or a folder made by save_to_disk",
     )
+    dataset_revision: str | None = _option(
+        None, "commit, tag or branch of gsm8k on the hub; none: the newest"
+    )
+    levels: list[int] = _option(
+        (), "levels of word_problems: 1 a sum or a difference, 2 one step of any kind, 3 two "
+        "steps; none: all of them"
+    )  # fmt: skip
     train_size: int = _option(1000, "problems to train on, at most")
     eval_size: int = _option(64, "held-out problems, at most; 0: no evaluation")
     chat: bool = _option(False, "put prompts into the tokenizer's chat template")
@@ -88,6 +99,11 @@ class TrainingConfig:
     )  # fmt: skip
     prompts_per_step: int = _option(4, "prompts in a rollout, over all processes")
     num_generations: int = _option(8, "completions per prompt, which advantages compare")
+    resample_equal_groups: int = _option(
+        0, "times per step that prompts whose completions all have the same reward, from which "
+        "nothing is learned, are replaced by others (DAPO's dynamic sampling); metrics of rewards "
+        "are over the groups that are kept"
+    )  # fmt: skip
     max_completion_length: int = _option(256, "tokens in a completion, at most")
     top_k: int = _option(0, "sample from the k likeliest tokens only; 0: from all")
     top_p: float = _option(1.0, "sample from the likeliest tokens that add up to this probability")
@@ -211,6 +227,7 @@ class TrainingConfig:
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
+                     "resample_equal_groups",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha",
@@ -291,7 +308,7 @@ class TrainingConfig:
             if value is None and "None" in kind:
                 continue
             if kind.startswith("list"):
-                inner = str if "str" in kind else (int, float)
+                inner: Any = {"list[str]": str, "list[int]": int}.get(kind, (int, float))
                 if not isinstance(value, list) or not all(isinstance(x, inner) for x in value):
                     raise TypeError(f"{option.name}: expected a {kind}; got {value!r}")
             elif kind == "bool":
@@ -322,6 +339,12 @@ class TrainingConfig:
             refuse("rewards", "at least one reward function")
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             refuse("reward_weights", f"one for each of {self.rewards}")
+        if self.dataset_revision and self.dataset != "gsm8k":
+            refuse("dataset_revision", "none where dataset is not gsm8k")
+        if self.levels and self.dataset != "word_problems":
+            refuse("levels", "none where dataset is not word_problems")
+        if not set(self.levels) <= set(LEVELS):
+            refuse("levels", f"some of {LEVELS}")
         if self.num_iterations > self.steps:
             refuse("num_iterations", f"at most steps = {self.steps}")
         if self.num_iterations > 1 and not self.beta:

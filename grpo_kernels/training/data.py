@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import TrainingConfig
+from .word_problems import KINDS, LEVELS, word_problems
 
 Problem = Mapping[str, Any]
 
@@ -21,7 +22,7 @@ EXAMPLE = (
     "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
 )
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
-OFFLINE = "gsm_symbolic or another task of reasoning-gym, additions, or a file of your own"
+OFFLINE = "word_problems, additions, a task of reasoning-gym, or a file of your own"
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
@@ -34,6 +35,8 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     name, sizes = config.dataset, (config.train_size, config.eval_size)
     if name == "additions":
         train, held_out = _additions()
+    elif name == "word_problems":
+        train, held_out = _word_problems(config)
     elif name == "gsm8k":
         train, held_out = _gsm8k(config)
     elif name.endswith((".jsonl", ".parquet")) or Path(name).is_dir():
@@ -127,14 +130,27 @@ def _additions() -> tuple[list[Problem], list[Problem]]:
     return problems[27:], problems[:27]
 
 
+def _word_problems(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    """Of those held out, half are of templates that are trained on and half are not."""
+    levels = sorted(config.levels) or LEVELS
+    half, rest = config.eval_size // 2, config.eval_size % 2
+    # The same problems for every seed, so that runs can be compared.
+    train = word_problems(config.train_size, 0, levels)
+    seen = word_problems(half + rest, 0, levels, held_out=KINDS[0])
+    new = word_problems(half, 0, levels, held_out=KINDS[1])
+    return [_problem(row, config) for row in train], [_problem(row, config) for row in seen + new]
+
+
 def _gsm8k(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     import datasets
 
+    from .loading import why_not_downloaded
+
     try:
-        found = datasets.load_dataset("openai/gsm8k", "main")
+        found = datasets.load_dataset("openai/gsm8k", "main", revision=config.dataset_revision)
     except Exception as error:  # the hub, the cache and the network each raise their own
         raise ConnectionError(
-            f"dataset: gsm8k was neither cached nor downloaded ({type(error).__name__}: {error}). "
+            f"dataset: gsm8k was neither cached nor downloaded: {why_not_downloaded(error)}. "
             f"Without the hub: {OFFLINE}"
         ) from error
     train, test = (
@@ -204,9 +220,9 @@ def _reasoning_gym(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
         ) from error
     if config.dataset not in reasoning_gym.factory.DATASETS:
         raise ValueError(
-            f"dataset: expected gsm8k, additions, a .jsonl or .parquet file, a folder of "
-            f"save_to_disk, or a task of reasoning-gym (gsm_symbolic, chain_sum, ...); got "
-            f"{config.dataset!r}"
+            f"dataset: expected gsm8k, word_problems, additions, a .jsonl or .parquet file, a "
+            f"folder of save_to_disk, or a task of reasoning-gym (gsm_symbolic, chain_sum, ...); "
+            f"got {config.dataset!r}"
         )
     wanted = config.train_size + config.eval_size
     # The same problems for every seed, so that runs can be compared.

@@ -1,20 +1,41 @@
-"""Accuracy on held-out problems, and how sure it is."""
+"""Accuracy on held-out problems, and how sure it is.
+
+    python -m grpo_kernels.training.evaluate [run.yaml] --model runs/NAME/model --dataset gsm8k
+
+answers each held-out problem with the likeliest tokens, and by `--num_generations` samples. Options
+are those of the training. A folder `evaluation` in `--output` gets the answers and a report.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 from . import ranks
 from .config import TrainingConfig
-from .data import Problem
-from .rewards import Reward, reward_table, weighted_sum
+from .data import Problem, PromptEncoder, short_enough
+from .rewards import (
+    Reward,
+    is_marked_correct,
+    marked_answer,
+    number_of,
+    resolve_rewards,
+    reward_table,
+    weighted_sum,
+)
 from .rollout import Sampler
+
+# A share and its 95 % interval.
+Share = tuple[float, float, float]
+# Columns of problems by whose values accuracy is told apart.
+GROUPS = ("held_out", "level")
 
 
 @dataclass(frozen=True)
@@ -28,33 +49,63 @@ class Evaluation:
     reward: float
 
     def __str__(self) -> str:
-        return (
+        told = [
             f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
             f"{len(self.answers)}, reward {self.reward:.2f}"
-        )
+        ]
+        for column, parts in self.parts.items():
+            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
+            told.append(f"{column}: {', '.join(shares)}")
+        return "; ".join(told)
+
+    @property
+    def parts(self) -> dict[str, dict[str, Evaluation]]:
+        """By column of `GROUPS`, the answers to problems with each of its values."""
+        found: dict[str, dict[str, Evaluation]] = {}
+        for column in GROUPS:
+            values: dict[str, list[dict[str, Any]]] = {}
+            for answer in self.answers:
+                if answer.get(column) is not None:
+                    values.setdefault(str(answer[column]), []).append(answer)
+            if len(values) > 1:
+                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
+        return found
 
     def summary(self, step: int) -> dict[str, Any]:
         """The row of `evaluations.jsonl`."""
+        by = {
+            column: {value: part._numbers() for value, part in parts.items()}
+            for column, parts in self.parts.items()
+        }
+        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
+
+    def _numbers(self) -> dict[str, Any]:
         return {
-            "step": step, "accuracy": self.accuracy, "low": self.low, "high": self.high,
-            "reward": self.reward, "problems": len(self.answers),
+            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
+            "problems": len(self.answers),
         }  # fmt: skip
 
 
 def evaluate(
     problems: Sequence[Problem], sampler: Sampler, rewards: Mapping[str, Reward],
     is_correct: Callable[[str, str], bool], config: TrainingConfig, accelerator: Accelerator,
+    count: int = 1,
 ) -> Evaluation:  # fmt: skip
-    """Answers each problem once, at `config.eval_temperature`; processes share the work."""
+    """Answers each problem `count` times; processes share the work.
+
+    One answer is at `config.eval_temperature`, several are at `config.temperature`, and neighbors.
+    """
+    temperature = config.eval_temperature if count == 1 else config.temperature
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
     # Equally many per process; of those that come twice the second is dropped at the end.
     mine = [problems[i % len(problems)] for i in range(rank * each, (rank + 1) * each)]
-    size = max(1, config.prompts_per_step // world * config.num_generations)
+    size = max(1, config.prompts_per_step // world * config.num_generations // count)
     answers = []
     for start in range(0, each, size):
-        some = mine[start : start + size]
-        completions = sampler(some, 1, config.eval_temperature)
+        asked = mine[start : start + size]
+        some = [problem for problem in asked for _ in range(count)]
+        completions = sampler(asked, count, temperature)
         texts = sampler.texts(completions)
         table = torch.tensor(reward_table(rewards, some, texts), dtype=torch.float64)
         totals = weighted_sum(table, config.reward_weights).tolist()
@@ -64,9 +115,10 @@ def evaluate(
                 "prompt": problem["prompt"], "completion": text, "answer": problem["answer"],
                 "correct": is_correct(text, str(problem["answer"])), "ended": done.ended,
                 "reward": total, "rewards": dict(zip(rewards, values, strict=True)),
+                **{column: problem[column] for column in GROUPS if column in problem},
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
-    return accuracy_of(answers[: len(problems)])
+    return accuracy_of(answers[: len(problems) * count])
 
 
 def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
@@ -84,3 +136,93 @@ def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float,
     half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
     # Rounding may move an end to the wrong side of the share itself.
     return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
+
+
+def of_samples(answers: Sequence[dict[str, Any]], count: int) -> dict[str, Share]:
+    """What several samples per problem show: `name: (mean, low, high)` over problems, 95 %.
+
+    `accuracy` is that of one sample, `pass@k` the probability that one of k is right (without bias
+    where k is less than `count`: Chen et al. 2021, arXiv:2107.03374), `majority@count` that of the
+    answer that most of them give.
+    """
+    groups = [answers[i : i + count] for i in range(0, len(answers), count)]
+    right = [sum(answer["correct"] for answer in group) for group in groups]
+    found = {"accuracy": _mean_of([n / count for n in right])}
+    for k in sorted({2**i for i in range(1, count.bit_length())} | {count}):
+        if 1 < k <= count:
+            values = [1 - math.comb(count - n, k) / math.comb(count, k) for n in right]
+            found[f"pass@{k}"] = _mean_of(values)
+    votes = [_majority(group) for group in groups]
+    found[f"majority@{count}"] = _mean_of([float(correct) for correct in votes])
+    return found
+
+
+def _mean_of(values: Sequence[float]) -> Share:
+    """The mean of values from 0 to 1, and its 95 % interval; Wilson's where all are 0 or 1."""
+    mean, n = sum(values) / len(values), len(values)
+    if set(values) <= {0.0, 1.0}:
+        return mean, *wilson_interval(round(sum(values)), n)
+    if n == 1:  # of which nothing is known
+        return mean, 0.0, 1.0
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    half = 1.96 * math.sqrt(variance / n)
+    return mean, max(0.0, mean - half), min(1.0, mean + half)
+
+
+def _majority(group: Sequence[dict[str, Any]]) -> bool:
+    """Whether the answer that is given most often is right; of equally many, the first."""
+    given = [marked_answer(answer["completion"]) for answer in group]
+    keys = [None if text is None else number_of(text) or text for text in given]
+    counted = Counter(key for key in keys if key is not None)
+    if not counted:
+        return False
+    return bool(group[keys.index(counted.most_common(1)[0][0])]["correct"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    from . import report
+    from .command_line import parse_config
+    from .data import load
+    from .loading import load_model
+    from .policy import Policy
+    from .rollout import check_rollout, make_rollout
+    from .run_log import RunLog
+
+    config = parse_config(argv, name="evaluation", eval_size=500)
+    # The folder is new, and the model is taken as it is.
+    config = replace(config, resume=False, lora_rank=0, trainable=None).unused()
+    accelerator = ranks.make_accelerator(config)
+    check_rollout(config, accelerator)
+    rewards = resolve_rewards(config.rewards)
+    _, problems = load(config)
+    model, tokenizer = load_model(config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    log = RunLog(config, accelerator, tokenizer)
+    encode = PromptEncoder(tokenizer, chat=config.chat)
+    problems = short_enough(problems, encode, config.max_prompt_length, log.say)
+    if not problems:
+        raise SystemExit("eval_size: expected at least one problem to answer; got none")
+    policy = Policy(model.to(accelerator.device).eval(), share_prompts=config.share_prompts)
+    rollout = make_rollout(config, policy, tokenizer, accelerator)
+    sampler = Sampler(rollout, encode, config, accelerator)
+    log.open(-1)
+
+    def ask(count: int) -> Evaluation:
+        set_seed(config.seed)
+        return evaluate(problems, sampler, rewards, is_marked_correct, config, accelerator, count)
+
+    one, count = ask(1), config.num_generations
+    several = ask(count)
+    shown = of_samples(several.answers, count)
+    for name, (mean, low, high) in shown.items():
+        log.say(f"{name}: {mean:.1%} (95 %: {low:.1%} to {high:.1%}), {count} samples per problem")
+    log.evaluation(0, one, shown)
+    if accelerator.is_main_process:
+        for i, answer in enumerate(several.answers):
+            log.append("answers.jsonl", {"step": 0, "sample": i % count, **answer})
+        log.say(f"Look at {report.write(config.folder)}")
+
+
+if __name__ == "__main__":
+    main()

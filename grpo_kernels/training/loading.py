@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from . import checkpoint, demo_model
 from .config import DTYPES, TrainingConfig
+from .rollout import check_host
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
@@ -23,20 +23,18 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
         FileExistsError: the run's folder has another run in it; nothing is loaded then.
         ImportError: vLLM is to sample in this process, and is not installed; likewise.
         OSError: there is no such model, or the hub was not reached.
+        ValueError: an option of vLLM that this host does not have; likewise.
     """
     check_folder(config)
-    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
-        raise ImportError(
-            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
-            "CPU, make vllm in a checkout"
-        )
+    check_host(config, on_cpu=not torch.accelerator.is_available())
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])
     name = resolve_model(config.model)
+    revision = {"revision": config.revision} if config.revision else {}
     with explain_missing_model(name):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name, **revision)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **revision)
     return set_trainable(model, config), tokenizer
 
 
@@ -63,10 +61,30 @@ def explain_missing_model(model: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"model: {model!r} is no folder with a model, and the hub gave none "
-            f"({str(error).splitlines()[0]}). Without the hub: the folder of a downloaded "
-            f"model, or {demo_model.MODEL}"
+            f"model: {model!r} is no folder with a model, and the hub gave none: "
+            f"{why_not_downloaded(error)}. Without the hub: the folder of a downloaded model, or "
+            f"{demo_model.MODEL}"
         ) from error
+
+
+def why_not_downloaded(error: BaseException | None) -> str:
+    """What a failed download means, and what to do about it."""
+    from huggingface_hub import errors
+
+    first: str | None = None
+    while error is not None:
+        text = " ".join(str(error).split())
+        first = first or f"{type(error).__name__}: {text[:300]}"
+        # datasets says these two in words of its own, without the hub's error.
+        lost = type(error).__name__ == "DatasetNotFoundError"
+        if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
+            return "its owner lets in who asks: accept the terms on its page, then `hf auth login`"
+        if isinstance(error, errors.RevisionNotFoundError):
+            return "it has no such revision"
+        if lost or isinstance(error, errors.RepositoryNotFoundError):
+            return "there is none of this name, or it is private (`hf auth login`)"
+        error = error.__cause__ or error.__context__
+    return first or "no reason was given"
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:

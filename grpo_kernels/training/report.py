@@ -1,6 +1,6 @@
 """Views of a run: lines in the terminal, and `report.html`, a page that needs no network.
 
-python -m grpo_kernels.training.report runs/NAME
+python -m grpo_kernels.training.report runs/NAME [runs/OTHER ...]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .config import TrainingConfig
 Row = Mapping[str, Any]
 _SHOWN = 4
 _SMOOTH = 5
+_ANSWERS = 20
 
 
 def line(row: Row) -> str:
@@ -115,7 +116,8 @@ def write(folder: Path) -> Path:
     parts = [_numbers(rows, evaluations), _warnings(rows)]
     if rows:
         parts.append(_pictures(rows, evaluations))
-    parts += [_samples(samples), _options(config)]
+    answers = logs.read(folder / "answers.jsonl")
+    parts += [_evaluation(evaluations, answers), _samples(samples), _options(config)]
     model = config["model"]
     model = Path(model).name if Path(model).is_absolute() else model
     title = html.escape(f"{config['name']}: {model} on {config['dataset']}")
@@ -185,7 +187,7 @@ pre {{ white-space: pre-wrap; margin: 0; font-size: 12px; max-height: 16rem; ove
 
 def _numbers(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     if not rows:
-        return "<p>No step yet.</p>"
+        return "" if evaluations else "<p>No step yet.</p>"
     last = rows[-1]
     facts = {
         "steps": f"{last['step']:,}",
@@ -209,6 +211,54 @@ def _warnings(rows: Sequence[Row]) -> str:
         f'<div class="warning">step {step}: {html.escape(text)}</div>' for step, text in told[-20:]
     )
     return f"<h2>Warnings</h2>{divs}"
+
+
+def _evaluation(evaluations: Sequence[Row], answers: Sequence[Row]) -> str:
+    """The last evaluation beside the first, by group, and some of its answers."""
+    if not evaluations:
+        return ""
+    before, now = evaluations[0], evaluations[-1]
+    rows = [("all", before, now)]
+    for column, values in now.get("by", {}).items():
+        known = before.get("by", {}).get(column, {})
+        rows += [(f"{column}: {value}", known.get(value), new) for value, new in values.items()]
+    compared = [before, now][now is before :]
+    head = "".join(f"<th>step {one['step']}</th>" for one in compared)
+    cells = "".join(
+        f"<tr><td>{html.escape(name)}</td><td class='number'>{new['problems']}</td>"
+        + "".join(
+            f"<td class='number'>{_interval(one)}</td>" for one in [old, new][now is before :]
+        )
+        + "</tr>"
+        for name, old, new in rows
+    )
+    table = f"<table><tr><th>held out</th><th>problems</th>{head}</tr>{cells}</table>"
+    several = "".join(
+        f"<tr><td>{html.escape(name)}</td><td class='number'>"
+        f"{_interval(dict(zip(('accuracy', 'low', 'high'), value, strict=True)))}</td></tr>"
+        for name, value in now.get("samples", {}).items()
+    )
+    if several:
+        table += f"<p>Of several samples per problem:</p><table>{several}</table>"
+    last = [a for a in answers if a["step"] == now["step"] and "sample" not in a]
+    # Wrong ones say more.
+    shown = sorted(last, key=lambda answer: bool(answer["correct"]))[:_ANSWERS]
+    cells = "".join(
+        f"<tr><td><pre>{html.escape(_text_of(a['prompt'])[-600:])}</pre></td>"
+        f"<td><pre>{html.escape(a['completion'])}{'' if a['ended'] else ' <i>[cut]</i>'}</pre></td>"
+        f"<td>{html.escape(str(a['answer']))}</td><td>{'right' if a['correct'] else 'wrong'}</td>"
+        "</tr>"
+        for a in shown
+    )
+    return (
+        f"<h2>Held-out problems</h2>{table}<details><summary>{len(shown)} of {len(last)} answers, "
+        "wrong ones first</summary><table><tr><th>prompt</th><th>completion</th><th>answer</th>"
+        f"<th></th></tr>{cells}</table></details>"
+    )
+
+
+def _interval(one: Row | None) -> str:
+    return "" if one is None else f"{one['accuracy']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
 
 
 def _samples(samples: Sequence[Row]) -> str:
@@ -264,9 +314,15 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     def accuracy(axes: Any) -> None:
         steps = [e["step"] for e in evaluations]
         values = [e["accuracy"] for e in evaluations]
-        axes.plot(steps, values, "o-")
+        axes.plot(steps, values, "o-", label="all")
         low, high = [e["low"] for e in evaluations], [e["high"] for e in evaluations]
         axes.fill_between(steps, low, high, alpha=0.2)
+        for value in evaluations[-1].get("by", {}).get("held_out", {}):
+            known = [(e["step"], e["by"]["held_out"][value]["accuracy"]) for e in evaluations
+                     if value in e.get("by", {}).get("held_out", {})]  # fmt: skip
+            axes.plot(*zip(*known, strict=True), "--", label=value)
+        if len(axes.lines) > 1:
+            axes.legend(fontsize=7)
         axes.set_ylim(0, 1.02)
 
     def split(axes: Any) -> None:
@@ -302,6 +358,81 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     return f'<h2>Curves</h2><div class="plots">{pictures}</div>'
 
 
+def compare(folders: Sequence[Path]) -> Path:
+    """Makes `compare.html`, beside the first folder: the curves of several runs together."""
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    steps = [logs.read(folder / "metrics.jsonl") for folder in folders]
+    held_out = [logs.read(folder / "evaluations.jsonl") for folder in folders]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+
+    def lines(name: str, rows: Sequence[Sequence[Row]], band: bool = False) -> Any:
+        def draw(axes: Any) -> None:
+            for label, own in zip(names, rows, strict=True):
+                known = [r for r in own if _has(r, name)]
+                x, values = [r["step"] for r in known], [r[name] for r in known]
+                smooth = _smooth(values) if name in ("reward", "accuracy") and not band else values
+                axes.plot(x, smooth, "o-" if band else "-", markersize=3, label=label)
+                if band:
+                    edges = [r["low"] for r in known], [r["high"] for r in known]
+                    axes.fill_between(x, *edges, alpha=0.15)
+            axes.legend(fontsize=7)
+
+        return draw
+
+    panels = {
+        title: lines(name, rows, band)
+        for title, name, rows, band in (
+            ("reward, mean of 5 steps", "reward", steps, False),
+            ("held-out accuracy, 95 % interval", "accuracy", held_out, True),
+            ("accuracy while sampling, mean of 5 steps", "accuracy", steps, False),
+            ("KL to the reference", "kl", steps, False),
+            ("entropy, nats", "entropy", steps, False),
+            ("completion length, tokens", "completion_length", steps, False),
+            ("share of tokens clipped, below", "clip_low", steps, False),
+            ("share of tokens clipped, above", "clip_high", steps, False),
+            ("largest importance ratio", "ratio_max", steps, False),
+            ("share of groups with equal rewards", "groups_equal", steps, False),
+            ("gradient norm", "grad_norm", steps, False),
+            ("seconds per step", "seconds", steps, False),
+            ("peak memory, GiB", "peak_memory_gib", steps, False),
+        )
+        if any(_has(r, name) for own in rows for r in own)
+    }
+    pictures = "".join(_svg(title, draw) for title, draw in panels.items())
+    parts = [
+        "".join(
+            f"<h2>{html.escape(name)}</h2>{_numbers(rows, evaluations)}"
+            for name, rows, evaluations in zip(names, steps, held_out, strict=True)
+        ),
+        f'<h2>Curves</h2><div class="plots">{pictures}</div>',
+        _differences(names, configs),
+    ]
+    title = html.escape(" and ".join(names))
+    path = folders[0].parent / "compare.html"
+    path.write_text(_PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
+    return path
+
+
+def _differences(names: Sequence[str], configs: Sequence[Row]) -> str:
+    """The options that are not the same in all runs."""
+    options = [
+        key for key in dict.fromkeys(key for config in configs for key in config)
+        if key not in ("name", "output") and any(c.get(key) != configs[0].get(key) for c in configs)
+    ]  # fmt: skip
+    if not options:
+        return "<p>All options are the same.</p>"
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{html.escape(key)}</td>"
+        + "".join(f"<td>{html.escape(str(config.get(key, '')))}</td>" for config in configs)
+        + "</tr>"
+        for key in options
+    )
+    return f"<h2>Options that differ</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+
+
 def _svg(title: str, draw: Callable[[Any], None]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -335,11 +466,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m grpo_kernels.training.report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("folder", type=Path, help="folder of a run")
-    folder = parser.parse_args(argv).folder
-    if not (folder / "config.json").exists():
-        parser.error(f"folder: expected a run's folder, with config.json; got {folder}")
-    print(write(folder))
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="FOLDER",
+        help="of a run; several are drawn together, in compare.html beside the first",
+    )  # fmt: skip
+    folders = parser.parse_args(argv).folders
+    for folder in folders:
+        if not (folder / "config.json").exists():
+            parser.error(f"folder: expected a run's folder, with config.json; got {folder}")
+    print(write(folders[0]) if len(folders) == 1 else compare(folders))
 
 
 if __name__ == "__main__":

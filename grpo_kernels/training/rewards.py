@@ -35,6 +35,32 @@ def answer_of(completion: str) -> str | None:
     return inside.strip() if closed else None
 
 
+def marked_answer(completion: str) -> str | None:
+    r"""The text marked as the answer by `<answer>` tags, `####` or `\boxed{}`.
+
+    None unless there is exactly one mark.
+    """
+    tagged = answer_of(completion)
+    if tagged is not None:
+        completion = completion.replace("<answer>", "", 1)
+    elif "<answer>" in completion or "</answer>" in completion:
+        return None
+    found: list[str | None] = [tagged] if tagged is not None else []
+    found += [line.split("\n")[0].strip() for line in completion.split("####")[1:]]
+    found += [_in_braces(rest) for rest in completion.split(r"\boxed{")[1:]]
+    return found[0] if len(found) == 1 else None
+
+
+def _in_braces(text: str) -> str | None:
+    """The text up to the brace that closes one before it."""
+    depth = 1
+    for place, letter in enumerate(text[:_LONGEST]):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:place].strip()
+    return None
+
+
 def number_of(text: str) -> Fraction | None:
     """Reads a text as a number: `-3`, `$1,234.50`, `50%` (as 50), `1/2`, `7.`; else None.
 
@@ -98,19 +124,32 @@ def math_equal(
 ) -> list[float]:
     """2.0 where `math-verify` finds the tagged answer equal to the right one as an expression."""
     try:
-        from math_verify import parse, verify
+        import math_verify  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "the reward 'math_equal' needs math-verify: pip install 'grpo_kernels[train]'"
         ) from error
 
-    def equal(text: str, right: str) -> bool:
-        given = answer_of(text)
-        if given is None or len(given) > _LONGEST:
-            return False
-        return is_correct(text, right) or bool(verify(parse(f"${right}$"), parse(f"${given}$")))
+    return [
+        2.0 * _equal(answer_of(text), right)
+        for text, right in zip(completions, answer, strict=True)
+    ]
 
-    return [2.0 * equal(text, right) for text, right in zip(completions, answer, strict=True)]
+
+def is_marked_correct(completion: str, answer: str) -> bool:
+    """True if `marked_answer` equals the right one, as text, as a number, or for `math-verify`."""
+    return _equal(marked_answer(completion), answer)
+
+
+def _equal(given: str | None, right: str) -> bool:
+    from math_verify import parse, verify
+
+    if given is None or len(given) > _LONGEST:
+        return False
+    number = number_of(given)
+    if given == right.strip() or (number is not None and number == number_of(right)):
+        return True
+    return bool(verify(parse(f"${right}$"), parse(f"${given}$")))
 
 
 def reasoning_gym(

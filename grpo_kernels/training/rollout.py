@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -170,7 +171,9 @@ class Sampler:
         )  # fmt: skip
         self.update_weights()
         with self.accelerator.autocast():
-            done = self.rollout([self.encode(problem) for problem in problems], count, sampling)
+            done = list(
+                self.rollout([self.encode(problem) for problem in problems], count, sampling)
+            )
         if len(done) != len(problems) * count:
             raise ValueError(
                 f"rollout: expected {count} completions of {len(problems)} prompts; got {len(done)}"
@@ -214,15 +217,24 @@ def check_support(name: str, support: object, T: int) -> None:
 def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Refuses options that the library's own rollouts cannot honor."""
     check_has_logps(config, config.rollout == "vllm")
-    on_cpu = accelerator.device.type == "cpu"
+    check_host(config, accelerator.device.type == "cpu")
+    if config.rollout == "continuous_batching" and ranks.sharding(accelerator):
+        raise ValueError("rollout: expected generate with sharded weights; got continuous_batching")
+
+
+def check_host(config: TrainingConfig, on_cpu: bool) -> None:
+    """Refuses a vLLM that is not installed, and what it does not have on a CPU."""
     for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
         if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
             raise ValueError(
                 f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
                 f"such thing; got {getattr(config, name)}"
             )
-    if config.rollout == "continuous_batching" and ranks.sharding(accelerator):
-        raise ValueError("rollout: expected generate with sharded weights; got continuous_batching")
+    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
+        raise ImportError(
+            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
+            "CPU, make vllm in a checkout"
+        )
 
 
 def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:

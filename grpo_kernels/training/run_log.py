@@ -81,7 +81,7 @@ class RunLog:
             row["warnings"] = warnings
         if not self.main:
             return
-        self._append("metrics.jsonl", row)
+        self.append("metrics.jsonl", row)
         self._track({k: v for k, v in row.items() if isinstance(v, (int, float))}, row["step"])
         self.progress.update()
         for warning in warnings:
@@ -90,18 +90,27 @@ class RunLog:
         if row["step"] == 1 or row["step"] % self.config.show_every == 0:
             shown = report.sample_rows(samples, self.config.num_generations)
             for sample in shown:
-                self._append("samples.jsonl", {"step": row["step"], **sample})
+                self.append("samples.jsonl", {"step": row["step"], **sample})
             self.say(report.sample_table(shown))
             self._write_report()
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Writes and prints an evaluation and its answers."""
+    def evaluation(
+        self, step: int, evaluation: Evaluation, samples: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes and prints an evaluation and its answers.
+
+        Args:
+            step: the evaluated weights are those after it.
+            evaluation: of one answer per problem.
+            samples: what several per problem show, if they were asked for.
+        """
         warning = self.watch.after_evaluation(evaluation)
         if not self.main:
             return
-        self._append("evaluations.jsonl", evaluation.summary(step))
+        more = {"samples": samples} if samples else {}
+        self.append("evaluations.jsonl", {**evaluation.summary(step), **more})
         for answer in evaluation.answers:
-            self._append("answers.jsonl", {"step": step, **answer})
+            self.append("answers.jsonl", {"step": step, **answer})
         self.say(f"{step:5d}  {evaluation}")
         if warning:
             self.warn(warning)
@@ -126,7 +135,8 @@ class RunLog:
         """Prints a warning."""
         self.say(f"      warning: {text}")
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Writes a row of one of the run's files."""
         error = self.logs.append(name, row)
         if error is not None:
             self.warn(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,15 @@ from .micro_batches import Plan, Size, config_of_part, equal_parts, loss_share, 
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards, reward_table, weighted_sum
-from .rollout import Rollout, RolloutError, Sampler, check_has_logps, check_rollout, make_rollout
+from .rollout import (
+    Completion,
+    Rollout,
+    RolloutError,
+    Sampler,
+    check_has_logps,
+    check_rollout,
+    make_rollout,
+)
 from .run_log import RunLog
 from .samples import Samples, completion_mask, sampling_logps
 
@@ -77,6 +86,7 @@ class Trainer:
             tokenizer.pad_token = tokenizer.eos_token
         self.rewards = resolve_rewards(config.rewards, rewards)
         self.accelerator = ranks.make_accelerator(config)
+        self._gather = partial(ranks.gather, self.accelerator)
         if rollout is None:
             check_rollout(config, self.accelerator)
         set_seed(config.seed)
@@ -163,18 +173,14 @@ class Trainer:
         G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
         self.sampler.update_weights()
-        with clock("generate"):
-            completions = self.sampler(
-                mine, G, config.temperature, record_support=config.records_support
-            )
+        completions, texts, rewards = self._judged(mine, clock)
+        resampled = self._resample(mine, completions, texts, rewards, clock)
         with clock("reward"):
-            judged = [problem for problem in mine for _ in range(G)]
-            texts = self.sampler.texts(completions)
-            rewards = torch.tensor(reward_table(self.rewards, judged, texts), dtype=torch.float64)
             advantages = group_advantages(
                 self._gather(rewards), G, scale=config.scale_rewards,
                 weights=config.reward_weights or None,
             )[rank * len(texts) : (rank + 1) * len(texts)]  # fmt: skip
+            judged = [problem for problem in mine for _ in range(G)]
             pairs = zip(texts, judged, strict=True) if self.has_answers else ()
             correct = [self.is_correct(text, str(p["answer"])) for text, p in pairs]
         mask = completion_mask(completions, config.mask_truncated_completions)
@@ -189,8 +195,47 @@ class Trainer:
             mine, [self.encode(problem) for problem in mine],
             [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
-            replay_support=replay_support, sampling_logps=logps,
+            replay_support=replay_support, sampling_logps=logps, resampled=resampled,
         )  # fmt: skip
+
+    def _judged(
+        self, problems: Sequence[Problem], clock: metrics.Clock
+    ) -> tuple[list[Completion], list[str], Tensor]:
+        """Completions of problems, their texts, and their rewards by function: `[B, R]`."""
+        config = self.config
+        with clock("generate"):
+            G, support = config.num_generations, config.records_support
+            completions = self.sampler(problems, G, config.temperature, record_support=support)
+        with clock("reward"):
+            judged = [problem for problem in problems for _ in range(G)]
+            texts = self.sampler.texts(completions)
+            table = reward_table(self.rewards, judged, texts)
+        return completions, texts, torch.tensor(table, dtype=torch.float64)
+
+    def _resample(
+        self, problems: list[Problem], completions: list[Completion], texts: list[str],
+        rewards: Tensor, clock: metrics.Clock,
+    ) -> int:  # fmt: skip
+        """Replaces groups of equal rewards by those of other problems; returns how many."""
+        config, G, replaced = self.config, self.config.num_generations, 0
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for attempt in range(config.resample_equal_groups):
+            totals = weighted_sum(rewards, config.reward_weights).view(-1, G)
+            equal = (totals.amax(1) == totals.amin(1)).nonzero()[:, 0].tolist()
+            # All processes sample while one has such a group, as sharded weights want it.
+            most = ranks.reduce(self.accelerator, len(equal), max)
+            if not most:
+                break
+            draw = random.Random(f"{config.seed}-{self.step}-{attempt}")
+            drawn = draw.choices(self.train_problems, k=world * most)[rank::world]
+            fresh = drawn[: max(1, len(equal))]
+            new_completions, new_texts, new_rewards = self._judged(fresh, clock)
+            for place, group in enumerate(equal):
+                old, new = slice(group * G, group * G + G), slice(place * G, place * G + G)
+                problems[group], completions[old] = fresh[place], new_completions[new]
+                texts[old], rewards[old] = new_texts[new], new_rewards[new]
+            replaced += len(equal)
+        return replaced
 
     # Log-probs by other policies, and by this one before its updates
 
@@ -347,6 +392,8 @@ class Trainer:
             sizes = ranks.reduce(self.accelerator, samples.support_sizes, torch.cat)
             row |= metrics.of_support(sizes)
         row |= metrics.merge_updates(updates)
+        if c.resample_equal_groups:
+            row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
         # That of an evaluation before this step, too.
         if self.sampler.sync_seconds:
             clock.seconds["sync"], self.sampler.sync_seconds = self.sampler.sync_seconds, 0.0
@@ -354,9 +401,6 @@ class Trainer:
         row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
         row["peak_memory_gib"] = metrics.peak_memory(self.accelerator.device) / 2**30
         return row
-
-    def _gather(self, rows: Tensor) -> Tensor:
-        return ranks.gather(self.accelerator, rows)
 
     def evaluate(self, problems: Sequence[Problem]) -> Evaluation:
         """Accuracy of one completion per problem, at `config.eval_temperature`."""

@@ -1,0 +1,104 @@
+"""Word problems from templates: their answers, and what is held out."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from grpo_kernels.training import TrainingConfig
+from grpo_kernels.training.data import load
+from grpo_kernels.training.word_problems import KINDS, LEVELS, NEW, TEMPLATES, word_problems
+
+STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
+
+
+def steps_of(row):
+    """The steps of a worked solution as (left, sign, right, result)."""
+    *lines, last = row["answer"].split("\n")
+    steps = [STEP.fullmatch(line).groups() for line in lines]
+    assert last == f"#### {steps[-1][-1]}"
+    return steps
+
+
+def key_of(row):
+    """A problem's template and numbers, without names and things."""
+    return row["template"], row["answer"]
+
+
+@pytest.mark.parametrize("held_out", (None, *KINDS))
+def test_solutions_are_right(held_out):
+    rows = word_problems(600, 0, held_out=held_out)
+    signs = Counter()
+    for row in rows:
+        assert not set("{}_") & set(row["question"]) and row["question"].endswith("?")
+        given = [*re.findall(r"\d+", row["question"]), "2"]
+        for x, sign, y, result in steps_of(row):
+            # Every number of a step is given, or follows from a step before.
+            assert x in given and y in given, row
+            assert eval(f"{x} {sign} {y}") == int(result) >= 1
+            given.append(result)
+            signs[sign] += 1
+        assert len(steps_of(row)) == 1 + (row["level"] == 3)
+    assert set(signs) == set("+-*/")
+    assert Counter(row["level"] for row in rows) == {level: 200 for level in LEVELS}
+
+
+def test_there_are_templates_of_every_kind():
+    assert len(TEMPLATES) >= 40 and len({template.text for template in TEMPLATES}) == len(TEMPLATES)
+    used = {row["template"] for row in word_problems(2000, 0)}
+    assert used == set(range(len(TEMPLATES))) - NEW
+    assert {row["template"] for row in word_problems(500, 0, held_out=KINDS[1])} == NEW
+    for level in LEVELS:
+        mine = [i in NEW for i, template in enumerate(TEMPLATES) if template.level == level]
+        assert sum(mine) / len(mine) == pytest.approx(0.25)
+
+
+def test_what_is_held_out_is_not_trained_on():
+    train = {key_of(row) for row in word_problems(5000, 0)}
+    for seed in range(3):
+        assert not train & {key_of(row) for row in word_problems(500, seed, held_out=KINDS[0])}
+    # Numbers in the other order neither: 4 + 3 where 3 + 4 is held out.
+    pairs = [
+        {(template, *sorted((x, y)), sign) for template, (x, sign, y, _) in rows}
+        for rows in (
+            [(r["template"], steps_of(r)[0]) for r in word_problems(3000, 0, (1,), held_out=kind)]
+            for kind in (None, KINDS[0])
+        )
+    ]
+    assert pairs[0] and pairs[1] and not pairs[0] & pairs[1]
+
+
+def test_problems_are_the_same_every_time():
+    assert word_problems(50, 3) == word_problems(50, 3)
+    assert word_problems(50, 3) == word_problems(80, 3)[:50]
+    assert word_problems(50, 3) != word_problems(50, 4)
+    assert {row["level"] for row in word_problems(50, 3, levels=(2,))} == {2}
+    rows = word_problems(3000, 0)
+    assert len({row["question"] for row in rows}) == len(rows)
+
+
+def test_the_dataset():
+    config = TrainingConfig(model="m", dataset="word_problems", eval_size=21, levels=[1, 3])
+    train, held_out = load(config)
+    assert len(train) == config.train_size
+    assert Counter(row["held_out"] for row in held_out) == {KINDS[0]: 11, KINDS[1]: 10}
+    for row in (*train, *held_out):
+        assert row["level"] in (1, 3) and row["answer"].isdigit()
+        assert row["prompt"].endswith(f"Question: {row['question']}\n")
+    chat = load(TrainingConfig(model="m", dataset="word_problems", chat=True))[0][0]
+    assert chat["prompt"][0]["content"].endswith(chat["question"])
+    assert not load(TrainingConfig(model="m", dataset="word_problems", eval_size=0))[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"levels": [4]}, r"levels: expected some of \(1, 2, 3\); got \[4\]"),
+        ({"levels": [1], "dataset": "gsm8k"}, "levels: expected none where dataset is not"),
+    ),
+)
+def test_levels_that_there_are_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(model="m", **{"dataset": "word_problems", **options})
+    with pytest.raises(TypeError, match="levels: expected a list"):
+        TrainingConfig(model="m", dataset="word_problems", levels=[1.5])
