@@ -10,7 +10,7 @@ from grpo_kernels.training import memory, parse_config, shapes
 from grpo_kernels.training.config import TrainingConfig
 from tests.support.ranks import ROOT
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_memory")]
 CONFIGS = ROOT / "examples/configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*gb*.yaml"))
 # Of the weights on the hub, as their pages count them.
