@@ -121,6 +121,23 @@ def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
     assert "/collective_rpc did not answer in 0.2 s. Looking for it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", (SAMPLES, "/collective_rpc"))
+def test_an_engine_that_died_while_it_worked(path, ready, monkeypatch):
+    """Requests stay without an answer, and then the server refuses connections."""
+    server, rollout = ready(vllm_server_timeout=100.0)
+    expected = sample(rollout)
+    monkeypatch.setattr(vllm_server, "_SOON", 0.3)
+    server.delays[path] = [30.0]
+    threading.Timer(0.5, server.stop).start()
+    threading.Timer(1.0, server.start).start()
+    begun = time.monotonic()
+    if path == SAMPLES:
+        assert sample(rollout) == expected
+    else:
+        rollout.update_weights()  # whose first request it is
+    assert time.monotonic() - begun < 20 and server.sent == rollout.tag
+
+
 def test_a_run_that_takes_the_others_server(ready):
     server, first = ready()
     second = rollout_of(first.config)

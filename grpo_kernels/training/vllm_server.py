@@ -9,6 +9,7 @@ this host, at the port of `vllm_server_base_url`; CUDA_VISIBLE_DEVICES says on w
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -81,7 +82,9 @@ class Server:
         try:
             folder.mkdir()
             extension.write(weights, folder, getattr(torch, self.about["dtype"]))
-            self._rpc("grpo_kernels_load", str(folder), str(count), tag)
+            with ThreadPool(1) as pool:
+                args = "grpo_kernels_load", str(folder), str(count), tag
+                self._while_it_lives(pool.apply_async(self._rpc, args))
         except OSError as error:
             raise RolloutError(
                 f"vllm_sync_dir: weights cannot be written there: {error}"
@@ -152,13 +155,26 @@ class Server:
         try:
             # An interrupt ends the threads, and with their connections vLLM drops the requests.
             with ThreadPool(max(1, min(self.at_once, len(prompts)))) as pool:
-                answers = pool.starmap(one, zip(prompts, seeds, strict=True), chunksize=1)
+                asked = zip(prompts, seeds, strict=True)
+                answers = self._while_it_lives(pool.starmap_async(one, asked, chunksize=1))
         except ServerLost:
             # It may have run out of memory, and would again.
             self.at_once = max(1, min(self.at_once, len(prompts)) // 2)
             raise
         self._check_sent(tag)
         return [sampled for answer in answers for sampled in answer]
+
+    def _while_it_lives(self, result: Any) -> Any:
+        """What threads return; an engine that dies may leave requests without an answer.
+
+        Raises:
+            ServerLost: the server no longer says that it lives.
+        """
+        while True:
+            try:
+                return result.get(_SOON)
+            except multiprocessing.TimeoutError:
+                self._call("/health", timeout=_SOON)
 
     def _check_sent(self, tag: str) -> None:
         if self._about()["sent"] != tag:
