@@ -97,6 +97,8 @@ def test_several_samples():
     # The same number in two ways is one answer.
     votes = [answer(True, "#### 4"), answer(True, r"\boxed{4.0}"), answer(False, wrong)]
     assert of_samples(votes, 3)["majority@3"][0] == 1.0
+    zeros = [answer(False, wrong)] + [answer(True, f"#### {zero}") for zero in ("0", "0.0")]
+    assert of_samples(zeros, 3)["majority@3"][0] == 1.0
 
 
 def test_pass_at_k_is_what_drawing_k_of_them_gives():

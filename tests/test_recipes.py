@@ -54,6 +54,12 @@ def test_all_shapes_are_counted():
     assert shapes.config_of("somebody/other-7b") is None
 
 
+@pytest.mark.parametrize("count", ("0", "2.5", "x"))
+def test_processes_are_whole(count):
+    with pytest.raises(SystemExit, match="--processes: expected a whole number"):
+        memory.main(["--model", "Qwen/Qwen2.5-0.5B", "--processes", count])
+
+
 def header_of(name):
     return "\n".join(x for x in (CONFIGS / name).read_text().split("\n") if x.startswith("#"))
 

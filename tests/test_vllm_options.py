@@ -162,3 +162,11 @@ def test_trls_names_that_are_ours():
         "--vllm_server_base_url", "http://here:1", "--vllm_server_timeout", "3",
     ])  # fmt: skip
     assert config.vllm_server_base_url == "http://here:1" and config.vllm_server_timeout == 3.0
+
+
+def test_a_revision_is_that_of_the_engine():
+    from grpo_kernels.training.vllm_server import engine_options
+
+    config = config_of(rollout="vllm", revision="v1")
+    assert engine_options(config, 1, on_gpu=True)["revision"] == "v1"
+    assert "revision" not in engine_options(config_of(rollout="vllm"), 1, on_gpu=True)

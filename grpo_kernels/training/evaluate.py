@@ -172,7 +172,8 @@ def _mean_of(values: Sequence[float]) -> Share:
 def _majority(group: Sequence[dict[str, Any]]) -> bool:
     """Whether the answer that is given most often is right; of equally many, the first."""
     given = [marked_answer(answer["completion"]) for answer in group]
-    keys = [None if text is None else number_of(text) or text for text in given]
+    numbers = [None if text is None else number_of(text) for text in given]
+    keys = [x if n is None else n for x, n in zip(given, numbers, strict=True)]
     counted = Counter(key for key in keys if key is not None)
     if not counted:
         return False

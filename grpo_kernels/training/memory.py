@@ -337,6 +337,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_gib, argv = _take(argv, "--gpu-gib", "a number of GiB")
     count, argv = _take(argv, "--processes", "a whole number")
     processes, sharded = int(count or 1), "--sharded" in argv
+    if count is not None and (count != processes or processes < 1):
+        sys.exit(f"--processes: expected a whole number of at least 1; got {count:g}")
     if sharded and processes == 1:
         sys.exit("--sharded: expected --processes of more than 1 with it")
     gpu, argv = "--cpu" not in argv, [flag for flag in argv if flag != "--sharded"]
@@ -349,7 +351,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             name = resolve_model(config.model)
             with explain_missing_model(name):
-                model_config = AutoConfig.from_pretrained(name)
+                revision = {"revision": config.revision} if config.revision else {}
+                model_config = AutoConfig.from_pretrained(name, **revision)
         except OSError as error:
             sys.exit(str(error))
     prediction = predict(

@@ -279,6 +279,8 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
     }  # fmt: skip
+    revision = {"revision": config.revision} if config.revision else {}
+    options |= revision
     if config.records_support:
         options["return_sampling_mask"] = True
     if config.vllm_lora == "adapter":
@@ -289,7 +291,7 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         from transformers import AutoConfig
 
         # Compiling takes a minute and saves 8 %. With less cache than all rows need, rows wait.
-        text = AutoConfig.from_pretrained(model).get_text_config()
+        text = AutoConfig.from_pretrained(model, **revision).get_text_config()
         wanted = cpu_cache_bytes(text, rows, length, getattr(torch, options["dtype"]).itemsize)
         room = psutil.virtual_memory().available // 2
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
