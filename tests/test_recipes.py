@@ -54,6 +54,23 @@ def test_all_shapes_are_counted():
     assert shapes.config_of("somebody/other-7b") is None
 
 
+def test_processes_share_state_if_it_is_sharded():
+    config = TrainingConfig(model="m", beta=0.1, prompts_per_step=16)
+    shape = shapes.config_of("qwen2.5-0.5b")
+    one = memory.predict(config, shape)
+    for sharded in (False, True):
+        eight = memory.predict(config, shape, processes=8, sharded=sharded)
+        for name in ("gradients", "optimizer", "reference"):
+            assert getattr(one, name) == getattr(eight, name) * (8 if sharded else 1), name
+        assert eight.cache * 8 == one.cache and eight.activations == one.activations
+        if not sharded:
+            assert eight.weights == one.weights
+    # Beside its eighth: the head, and one layer of 24, in bf16.
+    V, H = shape.vocab_size, shape.hidden_size
+    layer = (PARAMETERS["Qwen/Qwen2.5-0.5B-Instruct"] - V * H - H) // 24
+    assert eight.weights == one.weights // 8 + 2 * (V * H + layer)
+
+
 @pytest.mark.parametrize("count", ("0", "2.5", "x"))
 def test_processes_are_whole(count):
     with pytest.raises(SystemExit, match="--processes: expected a whole number"):

@@ -124,7 +124,7 @@ def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
 @pytest.mark.parametrize("path", (SAMPLES, "/collective_rpc"))
 def test_an_engine_that_died_while_it_worked(path, ready, monkeypatch):
     """Requests stay without an answer, and then the server refuses connections."""
-    server, rollout = ready(vllm_server_timeout=100.0)
+    server, rollout = ready(vllm_server_timeout=100.0, vllm_request_timeout=100.0)
     expected = sample(rollout)
     monkeypatch.setattr(vllm_server, "_SOON", 0.3)
     server.delays[path] = [30.0]
