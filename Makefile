@@ -74,11 +74,11 @@ bench-compare: $(VENV)/installed
 	  --benchmark-compare='*/$(basename $(lastword $(sort $(notdir $(wildcard benchmarks/results/stored/*/*)))))' --benchmark-compare-fail=median:30% \
 	  --benchmark-columns=median,iqr,rounds $(ARGS)
 
-# In full with the pinned Triton, a sample with the oldest one that pyproject.toml allows.
+# With the pinned Triton, and with the oldest one that pyproject.toml allows.
 OLD_TRITON := .venv-oldest-triton
 compile-report: $(VENV)/installed $(OLD_TRITON)/installed
 	$(RUN) -m benchmarks.compile_report $(ARGS)
-	PYTHONPATH=$(OLD_TRITON) $(RUN) -m benchmarks.compile_report --sample $(ARGS)
+	PYTHONPATH=$(OLD_TRITON) $(RUN) -m benchmarks.compile_report $(filter-out --full,$(ARGS))
 
 $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 	rm -rf $(OLD_TRITON)

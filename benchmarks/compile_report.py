@@ -1,18 +1,17 @@
 """Compiles every Triton kernel for GPUs that are not there: registers, spills, loops.
 
-    python -m benchmarks.compile_report [--arch sm_80 gfx942] [--sample] [--check] [--markdown FILE]
+    python -m benchmarks.compile_report [--arch sm_80 gfx942] [--full] [--check] [--markdown FILE]
 
 `compile_launches` has the configurations. Each kernel is compiled aligned, for memory and rows that
-divide by 16, and unaligned, for any, where Triton tells the two apart. For sm_90 and gfx942 that is
-every configuration, of the policy loss for sm_90 alone. For the other architectures, and with
-`--sample` for all, it is a sample: every pair of options that occurs at all, and the configurations
-that take the most registers.
+divide by 16, and unaligned, for any, where Triton tells the two apart. This is done for a sample:
+every pair of options that occurs at all, and the configurations that take the most registers. With
+`--full` it is done for every configuration on sm_90 and gfx942, of the policy loss on sm_90 alone.
 
 The exit status is 1 for
 
 - spills: stack beyond 32 bytes, or of which innermost loops use more than one value; more shared
   memory or threads than a block can have;
-- a kernel that no launch covers, or a sample that takes fewer registers than all
+- a kernel that no launch covers, or with `--full` a sample that takes fewer registers than all
   configurations of the kernel do, by more than the 8 in which a GPU gives them out;
 - an aligned kernel that does not load its rows in vectors;
 - a minimum or maximum in the policy loss that hides NaN;
@@ -49,11 +48,8 @@ from benchmarks.compile_launches import KernelLaunch, all_launches, kernels, sam
 STORED = Path(__file__).parent / "results/compile.md"
 _TITLE = """# Registers, memory and loops of every kernel, compiled without a GPU
 
-What `make compile-report` compiles, on memory and rows that divide by 16 and on any:
-
-- with the pinned Triton for sm_90 and gfx942: every configuration (policy loss: for sm_90 alone);
-- for the other architectures, and with the oldest Triton for all: a sample in which every pair of
-  options occurs, and those that take the most registers.
+What `make compile-report` compiles, on memory and rows that divide by 16 and on any: a sample in
+which every pair of options occurs, and the configurations that take the most registers.
 
 Loops are those of Qwen's vocabulary and a bf16 head without options, and for single words of 4,096
 columns; instructions are counted in the machine code, per logit that one thread handles, or per
@@ -85,7 +81,7 @@ ARCHITECTURES = {
 # them an innermost loop may use one, once.
 MOST_STACK = 32
 MOST_SPILLED_IN_LOOPS = 2
-# What is compiled in every configuration, not in a sample.
+# What `--full` compiles in every configuration, not in a sample.
 IN_FULL = {"policy_loss_kernel": ("sm_90",)}
 IN_FULL_OTHERWISE = ("sm_90", "gfx942")
 
@@ -213,7 +209,7 @@ def builds(
 
 
 def report(
-    archs: list[str], launches: list[KernelLaunch], *, in_full: bool = True
+    archs: list[str], launches: list[KernelLaunch], *, in_full: bool = False
 ) -> tuple[list[str], list[str]]:
     """Returns the tables, one line per kernel or loop and architecture, and what is wrong."""
     jobs = builds(launches, archs, in_full=in_full)
@@ -306,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
         help="architectures to compile for (default: all)",
     )
     parser.add_argument(
-        "--sample", action="store_true", help="compile the sample alone on every architecture"
+        "--full", action="store_true", help="compile every configuration for sm_90 and gfx942"
     )
     parser.add_argument(
         "--check",
@@ -317,12 +313,14 @@ def main(argv: list[str] | None = None) -> None:
         "--markdown", type=Path, help="write the tables to this file, beside other versions'"
     )
     args = parser.parse_args(argv)
+    if args.full and (args.check or args.markdown):
+        parser.error("--full: expected neither --check nor --markdown, as a sample is stored")
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     launches = all_launches()
-    lines, problems = report(args.arch, launches, in_full=not args.sample)
+    lines, problems = report(args.arch, launches, in_full=args.full)
     version = triton.__version__
-    of_all = "a sample of " if args.sample else ""
+    of_all = "" if args.full else "a sample of "
     text = "\n".join(
         [f"{of_all}{len(launches)} configurations; torch {torch.__version__}", "", *lines]
     )

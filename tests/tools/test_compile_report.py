@@ -112,7 +112,7 @@ def test_table(tmp_path):
     ),
 )
 def test_fails(damage, message):
-    result = run(damage, "--arch", "sm_90")
+    result = run(damage, "--arch", "sm_90", "--full")
     assert result.returncode == 1 and message in result.stderr, result.stderr
 
 
