@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import SampledGradients
 from .support import check_support_options
 from .support_head import SupportHead, of_support_alone, with_support
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @eager_only
@@ -85,6 +88,9 @@ def fused_grpo_loss(
     support_fallback: str = "error",
     score: str = "support",
     sparse_weight_grad: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    hidden_layout: str = "replicated",
 ) -> GRPOLossOutput | BothGRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
@@ -165,6 +171,15 @@ def fused_grpo_loss(
             else that of the truncated one. In two passes.
         sparse_weight_grad: gives `weight` a row-sparse gradient (`torch.sparse_coo`), for
             optimizers that take one. For calls in which every token has a support.
+        vocab_group: a process group whose ranks share the vocabulary: `weight`, `bias` and the
+            second of `low_rank` are this rank's rows, in any number, and everything else is the
+            same on all ranks. So is the result, bit for bit; gradients of `hidden` and
+            `lora_a_out` are whole on every rank (added up here), those of sharded tensors their
+            part. Do not add up the ranks' losses. `weight` may be a DTensor with `Shard(0)`
+            instead, which says all this itself. For the exact backward, without a support.
+        vocab_start: the id of this rank's first column; None: columns are in the ranks' order.
+        hidden_layout: with a `vocab_group`, `"replicated"`, or `"partial"`: gradients of `hidden`
+            and `lora_a_out` are this rank's part, which the caller adds up.
 
     Returns:
         `loss`: float32 scalar.
@@ -219,6 +234,9 @@ def fused_grpo_loss(
         backend=backend,
         chunk_bytes=chunk_bytes,
         capturable=capturable,
+        vocab_group=vocab_group,
+        vocab_start=vocab_start,
+        hidden_layout=hidden_layout,
     )
     if capturable and skip_untrained:
         raise ValueError(
@@ -266,6 +284,7 @@ def _loss(
         weight=operands.weight,
         chunk_bytes=call.chunk_bytes,
         capturable=call.capturable,
+        shard=call.shard,
         **chunk_layout(call, makes_gradients, strips=_one_sweep(config, call)),
     )
     if call.support is not None and plan.num_rows == 0:
@@ -385,6 +404,11 @@ class _FusedGRPOLoss(torch.autograd.Function):
                     stats = call.backend.token_stats(
                         logits, rows.targets, rows.transform, entropy=True
                     )
+                own = stats
+                if call.shard is not None and rows.here is not None:
+                    stats, own = call.shard.merge(of_shard := stats, rows.here)
+                    if one_sweep:
+                        gradients.mend(rows, of_shard, own)
                 policy = policy_loss(
                     config,
                     inputs.at(index, masked=masked),
@@ -403,9 +427,10 @@ class _FusedGRPOLoss(torch.autograd.Function):
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
                 if one_sweep:
-                    gradients.add_swept(rows, stats, g)
+                    gradients.add_swept(rows, own, g)
                 else:
-                    gradients.add(rows, logits, RowGrads.of(stats, g, d_entropy=e))
+                    grads = RowGrads.of(own, g, d_entropy=e, here=rows.here)
+                    gradients.add(rows, logits, grads)
             if call.support is not None:
                 per_token = (logps, entropy, d_logps, d_entropy)
                 losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))

@@ -41,7 +41,7 @@ class HeadGradients:
         *,
         every_row: bool,
     ) -> None:
-        self.head, self.backend = head, backend
+        self.head, self.backend, self.shard = head, backend, head.call.shard
         hidden, _, _, lora_a_out, lora_b = head.operands
         empty, zeros = hidden.new_empty, hidden.new_zeros
         of_hidden, of_weight, of_bias, of_a_out, of_b = wanted
@@ -85,6 +85,12 @@ class HeadGradients:
             )
         return stats
 
+    def mend(self, rows: Rows, stats: TokenStats, own: TokenStats) -> None:
+        """Has the rows that were swept be parts of whole rows, with `own` statistics."""
+        if self.shard is not None and rows.here is not None:
+            exps = self._gradient_rows(len(rows.hidden))
+            self.shard.mend(exps, rows.targets, rows.transform, rows.here, stats, own)
+
     def add_swept(self, rows: Rows, stats: TokenStats, d_logps: Tensor) -> None:
         """Adds the share of the rows that were swept, from the gradient of their log-probs."""
         exps = self._gradient_rows(len(rows.hidden))
@@ -124,9 +130,8 @@ class HeadGradients:
 
     def _multiply(self, rows: Rows, d_logits: Tensor, factors: Tensor | None = None) -> None:
         """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
-        head, a_out, lora_b = self.head, rows.lora_a_out, self.head.operands.lora_b
-        if self.d_hidden is not None:
-            put_rows(self.d_hidden, rows.index, head.times_weight(d_logits), factors)
+        head, a_out = self.head, rows.lora_a_out
+        sums = self._add_of_rows(rows, d_logits, factors)
         if self.d_weight is not None:
             hidden = _times(rows.hidden, factors, head.dtype)
             for columns in head.column_slices():
@@ -137,8 +142,33 @@ class HeadGradients:
             self._add_bias(d_logits, factors)
         if self.d_lora_b is not None and a_out is not None:
             addmm(self.d_lora_b, d_logits.t(), _times(a_out, factors, head.dtype))
-        if lora_b is not None:
-            self._add_lora_a_out(rows, d_logits, lora_b, factors)
+        for grad, share, work in sums:
+            work.wait()
+            put_rows(grad, rows.index, share)
+
+    def _add_of_rows(
+        self, rows: Rows, d_logits: Tensor, factors: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Any]]:
+        """Sets the gradients of rows; where ranks share the vocabulary, begins to add them up.
+
+        Returns what is under way: each gradient, its share, and what to wait for.
+        """
+        lora_b, sums = self.head.operands.lora_b, []
+        for grad in (self.d_hidden, self.d_lora_a_out):
+            if grad is None:
+                continue
+            if grad is self.d_hidden:
+                share = self.head.times_weight(d_logits)
+            else:
+                assert lora_b is not None
+                share = times_lora_b(d_logits, lora_b)
+            if self.shard is None or not self.shard.adds_up:
+                put_rows(grad, rows.index, share, factors)
+                continue
+            if factors is not None:
+                share.mul_(factors[:, None])
+            sums.append((grad, share, self.shard.sum(share)))
+        return sums
 
     def _add_bias(self, d_logits: Tensor, factors: Tensor | None) -> None:
         assert self.d_bias is not None
@@ -154,14 +184,6 @@ class HeadGradients:
         sums = self.d_bias.new_empty((len(self.d_bias), 2))
         mm(d_logits.t(), both, out=sums)
         self.d_bias += sums.sum(1)
-
-    def _add_lora_a_out(
-        self, rows: Rows, d_logits: Tensor, lora_b: Tensor, factors: Tensor | None = None
-    ) -> None:
-        if self.d_lora_a_out is not None:
-            share = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
-            mm(d_logits, lora_b.to(d_logits.dtype), out=share)
-            put_rows(self.d_lora_a_out, rows.index, share, factors)
 
     def so_far(self) -> tuple[Tensor | None, ...]:
         """The gradients in the order of `HeadOperands`, None where not wanted; may be added to.
@@ -200,6 +222,13 @@ def _times(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
     if factors is None:
         return x.to(dtype)
     return torch.mul(x, factors[:, None], out=torch.empty_like(x, dtype=dtype))
+
+
+def times_lora_b(d_logits: Tensor, lora_b: Tensor) -> Tensor:
+    """`d_logits @ lora_b`, float32 `[C, r]`, from `[C, K]`."""
+    out = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
+    mm(d_logits, lora_b.to(d_logits.dtype), out=out)
+    return out
 
 
 def put_rows(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import sampling_cost
 from .backends import Backend, LogitTransform, select_backend
-from .config import GRPOLossConfig, check_number
+from .config import GRPOLossConfig, check_choice, check_number
 from .layout import (
     HEAD_DTYPES,
     Layout,
@@ -24,6 +24,7 @@ from .objective import LossInputs, aggregation_weights, with_known_weights
 
 if TYPE_CHECKING:
     from .support import Support
+    from .vocab_shards import VocabShard
 
 # Noise of the sampled backward, relative to the gradient.
 DEFAULT_TOLERANCE = 5e-3
@@ -74,6 +75,8 @@ class HeadCall:
     chunk_bytes: int | None
     support: Support | None = None  # of tokens that are then not in `mask`
     with_grad: Tensor | None = None  # bool [N], those of them that may have a gradient; None: all
+    shard: VocabShard | None = None  # of the vocabulary, if ranks share it
+    here: Tensor | None = None  # bool [N], the targets in the shard; column 0 stands for others
 
     @property
     def support_rows(self) -> int:
@@ -105,9 +108,16 @@ def head_call(
     backend: str,
     chunk_bytes: int | None,
     capturable: bool,
+    vocab_group: object = None,
+    vocab_start: object = None,
+    hidden_layout: str = "replicated",
 ) -> tuple[HeadOperands, HeadCall]:
     """Checks and flattens the arguments that all calls over a linear head share."""
-    _check_head(hidden, weight, bias)
+    if hasattr(weight, "full_tensor") or hasattr(bias, "full_tensor"):
+        from .vocab_shards import local_parts
+
+        weight, bias, low_rank, vocab_group = local_parts(weight, bias, low_rank, vocab_group)
+    _check_head(hidden, weight, bias, least=int(vocab_group is None))
     lora_a_out, lora_b = _low_rank(low_rank, hidden, weight)
     _check_logit_scalars(logit_scale, softcap)
     if chunk_bytes is not None and (
@@ -131,7 +141,19 @@ def head_call(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, cu_seqlens, checks)
     flat_mask = layout.flat_mask(mask, checks)
-    check_target_ids(flat_targets, flat_mask, weight.shape[0], checks)
+    here, dtype = None, _gemm_dtype(hidden, weight)
+    shard = _shard(
+        HeadOperands(hidden, weight, bias, lora_a_out, lora_b),
+        flat_targets,
+        dtype,
+        vocab_group,
+        vocab_start,
+        hidden_layout,
+        {"backward": ("exact", backward), "capturable": (False, capturable)},
+    )
+    check_target_ids(flat_targets, flat_mask, V if shard is None else shard.size, checks)
+    if shard is not None:
+        flat_targets, here = shard.place(flat_targets, V)
     transform = LogitTransform(
         bias=None if bias is None else bias.detach().contiguous(),
         logit_scale=float(logit_scale),
@@ -155,13 +177,58 @@ def head_call(
         layout=layout,
         checks=checks,
         backend=selected,
-        dtype=_gemm_dtype(hidden, weight),
+        dtype=dtype,
         sampling=None if exact_instead else sampling,
         exact_instead=exact_instead,
         capturable=capturable,
         chunk_bytes=chunk_bytes,
+        shard=shard,
+        here=here,
     )
     return operands, call
+
+
+def _shard(
+    operands: HeadOperands,
+    targets: Tensor,
+    dtype: torch.dtype,
+    group: object,
+    start: object,
+    layout: str,
+    refused: dict[str, tuple[object, object]],
+) -> VocabShard | None:
+    """Which columns of a vocabulary the weight has, where ranks share it.
+
+    `refused`: what is not for shards, with what is expected instead and what came.
+    """
+    check_choice("hidden_layout", layout, ("replicated", "partial"))
+    if group is None:
+        for name, given, usual in (
+            ("vocab_start", start, None),
+            ("hidden_layout", layout, "replicated"),
+        ):
+            if given != usual:
+                raise ValueError(f"{name}: expected {usual!r} without a vocab_group; got {given!r}")
+        return None
+    from .vocab_shards import shard_of
+
+    for name, (expected, given) in refused.items():
+        if given != expected:
+            raise ValueError(
+                f"{name}: expected {expected!r} where ranks share the vocabulary; got {given!r}"
+            )
+    wanted = operands.wants_grad()
+    return shard_of(
+        group,
+        start,
+        layout,
+        operands.weight,
+        targets,
+        bias=operands.bias,
+        rank=0 if operands.lora_b is None else operands.lora_b.shape[1],
+        dtype=dtype,
+        of_rows=(wanted[0], wanted[3]),
+    )
 
 
 def _selected(mask: Tensor, x: Tensor) -> Tensor:
@@ -242,7 +309,7 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
 
 
-def _check_head(hidden: object, weight: object, bias: object) -> None:
+def _check_head(hidden: object, weight: object, bias: object, least: int) -> None:
     hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
     weight = check_tensor("weight", weight, dtypes=HEAD_DTYPES, device=hidden.device)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -253,7 +320,7 @@ def _check_head(hidden: object, weight: object, bias: object) -> None:
             )
     if hidden.ndim not in (2, 3):
         raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
-    if weight.ndim != 2 or weight.shape[0] < 1 or weight.shape[1] != hidden.shape[-1]:
+    if weight.ndim != 2 or weight.shape[0] < least or weight.shape[1] != hidden.shape[-1]:
         hint = (
             "; an empty weight is what ZeRO-3 shows outside the wrapped module's forward"
             if weight.numel() == 0

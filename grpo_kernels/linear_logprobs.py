@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from .row_plan import RowPlan, plan_rows
 from .sampled_gradients import DrawnBlocks
 from .support import check_support_options
 from .support_head import SupportHead, of_support_alone, with_support
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @eager_only
@@ -58,6 +61,9 @@ def linear_logprobs(
     support_fallback: str = "error",
     score: str = "support",
     sparse_weight_grad: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    hidden_layout: str = "replicated",
 ) -> LogprobOutput | BothLogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
@@ -100,6 +106,10 @@ def linear_logprobs(
         score: `"both"` also returns the values of the whole softmax, with their own gradients: the
             rows of logits are made once, beside the words of the support.
         sparse_weight_grad: as in `fused_grpo_loss`.
+        vocab_group: ranks that share the vocabulary, as in `fused_grpo_loss`; what is computed from
+            the results has to be the same on all of them, too.
+        vocab_start: as in `fused_grpo_loss`.
+        hidden_layout: as in `fused_grpo_loss`.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
@@ -135,6 +145,9 @@ def linear_logprobs(
         backend=backend,
         chunk_bytes=chunk_bytes,
         capturable=capturable,
+        vocab_group=vocab_group,
+        vocab_start=vocab_start,
+        hidden_layout=hidden_layout,
     )
     rows = call
     if support is not None:
@@ -154,9 +167,10 @@ def linear_logprobs(
         None,
         call.checks,
         num_tokens=call.layout.num_tokens,
-        weight=weight,
+        weight=operands.weight,
         chunk_bytes=chunk_bytes,
         capturable=capturable,
+        shard=call.shard,
     )
     full = flat_logprobs(operands, rows, plan, entropy=entropy)
     shape = call.layout.shape
@@ -200,6 +214,7 @@ class _LinearLogprobs(torch.autograd.Function):
         head = LMHead(operands, call, plan.logit_rows)
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
+        own_logps = logps if call.shard is None else torch.zeros_like(logps)
         drawn = None
         if call.sampling is not None and any(wanted):
             drawn = DrawnBlocks(call.sampling, plan, head)
@@ -211,6 +226,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 stats = call.backend.token_stats(
                     logits, rows.targets, rows.transform, entropy=wants_entropy
                 )
+                if call.shard is not None and rows.here is not None:
+                    stats, own = call.shard.merge(stats, rows.here)
+                    own_logps[index] = own.logps
                 logps[index], logsumexp[index] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[index] = stats.entropy
@@ -222,7 +240,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 ctx.words = words.logits()
                 words.stats(ctx.words, TokenStats(logps, logsumexp, entropy))
         # Copies, as the caller may change the outputs in place.
-        kept = (logps.clone(), logsumexp.clone(), entropy.clone())
+        kept = (own_logps.clone(), logsumexp.clone(), entropy.clone())
         call.zeroed(logps, logsumexp, entropy)
         ctx.save_for_backward(*operands, *kept)
         ctx.call, ctx.drawn, ctx.has_rows = call, drawn, plan.num_rows > 0
@@ -267,6 +285,7 @@ class _LinearLogprobs(torch.autograd.Function):
             scale * d_logps,
             scale * d_softmax,
             None if d_entropy is None else scale * d_entropy,
+            here=call.here,
         )
         compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
         wanted = ctx.needs_input_grad[:5]
@@ -306,6 +325,7 @@ def _exact_gradients(
         weight=operands.weight,
         chunk_bytes=call.chunk_bytes,
         capturable=call.capturable,
+        shard=call.shard,
         **chunk_layout(call, True, strips=True),
     )
     head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))

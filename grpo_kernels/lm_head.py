@@ -36,6 +36,7 @@ class Rows:
     lora_a_out: Tensor | None  # [C, r], float32
     targets: Tensor  # int64 [C]
     transform: LogitTransform
+    here: Tensor | None = None  # bool [C], the targets among this rank's columns; None: all
 
     def at(self, part: slice) -> Rows:
         """Some of them, counted from the first."""
@@ -45,7 +46,10 @@ class Rows:
         else:
             index = index[part]
         a_out = None if self.lora_a_out is None else self.lora_a_out[part]
-        return Rows(index, self.hidden[part], a_out, self.targets[part], self.transform.at(part))
+        here = None if self.here is None else self.here[part]
+        return Rows(
+            index, self.hidden[part], a_out, self.targets[part], self.transform.at(part), here
+        )
 
 
 class LMHead:
@@ -91,6 +95,7 @@ class LMHead:
             None if a_out is None else a_out[index].float(),
             self.call.targets[index],
             self.call.transform.at(index),
+            None if self.call.here is None else self.call.here[index],
         )
 
     def logits(self, rows: Rows) -> Tensor:

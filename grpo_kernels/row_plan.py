@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .layout import ValueChecks
+
+if TYPE_CHECKING:
+    from .vocab_shards import VocabShard
 
 # 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
 _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
@@ -123,6 +126,7 @@ def plan_rows(
     grad_bytes: int = 0,
     strips: bool = False,
     capturable: bool = False,
+    shard: VocabShard | None = None,
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
 
@@ -133,11 +137,16 @@ def plan_rows(
     the device. Raises ValueError for the checks. `capturable`: reads nothing, plans all rows as
     they lie, and leaves the checks to assertions on the device.
     """
-    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips)
+    # All ranks that share a vocabulary plan as the one with the most columns has to.
+    V = len(weight) if shard is None else shard.most
+    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips, V)
     tiles = None
     if weight.device.type == "cuda":
         tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
     checks = checks or ValueChecks()
+    if shard is not None:
+        tiles = None
+        shard.check_plan(checks, torch.tensor(sizes, device=weight.device), active, with_grad)
     if capturable:
         checks.check_without_sync()
         return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)
@@ -168,7 +177,7 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
 def rows_of_logits(weight: Tensor, chunk_bytes: int | None, dtype: torch.dtype) -> int:
     """The rows of logits that fit the budget, with their gradients in the GEMMs' `dtype`."""
     grad_bytes = 0 if dtype == torch.float32 else dtype.itemsize
-    return _buffer_rows(weight, chunk_bytes, grad_bytes, False)[0]
+    return _buffer_rows(weight, chunk_bytes, grad_bytes, False, len(weight))[0]
 
 
 def gpu(device: torch.device) -> Any:
@@ -177,10 +186,14 @@ def gpu(device: torch.device) -> Any:
 
 
 def _buffer_rows(
-    weight: Tensor, chunk_bytes: int | None, grad_bytes: int, strips: bool
+    weight: Tensor,
+    chunk_bytes: int | None,
+    grad_bytes: int,
+    strips: bool,
+    V: int,
 ) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
-    V, device, memory = len(weight), weight.device, None
+    device, memory = weight.device, None
     if chunk_bytes is None:
         if device.type == "cuda":
             memory = gpu(device).total_memory

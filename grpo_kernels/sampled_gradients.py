@@ -27,7 +27,7 @@ from .column_sampling import (
     relative_noise,
     row_blocks,
 )
-from .head_gradients import HeadGradients, put_rows
+from .head_gradients import HeadGradients, put_rows, times_lora_b
 from .inputs import ColumnSampling, HeadCall, HeadOperands
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
@@ -108,7 +108,8 @@ class KeptColumnGradients(HeadGradients):
         self, rows: Rows, d_logits: Tensor, kept: KeptColumns, lora_b: Tensor
     ) -> None:
         ids = kept.ids.long()
-        self._add_lora_a_out(rows, d_logits, lora_b[ids])
+        if self.d_lora_a_out is not None:
+            put_rows(self.d_lora_a_out, rows.index, times_lora_b(d_logits, lora_b[ids]))
         if self.d_lora_b is not None and rows.lora_a_out is not None:
             share = self.d_lora_b.new_empty((len(ids), lora_b.shape[1]))
             mm(d_logits.t(), rows.lora_a_out.to(d_logits.dtype), out=share)

@@ -46,6 +46,8 @@ def with_support(
 
     `sparse`: the gradient of the weight is to be row-sparse. `gathered`: none goes through logits.
     """
+    if call.shard is not None:
+        raise ValueError("support: expected None where ranks share the vocabulary; got a support")
     if call.capturable:
         raise ValueError(
             "support: expected None with capturable=True, as the number of words is read from the "

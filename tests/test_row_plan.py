@@ -101,7 +101,7 @@ def test_default_budget_on_a_cpu():
 def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
     monkeypatch.setattr(row_plan, "gpu", lambda _: SimpleNamespace(**H200))
     weight = torch.empty(1).expand(151_936, 64)
-    made = row_plan._buffer_rows(on_a_gpu(weight), budget, 2, True)
+    made = row_plan._buffer_rows(on_a_gpu(weight), budget, 2, True, len(weight))
     assert made == sizes
     chunk, strip = made
     assert 151_936 * (2 * chunk + 4 * strip) <= (budget or 1792 << 20)

@@ -95,8 +95,15 @@ class RowGrads(NamedTuple):
         d_logps: Tensor,
         d_softmax: Tensor | None = None,
         d_entropy: Tensor | None = None,
+        here: Tensor | None = None,
     ) -> RowGrads:
-        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`."""
+        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`.
+
+        `here`, bool `[C]`: False where a column stands for a target that other ranks have.
+        """
+        if here is not None:
+            d_softmax = d_logps if d_softmax is None else d_softmax
+            d_logps = torch.where(here, d_logps, 0.0)
         # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
         at_target = -d_logps * stats.logps.expm1()
         if d_softmax is None:

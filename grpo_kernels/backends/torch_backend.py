@@ -53,7 +53,8 @@ def token_stats(
         log_total = (total / p.amax(1)).log()
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
         out.logps[rows] = shifted.gather(1, targets[rows, None]).squeeze(1) - log_total
-        out.logsumexp[rows] = peak.squeeze(1) + log_total
+        peak = peak.squeeze(1)
+        out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if entropy:
             assert out.entropy is not None
             out.entropy[rows] = log_total - _sum_of_products(p, shifted) / total

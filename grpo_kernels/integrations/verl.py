@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..config import check_choice
 from ..linear_logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_cross_entropy(
@@ -16,7 +19,7 @@ def linear_cross_entropy(
     labels: Tensor,
     temperature: float | Tensor = 1.0,
     reduction: str = "none",
-    dist_process_group: None = None,
+    dist_process_group: ProcessGroup | None = None,
     **head_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs of the labels and entropies, both differentiable, without the logits.
@@ -29,11 +32,13 @@ def linear_cross_entropy(
 
     Args:
         hidden: `[N, H]` or `[B, T, H]`.
-        weight: `[V, H]`.
+        weight: `[V, H]`; with a process group this rank's rows of it.
         labels: `[N]` or `[B, T]`, int64 token ids.
         temperature: divides the logits; a number, or a tensor with one value per token.
         reduction: `"none"`, `"sum"` or `"mean"` of the log-probs, which are not negated.
-        dist_process_group: must be None, as heads split over ranks are not supported.
+        dist_process_group: ranks that share the vocabulary, in the order of its columns. As with
+            verl's kernel the gradient of `hidden` is then this rank's part, which the caller adds
+            up; `vocab_group=` of `linear_logprobs` does that itself.
         head_options: `mask`, `bias`, `support`, `backward`, ... of `linear_logprobs`. With a
             `support` both results are those of the truncated policy.
 
@@ -42,13 +47,10 @@ def linear_cross_entropy(
         `logprobs` is 0-d if reduced.
 
     Raises:
-        TypeError, ValueError: as in `linear_logprobs`; a process group.
+        TypeError, ValueError: as in `linear_logprobs`.
     """
     if dist_process_group is not None:
-        raise ValueError(
-            "dist_process_group: expected None, as a head split over ranks is not supported; got "
-            f"{dist_process_group!r}"
-        )
+        head_options |= {"vocab_group": dist_process_group, "hidden_layout": "partial"}
     check_choice("reduction", reduction, ("none", "sum", "mean"))
     out = linear_logprobs(
         hidden, weight, labels, temperature=temperature, entropy=True, **head_options

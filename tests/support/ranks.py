@@ -1,4 +1,4 @@
-"""Two processes that run jobs together by gloo, and the one place where they end.
+"""Processes, mostly two, that run jobs together by gloo, and the one place where they end.
 
 A job is a function of an importable module. Both ranks call it with the same arguments, in a
 process group that is made for it and destroyed after it, and what each returns comes back:
@@ -38,10 +38,10 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """`WORLD` processes, started when the first job comes."""
+    """`world` processes, started when the first job comes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, world: int = WORLD) -> None:
+        self.folder, self.world = folder, world
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[connection.Connection] = []
         self.logs: list[Path] = []
@@ -55,7 +55,7 @@ class Ranks:
         store = str(self.folder / f"store-{self.jobs}")
         try:
             for pipe in self.pipes:
-                pipe.send_bytes(pickle.dumps((job, args, environment or {}, store)))
+                pipe.send_bytes(pickle.dumps((job, args, environment or {}, store, self.world)))
             return self._answers(time.monotonic() + JOB_S)
         except BaseException:
             self._kill()
@@ -74,7 +74,7 @@ class Ranks:
 
     def _start(self) -> None:
         self.starts += 1
-        self.logs = [self.folder / f"rank-{self.starts}-{rank}.log" for rank in range(WORLD)]
+        self.logs = [self.folder / f"rank-{self.starts}-{rank}.log" for rank in range(self.world)]
         for rank, log in enumerate(self.logs):
             ours, theirs = connection.Pipe()
             command = [sys.executable, "-m", "tests.support.ranks", str(theirs.fileno()), str(rank)]
@@ -88,7 +88,7 @@ class Ranks:
 
     def _answers(self, deadline: float) -> list:
         answers: dict[int, Any] = {}
-        while len(answers) < WORLD:
+        while len(answers) < self.world:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
             ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -102,7 +102,7 @@ class Ranks:
                     raise RankFailed(f"rank {rank} died, {status}{self.printed()}") from died
                 if error:
                     raise RankFailed(f"rank {rank}: {error}{self.printed()}")
-        return [answers[rank] for rank in range(WORLD)]
+        return [answers[rank] for rank in range(self.world)]
 
     def printed(self) -> str:
         """The end of what each rank has printed."""
@@ -122,17 +122,19 @@ def serve(pipe: connection.Connection, rank: int) -> None:
     """A rank: runs jobs until the other end of the pipe is closed."""
     while True:
         try:
-            job, args, environment, store = pickle.loads(pipe.recv_bytes())
+            job, args, environment, store, world = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = None, run(job, args, environment, store, rank)
+            answer = None, run(job, args, environment, store, rank, world)
         except BaseException:
             answer = traceback.format_exc(), None
         pipe.send_bytes(pickle.dumps(answer))
 
 
-def run(job: str, args: tuple, environment: dict[str, str], store: str, rank: int) -> Any:
+def run(
+    job: str, args: tuple, environment: dict[str, str], store: str, rank: int, world: int
+) -> Any:
     """The job in a group of its own."""
     import torch.distributed as dist
 
@@ -140,11 +142,11 @@ def run(job: str, args: tuple, environment: dict[str, str], store: str, rank: in
     before = dict(os.environ)
     # What launchers set. Nobody listens at the port: accelerate takes the group that is there.
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="localhost", MASTER_PORT="1", **environment,
     )  # fmt: skip
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD,
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )  # fmt: skip
     try:

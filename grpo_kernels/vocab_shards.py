@@ -1,0 +1,266 @@
+"""A head whose rows of W lie on several ranks: each has some of the vocabulary's columns.
+
+Every rank sweeps its own logits. One gather of 12 bytes per token then tells all of them
+
+    lse_r      log-sum-exp of the rank's columns
+    E_r        entropy within them
+    l_r        log-prob of the target within them, where the rank has it
+
+from which each merges, in the order of the ranks and thus to the same bits,
+
+    lse = log sum_r e^(lse_r),    w_r = e^(lse_r - lse)
+    l   = l_r + log w_r           of the rank that has the target
+    E   = sum_r w_r (E_r - log w_r)
+
+With these the gradient of a rank's logits follows from its own; dH = sum_r D_r W_r is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from .backends import LogitTransform, TokenStats
+from .layout import HEAD_DTYPES, ValueChecks
+
+# The least share of a row's softmax that a rank with the target is taken to have, so that the
+# entry of the target stays finite. By less it is too much than float32 resolves.
+_LEAST_SHARE = 2.0**-24
+LAYOUTS = ("replicated", "partial")
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns of the vocabulary that this rank has, of those of a group.
+
+    Args:
+        group: whose ranks have the others.
+        start: the vocabulary's id of this rank's first column.
+        size: columns of all ranks.
+        most: columns of the rank that has the most.
+        adds_up: the gradients of rows; else the caller does.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
+    most: int
+    adds_up: bool
+
+    def check_plan(self, checks: ValueChecks, *decisive: Tensor | None) -> None:
+        """Asks whether all ranks have the same of what decides on the chunks they compute."""
+        mine = torch.stack([_checksum(x) for x in decisive if x is not None])
+        checks.add(
+            (_gathered(mine, self.group) != mine).any(1),
+            "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
+            "vocabulary, as each has other columns for the same tokens; got others",
+        )
+
+    def place(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Places of targets among this rank's columns, and whether they are there.
+
+        The first column stands for those that are not.
+        """
+        places = targets - self.start
+        here = (places >= 0) & (places < columns)
+        return torch.where(here, places, 0), here
+
+    def merge(self, stats: TokenStats, here: Tensor) -> tuple[TokenStats, TokenStats]:
+        """The statistics of whole rows, from those of this rank's columns.
+
+        Args:
+            stats: of rows `[C]` of this rank's logits.
+            here: bool `[C]`, whether the rank has the target.
+
+        Returns:
+            The statistics as one rank with all columns has them; and the same, but where the target
+            is elsewhere with the log-prob of the column that stands for it. `total` is such that
+            p = X / total for this rank's X.
+        """
+        # Columns that are -inf throughout have no share, whatever they are among themselves.
+        absent = stats.logsumexp == -torch.inf
+        told = [stats.logsumexp, stats.logps.masked_fill(~here | absent, -torch.inf)]
+        if stats.entropy is not None:
+            told.append(stats.entropy.masked_fill(absent, 0.0))
+        ranks = _gathered(torch.stack(told), self.group)
+        logsumexps, of_targets = ranks[:, 0], ranks[:, 1]
+        peak = logsumexps.amax(0)
+        shifted = logsumexps - peak
+        log_total = shifted.exp().sum(0).log()
+        log_shares = shifted - log_total
+        logps = (of_targets + log_shares).amax(0)
+        entropy = total = None
+        if stats.entropy is not None:
+            terms = log_shares.exp() * (ranks[:, 2] - log_shares)
+            entropy = torch.where(log_shares == -torch.inf, 0.0, terms).sum(0)
+        log_share = log_shares[self.group.rank()]
+        if stats.total is not None:
+            share = log_share.exp()
+            share = torch.where(here, share.clamp(min=_LEAST_SHARE), share)
+            # Where the share is 0 the total is inf, and the gradient 0.
+            total = torch.where(absent, torch.inf, stats.total / share)
+        whole = TokenStats(logps, peak + log_total, entropy, total)
+        own = torch.where(here, logps, stats.logps + log_share)
+        return whole, whole._replace(logps=own.masked_fill(absent, -torch.inf))
+
+    def mend(
+        self, exps: Tensor, places: Tensor, transform: LogitTransform, here: Tensor,
+        stats: TokenStats, own: TokenStats,
+    ) -> None:  # fmt: skip
+        """Sets the targets' entries in `exps [C, V]` to those of whole rows.
+
+        Args:
+            exps: as the sweep over this rank's columns has left it.
+            places: of the targets `[C]`, as `place` gives them.
+            transform: of the logits.
+            here: bool `[C]`, whether the rank has the target.
+            stats: of this rank's columns.
+            own: those that `merge` made of them.
+        """
+        assert own.total is not None and stats.total is not None
+        elsewhere = stats.total * stats.logps.exp()
+        values = torch.where(here, own.total * own.logps.expm1(), elsewhere)
+        if transform.softcap is not None:
+            z = (stats.logps + stats.logsumexp) * transform.temperature
+            values = values * (1 - (z / transform.softcap).square())
+        exps.scatter_(1, places[:, None], values.to(exps.dtype)[:, None])
+        if transform.bias is not None:
+            # Only a bias is -inf.
+            exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
+
+    def sum(self, share: Tensor) -> dist.Work:
+        """Begins to add up the ranks' shares in a gradient, in place."""
+        work = dist.all_reduce(share, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+
+def local_parts(
+    weight: object, bias: object, low_rank: object, group: object
+) -> tuple[Any, Any, Any, Any]:
+    """This rank's parts of a head that is given as DTensors, and the group that has the others."""
+    b = low_rank[1] if isinstance(low_rank, (tuple, list)) and len(low_rank) == 2 else None
+    parts = {"weight": weight, "bias": bias, "low_rank[1]": b}
+    given = {name: x for name, x in parts.items() if x is not None}
+    if not any(isinstance(x, DTensor) for x in given.values()):
+        return weight, bias, low_rank, group
+    for name, x in given.items():
+        if not isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: expected a DTensor, as another tensor of the head is one; got "
+                f"{type(x).__name__}"
+            )
+        if x.device_mesh.ndim != 1 or x.placements != (Shard(0),):
+            raise ValueError(
+                f"{name}: expected a DTensor with Shard(0) on a mesh of one dimension, or a plain "
+                f"tensor, whole; got {x.placements}: pass {name}.full_tensor(), or call this "
+                "inside the wrapped module's forward"
+            )
+    if group is not None:
+        raise ValueError("vocab_group: expected None with a DTensor, which has its own; got one")
+    assert isinstance(weight, DTensor)
+    local = {name: x.to_local() for name, x in given.items() if isinstance(x, DTensor)}
+    if b is not None:
+        low_rank = (low_rank[0], local["low_rank[1]"])  # type: ignore[index]
+    return local["weight"], local.get("bias"), low_rank, weight.device_mesh.get_group()
+
+
+def shard_of(
+    group: object,
+    start: object,
+    layout: str,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    rank: int,
+    dtype: torch.dtype,
+    of_rows: Sequence[bool],
+) -> VocabShard:
+    """Which of the group's columns the rows of `weight` are; asks the other ranks.
+
+    Args:
+        group: a process group.
+        start: the first column's id, or None.
+        layout: one of `LAYOUTS`.
+        weight: this rank's rows.
+        targets: ids `[N]`, which all ranks have.
+        bias: this rank's part.
+        rank: of the LoRA, 0 without one.
+        dtype: of the GEMMs.
+        of_rows: which gradients of rows are wanted.
+
+    Raises:
+        ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
+            would not compute the same.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"vocab_group: expected a torch.distributed process group that this rank is in; got "
+            f"{group!r}"
+        )
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int)):
+        raise TypeError(f"vocab_start: expected an int, or None; got {start!r}")
+    flags = {
+        "vocab_start": start is not None, "bias": bias is not None, "low_rank": rank > 0,
+        "gradient of hidden": of_rows[0], "gradient of low_rank[0]": of_rows[1],
+        "hidden_layout='partial'": layout == LAYOUTS[1],
+    }  # fmt: skip
+    dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}
+    numbers = {"H": weight.shape[1], "rank of low_rank": rank, "tokens": len(targets)}
+    mine = [
+        start or 0, len(weight), *map(int, flags.values()),
+        *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
+    ]  # fmt: skip
+    ids = _checksum(targets)[None]
+    told = _gathered(torch.cat([torch.tensor(mine, device=ids.device), ids]), group)
+    begins, counts, *columns, of_ids = told.T.tolist()
+    for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
+        if len(set(values)) == 1:
+            continue
+        if name in flags:
+            having = [r for r, value in enumerate(values) if value]
+            raise ValueError(f"{name}: expected on all ranks or on none; got it on ranks {having}")
+        if name in dtypes:
+            values = [str(HEAD_DTYPES[x]).removeprefix("torch.") for x in values]
+        raise ValueError(f"{name}: expected the same on all ranks; got {values}")
+    if len(set(of_ids)) > 1:
+        raise ValueError(
+            "targets: expected the same on all ranks that share the vocabulary, as each has other "
+            "columns for the same tokens; got others. A weight that FSDP shards over ranks with "
+            "data of their own is whole inside the wrapped module's forward: call this there"
+        )
+    if min(counts) < 1:
+        raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
+    if start is None:
+        begins = [sum(counts[:place]) for place in range(len(counts))]
+    spans = sorted(zip(begins, counts, strict=True))
+    if [begin for begin, _ in spans] != [0, *_ends(spans)][:-1]:
+        raise ValueError(
+            "vocab_start: expected every column on one rank; got columns "
+            + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
+        )
+    return VocabShard(group, begins[group.rank()], sum(counts), max(counts), layout == LAYOUTS[0])
+
+
+def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:
+    return [begin + count for begin, count in spans]
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number, int64 0-d, that changes with any value `[N]`, its place, and N."""
+    bits = x.float().view(torch.int32).long() if x.is_floating_point() else x.long()
+    return ((bits + 1) * torch.arange(1, len(x) + 1, device=x.device)).sum() + len(x)
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What each rank has, in the order of the ranks: `[R, ...]`."""
+    ranks = mine.new_empty((group.size(), *mine.shape))
+    dist.all_gather([*ranks], mine, group=group)
+    return ranks

@@ -1,0 +1,278 @@
+"""Jobs of ranks that share a vocabulary: calls on each rank's part of a head."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import grpo_kernels
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels.integrations.verl import linear_cross_entropy
+from tests.support.batches import make_batch, run_fused, with_cross_entropy
+
+
+def batch_of(options: dict[str, Any]):
+    batch = make_batch()
+    return with_cross_entropy(batch) if options.get("ce_weights") else batch
+
+
+def part_of(batch, cuts):
+    """The rows of the head that this rank has."""
+    rows = slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
+    return replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+
+
+def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
+    """The result of every case, and how often the ranks spoke."""
+    return [loss(cuts, options) for cuts, options in cases]
+
+
+def loss(cuts, options):
+    batch = part_of(batch_of(options), cuts)
+    run_fused(batch, exact=False, vocab_group=dist.group.WORLD, **options)  # the ranks meet
+    with Counted() as counted:
+        result = run_fused(batch, exact=False, vocab_group=dist.group.WORLD, **options)
+    return result, counted.calls
+
+
+class Counted:
+    """Counts collectives."""
+
+    def __enter__(self):
+        self.calls = {"all_gather": 0, "all_reduce": 0}
+        self.before = {name: getattr(dist, name) for name in self.calls}
+        for name, call in self.before.items():
+            setattr(dist, name, self._counting(name, call))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.before.items():
+            setattr(dist, name, call)
+
+    def _counting(self, name, call):
+        def counting(*args, **kwargs):
+            self.calls[name] += 1
+            return call(*args, **kwargs)
+
+        return counting
+
+
+def logprobs(cuts, options, start=None) -> dict[str, torch.Tensor]:
+    """The results of `linear_logprobs` and all gradients of a loss over them."""
+    head, options = head_of(cuts), dict(options)
+    given = {"vocab_group": dist.group.WORLD} if start is None else {
+        "vocab_group": dist.group.WORLD, "vocab_start": start[dist.get_rank()]
+    }  # fmt: skip
+    return scored(linear_logprobs, head, {**options, **given})
+
+
+def scored(call, head, options):
+    weights = head.pop("weights")
+    low_rank = (head["a_out"], head["b"]) if options.pop("low_rank", False) else None
+    bias = head["bias"] if options.pop("bias", False) else None
+    if call is linear_logprobs:
+        options["entropy"] = True
+    out = call(
+        head["hidden"], head["weight"], head["targets"], mask=head["mask"], bias=bias,
+        low_rank=low_rank, **options,
+    )  # fmt: skip
+    total = sum((w * x).sum() for w, x in zip(weights, out, strict=True))
+    total.backward()
+    grads = {f"d_{k}": x.grad for k, x in head.items() if x.requires_grad and x.grad is not None}
+    return {"logps": out.logps, "entropy": out.entropy, "logsumexp": out.logsumexp, **grads}
+
+
+def head_of(cuts=None, dtype=torch.float32) -> dict[str, Any]:
+    batch = make_batch()
+    g = torch.Generator().manual_seed(3)
+    V = len(batch.weight)
+    b = 0.3 * torch.randn(V, 4, generator=g)
+    a_out = torch.randn(*batch.mask.shape, 4, generator=g)
+    rows = slice(None) if cuts is None else slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
+    leaves = {
+        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
+        "weight": batch.weight[rows], "bias": batch.bias[rows], "b": b[rows], "a_out": a_out,
+    }  # fmt: skip
+    leaves = {k: x.detach().clone().to(dtype).requires_grad_() for k, x in leaves.items()}
+    weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
+    return {**leaves, "targets": batch.targets, "mask": batch.mask, "weights": weights.to(dtype)}
+
+
+def sizes(all_cuts) -> list[int]:
+    """The vocabulary's size that each call finds."""
+    batch, found = make_batch(), []
+    targets = torch.where(batch.mask, batch.targets, 0)
+    targets[0, 0] = 2000  # in none of them
+    for cuts in all_cuts:
+        part = part_of(batch, cuts)
+        try:
+            linear_logprobs(
+                batch.hidden, part.weight, targets, mask=batch.mask, vocab_group=dist.group.WORLD
+            )
+        except ValueError as error:
+            found.append(int(str(error).split("[0, ")[1].split(")")[0]))
+    return found
+
+
+def masked_columns(call: str, masked: float, whole: bool = False) -> dict[str, torch.Tensor]:
+    """A call whose bias makes all columns of the first rank, and more, impossible."""
+    batch, cuts = make_batch(), (0, 300, 1003)
+    bias = batch.bias.clone()
+    bias[:350] = masked
+    dtype = torch.float64 if whole else torch.float32
+    rows = slice(None) if whole else slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
+    hidden, weight, bias = (
+        x.to(dtype).detach().clone().requires_grad_()
+        for x in (torch.where(batch.mask[..., None], batch.hidden, 0.0), batch.weight[rows],
+                  bias[rows])
+    )  # fmt: skip
+    targets = torch.where(batch.mask & (batch.targets >= 350), batch.targets, 777)
+    options: dict[str, Any] = {"bias": bias, "mask": batch.mask}
+    if not whole:
+        options["vocab_group"] = dist.group.WORLD
+    if call == "loss":
+        module = reference if whole else grpo_kernels
+        out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages, **options)
+        total = out.loss
+    else:
+        module = reference if whole else grpo_kernels
+        options |= {} if whole else {"entropy": True}
+        out = module.linear_logprobs(hidden, weight, targets, **options)
+        total = (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum()
+    total.backward()
+    return {
+        "total": total.detach(), "logps": out.logps.detach(), "entropy": out.entropy.detach(),
+        "d_hidden": hidden.grad, "d_weight": weight.grad, "d_bias": bias.grad,
+    }  # fmt: skip
+
+
+def partial() -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of rows, added up in the call and not."""
+    cuts, found = (0, 300, 1003), {}
+    for layout in ("replicated", "partial"):
+        head, batch = head_of(cuts), make_batch()
+        fused_grpo_loss(
+            head["hidden"], head["weight"], head["targets"], batch.advantages, head["mask"],
+            low_rank=(head["a_out"], head["b"]), vocab_group=dist.group.WORLD,
+            hidden_layout=layout,
+        ).loss.backward()  # fmt: skip
+        name = "whole" if layout == "replicated" else "part"
+        found[name] = {"hidden": head["hidden"].grad, "a_out": head["a_out"].grad}
+    return found
+
+
+def of_dtensor() -> dict[str, torch.Tensor]:
+    """As `logprobs`, from DTensors; gradients are DTensors, too."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    head = head_of()
+    for name in ("weight", "bias", "b"):
+        whole = head[name].detach()
+        head[name] = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    found = scored(linear_logprobs, head, {"low_rank": True, "bias": True})
+    for name in ("d_weight", "d_bias", "d_b"):
+        assert found[name].placements == (Shard(0),)
+        found[name] = found[name].full_tensor()
+    return found
+
+
+def by_verl(cuts) -> dict[str, torch.Tensor]:
+    """A call of verl on a part of the head, its gradient of `hidden` added up by the caller."""
+    head = head_of(cuts)
+    w, v, _ = head["weights"]
+    logps, entropy = linear_cross_entropy(
+        head["hidden"], head["weight"], head["targets"], 1.5, "none", dist.group.WORLD,
+        mask=head["mask"],
+    )  # fmt: skip
+    d_hidden, d_weight = torch.autograd.grad(
+        (logps, entropy), (head["hidden"], head["weight"]), (w, v)
+    )
+    dist.all_reduce(d_hidden)
+    return {"logps": logps, "entropy": entropy, "d_hidden": d_hidden, "d_weight": d_weight}
+
+
+def refused(kind: str) -> str:
+    """The error of a call that cannot be."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rank, batch = dist.get_rank(), make_batch()
+    weight, targets = batch.weight.chunk(2)[rank], batch.targets
+    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
+    options: dict[str, Any] = {"vocab_group": dist.group.WORLD}
+    if kind == "overlap":
+        options["vocab_start"] = [0, 400][rank]
+    elif kind == "hole":
+        options["vocab_start"] = [0, 600][rank]
+    elif kind == "start on one":
+        options |= {"vocab_start": 502} if rank else {}
+    elif kind == "dtype":
+        weight = weight.to([torch.float32, torch.bfloat16][rank])
+    elif kind == "bias":
+        options |= {"bias": batch.bias.chunk(2)[rank]} if rank else {}
+    elif kind == "width":
+        weight = torch.nn.functional.pad(weight, (0, rank))
+        hidden = torch.nn.functional.pad(hidden, (0, rank))
+    elif kind == "empty":
+        weight = batch.weight[: 1003 * rank]
+    elif kind == "targets":
+        targets = targets + rank * (targets == targets[0, 0])
+    elif kind == "mask":
+        options["mask"] = batch.mask & (torch.arange(9) < 9 - rank)
+    elif kind == "advantages":
+        options["advantages"] = batch.advantages * torch.tensor([1.0, 0, 1, 1 - rank])
+    elif kind == "chunk_bytes":
+        options["chunk_bytes"] = 4 * 502 * (3 + rank)
+    elif kind == "frozen on one":
+        hidden.requires_grad_(not rank)
+    elif kind == "target ids":
+        targets = targets.clamp(min=1003)
+    elif kind == "shape":
+        hidden, targets = hidden[rank:], targets[rank:]
+        options["mask"] = batch.mask[rank:]
+    elif kind == "group":
+        options["vocab_group"] = "tensor"
+    elif kind == "no group":
+        options = {"vocab_start": 3}
+    elif kind == "layout":
+        options["hidden_layout"] = "sequence"
+    elif kind == "layout alone":
+        options = {"hidden_layout": "partial"}
+    elif kind == "sampled":
+        options["backward"] = "sampled"
+    elif kind == "capturable":
+        options["capturable"] = True
+    elif kind == "support":
+        ids = targets.clamp(min=0).flatten()
+        options["support"] = ids, torch.arange(len(ids) + 1)
+    else:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        placement = {"columns": Shard(1), "replicated": Replicate()}.get(kind, Shard(0))
+        weight = distribute_tensor(batch.weight, mesh, [placement])
+        if kind != "dtensor and group":
+            del options["vocab_group"]
+        if kind == "plain bias":
+            options["bias"] = batch.bias
+    mask = options.pop("mask", batch.mask)
+    advantages = options.pop("advantages", batch.advantages)[-len(hidden) :]
+    weight = weight.detach().requires_grad_()
+    try:
+        fused_grpo_loss(hidden, weight, targets, advantages, mask, **options)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def raises_alone() -> str:
+    """What the other rank says when one has left."""
+    batch = part_of(make_batch(), (0, 500, 1003))
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    if dist.get_rank():
+        return "gone"
+    try:
+        run_fused(batch, exact=False, vocab_group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

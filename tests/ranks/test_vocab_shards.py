@@ -1,0 +1,213 @@
+"""A head whose vocabulary lies on several ranks, compared with float64 on one."""
+
+import pytest
+import torch
+
+from grpo_kernels import reference
+from tests.ranks import shard_jobs
+from tests.support.batches import (
+    OBJECTIVES,
+    Result,
+    assert_matches,
+    config,
+    relative_error,
+    run_fused,
+)
+from tests.support.head_options import OPTIONS, objective_options
+from tests.support.ranks import Ranks
+
+EVEN, UNEVEN = (0, 502, 1003), (0, 300, 1003)
+# A rank with one column, which may own no target; and four ranks, one of them with three columns.
+LITTLE, FOUR = (0, 1002, 1003), (0, 3, 257, 800, 1003)
+CHUNK = 4 * 1003 * 5
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    session = Ranks(tmp_path_factory.mktemp("ranks"), world=4)
+    yield session
+    assert session.close() in ([], [0] * 4), session.printed()
+
+
+def joined(results):
+    """What all ranks have, which is the same, and the parts of the weight's gradient together."""
+    first = results[0]
+    for other in results[1:]:
+        assert torch.equal(first.loss, other.loss) and torch.equal(first.logps, other.logps)
+        assert torch.equal(first.gradients["hidden"], other.gradients["hidden"])
+        for name, value in first.metrics.items():
+            assert torch.equal(value, other.metrics[name]), name
+    gradients = {"hidden": first.gradients["hidden"]}
+    for name in ("weight", "bias"):
+        parts = [result.gradients[name] for result in results]
+        gradients[name] = None if parts[0] is None else torch.cat(parts)
+    return Result(first.loss, first.metrics, first.logps, gradients)
+
+
+def check(session, cases):
+    answers = session("tests.ranks.shard_jobs:losses", cases)
+    for (cuts, options), *of_ranks in zip(cases, *answers, strict=True):
+        actual = joined([result for result, _ in of_ranks])
+        expected = run_fused(shard_jobs.batch_of(options), exact=True, **options)
+        assert_matches(actual, expected, 2e-5, logps=1e-4)
+        yield cuts, options, [calls for _, calls in of_ranks]
+
+
+def test_every_objective(ranks):
+    options = [objective_options(name) for name in OBJECTIVES]
+    assert len([*check(ranks, [(UNEVEN, o) for o in options])]) == len(OBJECTIVES) > 40
+
+
+@pytest.mark.parametrize("cuts", (EVEN, UNEVEN, LITTLE), ids=("even", "uneven", "little"))
+def test_every_option_of_the_head(ranks, cuts):
+    cases = []
+    for config_options, options in OPTIONS.values():
+        given = {"config": config(**config_options), **options}
+        cases += [(cuts, {**given, "chunk_bytes": chunk}) for chunk in (None, CHUNK)]
+    cases += [(cuts, {"old_logps": True, "frozen": ("weight",)})]
+    cases += [(cuts, {"old_logps": True, "ce_weights": True})]
+    assert len([*check(ranks, cases)]) == len(cases)
+
+
+def test_four_ranks(four_ranks):
+    cases = [
+        (FOUR, objective_options("everything")),
+        (FOUR, objective_options("gspo")),
+        (FOUR, {"softcap": 5.0, "bias": True, "old_logps": True, "chunk_bytes": CHUNK}),
+        (FOUR, {"config": config(entropy_coef=0.05), "old_logps": True}),
+    ]
+    assert len([*check(four_ranks, cases)]) == 4
+
+
+def test_what_is_said_per_chunk(ranks):
+    # Of 36 tokens 21 take part, and 14 of these have an advantage.
+    batch = shard_jobs.batch_of({})
+    trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
+    rest = int(batch.mask.sum()) - trained
+    at_once = CHUNK // (4 * 703)  # of the rank with the most columns
+    chunks = -(-trained // at_once), -(-rest // at_once)
+    ((_, _, calls),) = check(ranks, [(UNEVEN, {"old_logps": True, "chunk_bytes": CHUNK})])
+    for of_rank in calls:
+        # Two more gathers, of the columns and of the plan.
+        assert of_rank == {"all_gather": sum(chunks) + 2, "all_reduce": chunks[0]}
+
+
+@pytest.mark.parametrize("options", (
+    {}, {"low_rank": True}, {"bias": True, "softcap": 6.0, "temperature": 0.8},
+    {"low_rank": True, "logit_scale": 0.6, "chunk_bytes": CHUNK},
+), ids=("plain", "low_rank", "softcap", "chunks"))  # fmt: skip
+def test_logprobs(ranks, options):
+    found = ranks("tests.ranks.shard_jobs:logprobs", UNEVEN, options)
+    assert_scores(found, options)
+
+
+def test_columns_need_not_follow_the_ranks(ranks):
+    # Rank 0 has the first 300 rows that it is given, but they are the last columns.
+    found = ranks("tests.ranks.shard_jobs:logprobs", UNEVEN, {"bias": True}, [703, 0])
+    turned = shard_jobs.head_of(None, torch.float64)
+    for name in ("weight", "bias"):
+        turned[name] = turned[name].detach().roll(-300, 0).requires_grad_()
+    expected = shard_jobs.scored(reference.linear_logprobs, turned, {"bias": True})
+    for name in ("logps", "entropy", "logsumexp"):
+        assert (found[0][name].double() - expected[name]).abs().max() < 1e-4
+    whole = torch.cat([rank["d_weight"] for rank in found]).roll(-300, 0)
+    assert relative_error(whole, expected["d_weight"]) < 2e-5
+
+
+def assert_scores(found, options, parts=("weight", "bias", "b")):
+    given = {k: v for k, v in options.items() if k != "chunk_bytes"}
+    head = shard_jobs.head_of(None, torch.float64)
+    expected = shard_jobs.scored(reference.linear_logprobs, head, given)
+    for name, value in expected.items():
+        mine = [rank[name] for rank in found]
+        if name[2:] not in parts:
+            assert all(torch.equal(mine[0], other) for other in mine), name
+            whole = mine[0]
+        else:
+            whole = torch.cat(mine)
+        if name.startswith("d_"):
+            assert relative_error(whole, value) < 2e-5, name
+        else:
+            assert (whole.double() - value).abs().max() < 1e-4, name
+
+
+def test_verls_call(ranks):
+    found = ranks("tests.ranks.shard_jobs:by_verl", UNEVEN)
+    head = shard_jobs.head_of(None, torch.float64)
+    head["weights"][2] = 0.0
+    expected = shard_jobs.scored(reference.linear_logprobs, head, {"temperature": 1.5})
+    for name in ("logps", "entropy"):
+        assert (found[0][name].double() - expected[name]).abs().max() < 1e-4
+    assert relative_error(found[0]["d_hidden"], expected["d_hidden"]) < 2e-5
+    d_weight = torch.cat([rank["d_weight"] for rank in found])
+    assert relative_error(d_weight, expected["d_weight"]) < 2e-5
+
+
+def test_another_cut_of_the_same_head(ranks):
+    # What one call knew of the columns is not the next one's.
+    cases = [(cuts, {"bias": True}) for cuts in (UNEVEN, (0, 300, 1003), (0, 300, 900), EVEN)]
+    answers = ranks("tests.ranks.shard_jobs:sizes", [cuts for cuts, _ in cases])
+    assert answers[0] == answers[1] == [1003, 1003, 900, 1003]
+
+
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+def test_columns_without_a_share(ranks, call):
+    # Of the first rank all columns are impossible, of the second some; then all but impossible.
+    for bias in (-torch.inf, -1e4, -25.0):
+        found = ranks("tests.ranks.shard_jobs:masked_columns", call, bias)
+        expected = shard_jobs.masked_columns(call, bias, whole=True)
+        for name, value in expected.items():
+            parts = [rank[name] for rank in found]
+            mine = torch.cat(parts) if name in ("d_weight", "d_bias") else parts[0]
+            assert not mine.isnan().any(), (bias, name)
+            assert relative_error(mine, value) < 2e-5, (bias, name)
+
+
+def test_parts_that_the_caller_adds_up(ranks):
+    first, second = ranks("tests.ranks.shard_jobs:partial")
+    for name, whole in first["whole"].items():
+        assert torch.equal(whole, second["whole"][name])
+        assert relative_error(first["part"][name] + second["part"][name], whole) < 2e-6
+        assert relative_error(first["part"][name], whole) > 0.1
+
+
+def test_dtensors(ranks):
+    found = ranks("tests.ranks.shard_jobs:of_dtensor")
+    assert_scores(found, {"low_rank": True, "bias": True}, parts=())
+
+
+@pytest.mark.parametrize(("kind", "message"), {
+    "overlap": "vocab_start: expected every column on one rank; got columns 0 to 501, 400 to 900",
+    "hole": "vocab_start: expected every column on one rank; got columns 0 to 501, 600 to 1100",
+    "start on one": "vocab_start: expected on all ranks or on none; got it on ranks [1]",
+    "dtype": "weight's dtype: expected the same on all ranks; got ['float32', 'bfloat16']",
+    "bias": "bias: expected on all ranks or on none; got it on ranks [1]",
+    "frozen on one": "gradient of hidden: expected on all ranks or on none; got it on ranks [0]",
+    "width": "H: expected the same on all ranks; got [48, 49]",
+    "empty": "weight: expected a row or more on every rank; got [0, 1003] rows",
+    "targets": "targets: expected the same on all ranks that share the vocabulary",
+    "mask": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
+    "advantages": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
+    "chunk_bytes": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
+    "shape": "tokens: expected the same on all ranks; got [36, 27]",
+    "target ids": "targets: expected ids in [0, 1003)",
+    "group": "vocab_group: expected a torch.distributed process group that this rank is in",
+    "no group": "vocab_start: expected None without a vocab_group; got 3",
+    "layout": "hidden_layout: expected one of replicated, partial; got 'sequence'",
+    "layout alone": "hidden_layout: expected 'replicated' without a vocab_group; got 'partial'",
+    "sampled": "backward: expected 'exact' where ranks share the vocabulary; got 'sampled'",
+    "capturable": "capturable: expected False where ranks share the vocabulary; got True",
+    "support": "support: expected None where ranks share the vocabulary; got a support",
+    "columns": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
+    "replicated": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
+    "dtensor and group": "vocab_group: expected None with a DTensor, which has its own",
+    "plain bias": "bias: expected a DTensor, as another tensor of the head is one",
+}.items())  # fmt: skip
+def test_refused_on_all_ranks(ranks, kind, message):
+    answers = ranks("tests.ranks.shard_jobs:refused", kind)
+    assert all(message in answer for answer in answers), answers
+
+
+def test_a_rank_that_is_gone_does_not_hang_the_other(ranks):
+    words, gone = ranks("tests.ranks.shard_jobs:raises_alone")
+    assert gone == "gone" and words != "nothing"
