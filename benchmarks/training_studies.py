@@ -1,4 +1,4 @@
-"""Does a model train alike under another option? The demo's task, several seeds per setting.
+"""Does a model train alike under another option? Several seeds per setting, mostly of the demo.
 
     python -m benchmarks.training_studies sampled [--settings exact "sampled, 0.02"] [--train-head]
     python -m benchmarks.training_studies support [--seeds 0 1 2] [--steps 30]
@@ -6,6 +6,8 @@
 `sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
 log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
+`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them, and
+`word_problems` is examples/train_gsm8k.py. `--options` come last, and are added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the
@@ -16,8 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +32,13 @@ import torch
 
 from benchmarks.measure import header
 from benchmarks.trainers import MODEL, additions
+from examples import train_gsm8k
 from grpo_kernels import batch_support
-from grpo_kernels.training import Samples, Trainer, load_model, load_problems
+from grpo_kernels.training import Samples, Trainer, TrainingConfig, load_model, load_problems
 from grpo_kernels.training.rollout import GenerateRollout
 
 LAST = 5
-KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm")
+KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm", "loss")
 
 
 class Study(NamedTuple):
@@ -40,6 +47,9 @@ class Study(NamedTuple):
     settings: dict[str, list[str]]
     columns: dict[str, tuple[str, str]]
     observes_ratios: bool = False
+    curves: tuple[str, str] = ("reward", "accuracy")
+    smooth: bool = True
+    config: Callable[[Sequence[str]], TrainingConfig] = additions
 
 
 _SAMPLED = ["--backward", "sampled", "--tolerance"]
@@ -58,7 +68,48 @@ STUDIES = {
         },
         observes_ratios=True,
     ),
-}
+    "accumulation": Study(
+        {
+            "1 x 8 completions": ["--prompts_per_step", "1", "--micro_batch_size", "8"],
+            "8 x 1 completion": ["--prompts_per_step", "1", "--micro_batch_size", "1"],
+        },
+        {"loss": ("loss", ".6f"), "gradient's norm": ("grad_norm", ".5f")},
+        curves=("reward", "grad_norm"), smooth=False,
+    ),
+    "updates": Study(
+        {
+            "1 update": [],
+            "4 epochs": ["--epochs_per_rollout", "4"],
+            "4 epochs, rate x 5": ["--epochs_per_rollout", "4", "--learning_rate", "1e-4"],
+        },
+        {"clipped": ("clip_ratio/region_mean", ".2%"), "largest ratio": ("ratio_max", ".2f")},
+        curves=("accuracy", "clip_ratio/region_mean"),
+    ),
+    "spikes": Study(
+        {
+            "rate x 25": ["--beta", "0.04", "--learning_rate", "5e-4"],
+            "rate x 25, clamped": ["--beta", "0.04", "--learning_rate", "5e-4", "--kl_clamp", "10"],
+            "usual rate": ["--beta", "0.04"],
+        },
+        {"loss": ("loss", ".3f"), "largest KL of a token": ("kl_max", ".3g")},
+        curves=("reward", "loss"), smooth=False,
+    ),
+    "processes": Study(
+        {"one process": [], "two processes": []},
+        {"loss": ("loss", ".6f"), "gradient's norm": ("grad_norm", ".5f")},
+        curves=("reward", "grad_norm"), smooth=False,
+    ),
+    "word_problems": Study(
+        {
+            "as it is": [],
+            "curriculum": ["--curriculum", "0.4"],
+            "resampled": ["--resample_equal_groups", "2"],
+            "scaled by group": ["--scale_rewards", "group"],
+        },
+        {"equal groups": ("groups_equal", ".1%"), "seconds per step": ("seconds", ".0f")},
+        config=train_gsm8k.config_of,
+    ),
+}  # fmt: skip
 
 
 class Recording(GenerateRollout):
@@ -67,6 +118,20 @@ class Recording(GenerateRollout):
     def __call__(self, prompts: Any, count: int, sampling: Any) -> Any:
         truncated = sampling.temperature > 0 and sampling.top_p < 1
         return super().__call__(prompts, count, replace(sampling, record_support=truncated))
+
+
+class ByPrompt(GenerateRollout):
+    """Draws with a seed per prompt and step, so that it does not matter which process samples."""
+
+    calls = 0  # one run of these does not resume another
+
+    def __call__(self, prompts: Any, count: int, sampling: Any) -> Any:
+        self.calls += 1
+        done = []
+        for prompt in prompts:
+            torch.manual_seed(zlib.crc32(repr((self.calls, prompt)).encode()))
+            done += super().__call__([prompt], count, sampling)
+        return done
 
 
 @torch.no_grad()
@@ -96,25 +161,38 @@ def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[d
     folder = args.output / name
     if len(_lines(folder / "metrics.jsonl")) < args.steps:
         options = ["--name", name, "--output", str(args.output), "--seed", str(seed)]
-        options += ["--steps", str(args.steps), "--show_every", str(args.steps), "--resume"]
+        options += ["--steps", str(args.steps), "--show_every", str(args.steps)]
+        options += [] if study == "processes" else ["--resume"]
         options += ["--model", args.model, "--save_every", "10"]
         options += ["--eval_every", str(args.steps), *STUDIES[study].settings[setting]]
-        config = additions(options)
+        config = STUDIES[study].config([*options, *args.options])
         if args.train_head:
             config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
-        _train(config, STUDIES[study].observes_ratios)
+        if setting == "two processes" and "RANK" not in os.environ:
+            launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
+            again = ["--settings", setting, "--seeds", str(seed), "--steps", str(args.steps)]
+            again += ["--model", args.model, "--output", str(args.output)]
+            again += ["--train-head"] if args.train_head else []
+            again += ["--options", *args.options]
+            command = [sys.executable, *launch, "benchmarks.training_studies", study, *again]
+            subprocess.run(command, check=True)
+        else:
+            _train(config, study)
+            if "RANK" in os.environ:
+                sys.exit()  # the process that launched this one goes on
     rows, more = (_lines(folder / f"{x}.jsonl")[: args.steps] for x in ("metrics", "ratios"))
-    evaluations = {e["step"]: e["accuracy"] for e in _lines(folder / "evaluations.jsonl")}
+    evaluations = {e["step"]: e for e in _lines(folder / "evaluations.jsonl")}
     rows = [row | (more[i] if more else {}) for i, row in enumerate(rows)]
-    rows[-1]["held_out_accuracy"] = evaluations[args.steps]
+    rows[-1]["evaluations"] = [evaluations[0], evaluations[args.steps]]
     return rows
 
 
-def _train(config: Any, observes_ratios: bool) -> None:
+def _train(config: Any, study: str) -> None:
     model, tokenizer = load_model(config)
     problems = load_problems(config)
-    if not observes_ratios:
-        Trainer(config, model, tokenizer, *problems).train()
+    if not STUDIES[study].observes_ratios:
+        by_prompt = (lambda policy: ByPrompt(policy, tokenizer)) if study == "processes" else None
+        Trainer(config, model, tokenizer, *problems, rollout=by_prompt).train()
         return
     trainer = Trainer(
         config, model, tokenizer, *problems, rollout=lambda policy: Recording(policy, tokenizer)
@@ -143,11 +221,13 @@ Runs = Mapping[str, Sequence[list[dict[str, Any]]]]
 
 def table(study: str, runs: Runs) -> str:
     columns = STUDIES[study].columns
-    names = ["setting", "seeds", "reward, last steps", "accuracy, last steps", "held-out accuracy"]
+    names = ["setting", "seeds", "reward, last steps", "accuracy, last steps"]
+    names += ["held-out accuracy before", "after"]
     lines = [f"| {' | '.join([*names, *columns])} |", "|---" * (len(names) + len(columns)) + "|"]
     for setting, seeds in runs.items():
         ends = [[smoothed(rows, name)[-1] for rows in seeds] for name in ("reward", "accuracy")]
-        ends.append([rows[-1]["held_out_accuracy"] for rows in seeds])
+        for evaluation in (0, 1):
+            ends.append([rows[-1]["evaluations"][evaluation]["accuracy"] for rows in seeds])
         told = [f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" for x in ends]
         for name, form in columns.values():
             values = [row[name] for rows in seeds for row in rows if name in row]
@@ -156,23 +236,35 @@ def table(study: str, runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def plot(runs: Runs, path: Path) -> None:
+def plot(study: str, runs: Runs, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    titles = {"reward": "reward", "accuracy": "accuracy while sampling"}
-    for panel, (name, title) in zip(panels, titles.items(), strict=True):
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    titles = {
+        "reward": "reward", "accuracy": "accuracy while sampling", "loss": "loss",
+        "grad_norm": "norm of the gradient", "clip_ratio/region_mean": "share of tokens clipped",
+    }  # fmt: skip
+    smooth = STUDIES[study].smooth
+    for panel, name in zip(panels, STUDIES[study].curves, strict=True):
+        title = f"{titles[name]}, mean of {LAST} steps" if smooth else titles[name]
         for color, (setting, seeds) in enumerate(runs.items()):
-            curves = list(zip(*(smoothed(rows, name) for rows in seeds), strict=True))
+            drawn = [
+                smoothed(rows, name) if smooth else [row[name] for row in rows] for rows in seeds
+            ]
+            curves = list(zip(*drawn, strict=True))
             steps = range(1, len(curves) + 1)
             middle = [statistics.mean(x) for x in curves]
-            panel.plot(steps, middle, color=f"C{color}", label=setting)
+            # The later ones are dashed: where they lie on an earlier one, both are seen.
+            style = "-" if color == 0 else (0, (2, 1 + color))
+            panel.plot(steps, middle, color=f"C{color}", label=setting, linestyle=style)
             low, high = [min(x) for x in curves], [max(x) for x in curves]
             panel.fill_between(steps, low, high, color=f"C{color}", alpha=0.15)
-        panel.set(xlabel="step", title=f"{title}, mean of {LAST} steps", ylim=(0, 1.02))
+        panel.set(xlabel="step", title=title)
+        if name in ("reward", "accuracy"):
+            panel.set(ylim=(0, 1.02))
         panel.locator_params(axis="x", integer=True)
         panel.grid(alpha=0.3)
     panels[0].legend()
@@ -191,6 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--train-head", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("runs"))
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of the training")
     args = parser.parse_args(argv)
     settings = args.settings or list(STUDIES[args.study].settings)
     unknown = [name for name in settings if name not in STUDIES[args.study].settings]
@@ -203,10 +296,15 @@ def main(argv: list[str] | None = None) -> None:
             runs[setting].append(run(args.study, setting, seed, args))
         print(table(args.study, runs), flush=True)
         name = f"{args.study}-training" + ("-head" if args.train_head else "")
-        plot(runs, args.output / f"{name}.png")
-        kept = (*KEPT, *(metric for metric, _ in STUDIES[args.study].columns.values()))
+        plot(args.study, runs, args.output / f"{name}.png")
+        study = STUDIES[args.study]
+        kept = (*KEPT, *study.curves, *(metric for metric, _ in study.columns.values()))
         curves = {
-            setting: [{k: [row[k] for row in rows] for k in kept if k in rows[0]} for rows in seeds]
+            setting: [
+                {k: [row[k] for row in rows] for k in kept if k in rows[0]}
+                | {"evaluations": rows[-1]["evaluations"]}
+                for rows in seeds
+            ]
             for setting, seeds in runs.items()
         }
         result = {**header("cpu"), "seeds": args.seeds, "runs": curves}

@@ -6,8 +6,15 @@ from collections import Counter
 import pytest
 
 from grpo_kernels.training import TrainingConfig
-from grpo_kernels.training.data import load
-from grpo_kernels.training.word_problems import KINDS, LEVELS, NEW, TEMPLATES, word_problems
+from grpo_kernels.training.data import WORD_PROBLEM, load
+from grpo_kernels.training.word_problems import (
+    KINDS,
+    LEVELS,
+    NEW,
+    TEMPLATES,
+    _kept_apart,
+    word_problems,
+)
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
 
@@ -23,6 +30,12 @@ def steps_of(row):
 def key_of(row):
     """A problem's template and numbers, without names and things."""
     return row["template"], row["answer"]
+
+
+def test_the_prompt_tells_no_held_out_sum():
+    numbers = re.findall(r"(\d+) [-+*/] (\d+) =", WORD_PROBLEM)
+    assert numbers == [("4", "6"), ("24", "5"), ("7", "5")]
+    assert not _kept_apart(4, 6, 5) and not _kept_apart(7, 5, 0)
 
 
 @pytest.mark.parametrize("held_out", (None, *KINDS))

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from . import demo_model, ranks
-from .config import DEFAULTS
+from .config import TrainingConfig
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
@@ -156,8 +157,7 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
     truncated = before.get("top_k") or before.get("top_p", 1) < 1 or before.get("min_p")
     before.setdefault("replay_support", not truncated and config.get("replay_support"))
     # Options that came later were as their defaults are.
-    later = {name: value for name, value in DEFAULTS.items() if name.startswith("vllm_")}
-    before = later | before
+    before = asdict(TrainingConfig(model=before["model"])) | before
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)

@@ -104,6 +104,10 @@ class TrainingConfig:
         "nothing is learned, are replaced by others (DAPO's dynamic sampling); metrics of rewards "
         "are over the groups that are kept"
     )  # fmt: skip
+    curriculum: float = _option(
+        0.0, "begin with problems of the lowest level, and let those of the next join when the "
+        "accuracy of samples of the highest reaches this share (mean of three steps); 0: all levels"
+    )  # fmt: skip
     max_completion_length: int = _option(256, "tokens in a completion, at most")
     top_k: int = _option(0, "sample from the k likeliest tokens only; 0: from all")
     top_p: float = _option(1.0, "sample from the likeliest tokens that add up to this probability")
@@ -235,6 +239,7 @@ class TrainingConfig:
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
+        self._check("curriculum", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         self._check("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         self._check("adam_beta2", "a number in (0, 1)", lambda x: 0 < x < 1)
         self._check("num_generations", "at least 2, as advantages compare completions",
@@ -345,6 +350,11 @@ class TrainingConfig:
             refuse("levels", "none where dataset is not word_problems")
         if not set(self.levels) <= set(LEVELS):
             refuse("levels", f"some of {LEVELS}")
+        if self.curriculum and self.resample_equal_groups:
+            refuse(
+                "curriculum",
+                "0 with resample_equal_groups, which leaves out groups that are all right",
+            )
         if self.num_iterations > self.steps:
             refuse("num_iterations", f"at most steps = {self.steps}")
         if self.num_iterations > 1 and not self.beta:

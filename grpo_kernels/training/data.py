@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ INSTRUCTION = (
 EXAMPLE = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
     "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
+)
+# A small model follows examples rather than instructions, and gets less wrong in short ones.
+WORD_PROBLEM = (
+    "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
+    "<think>4 * 6 = 24, 24 - 5 = 19</think><answer>19</answer>\n\n"
+    "Question: Bo has 7 stamps and finds 5 more. How many stamps does Bo have?\n"
+    "<think>7 + 5 = 12</think><answer>12</answer>\n\nQuestion: {}\n"
 )
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
 OFFLINE = "word_problems, additions, a task of reasoning-gym, or a file of your own"
@@ -97,6 +106,99 @@ def short_enough(
     return kept
 
 
+class Course:
+    """Which problems come next: in every epoch all of them, newly shuffled.
+
+    With a threshold, problems of the lowest level come first. When the samples' accuracy at the
+    highest level that is open reaches it, as a mean of `WINDOW` steps, the next level opens.
+
+    Args:
+        problems: to train on; with a threshold each has a number as its `level`.
+        seed: of the shuffles.
+        threshold: an accuracy in (0, 1]; 0: all levels are open.
+    """
+
+    WINDOW = 3
+    # Problems of the order, those of closed levels included: drawn, and of steps that are done.
+    _drawn: int
+    _done: int
+    _recent: list[float]  # accuracies at the highest level that is open
+    _highest: int  # its index
+
+    def __init__(self, problems: Sequence[Problem], seed: int, threshold: float) -> None:
+        self.problems, self.seed, self.threshold = problems, seed, threshold
+        levels: set[float] = set()
+        for problem in problems if threshold else ():
+            level = level_of(problem)
+            if level is None or "answer" not in problem:
+                raise ValueError(
+                    "curriculum: expected a number as the level of every problem, and an answer; "
+                    f"got {problem.get('level')!r} and {problem.get('answer')!r}"
+                )
+            levels.add(level)
+        self._levels = sorted(levels)
+        self.restore({"drawn": 0})
+
+    @property
+    def level(self) -> float | None:
+        """The highest level that is open; None where problems are in no order of levels."""
+        return self._levels[self._highest] if self._levels else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The highest level that is open, where there are levels."""
+        return {} if self.level is None else {"level": self.level}
+
+    @property
+    def open(self) -> list[Problem]:
+        """The problems of levels that are open."""
+        return [problem for problem in self.problems if self._is_open(problem)]
+
+    def next(self, count: int) -> list[Problem]:
+        """The problems of a step."""
+        found: list[Problem] = []
+        while len(found) < count:
+            problem = self.problems[next(self._order)]
+            self._drawn += 1
+            if self._is_open(problem):
+                found.append(problem)
+        return found
+
+    def after_step(self, row: Mapping[str, Any]) -> None:
+        """Takes the metrics of the step that `next` was for; they may open a level."""
+        self._done = self._drawn
+        if self._highest + 1 >= len(self._levels):
+            return
+        accuracy = row.get(f"accuracy/level_{self._levels[self._highest]:g}")
+        if accuracy is not None:  # a step may have no problem of this level
+            self._recent = [*self._recent, accuracy][-self.WINDOW :]
+        enough = sum(self._recent) >= self.threshold * self.WINDOW
+        if enough and len(self._recent) == self.WINDOW:
+            self._highest, self._recent = self._highest + 1, []
+
+    def _is_open(self, problem: Problem) -> bool:
+        return not self._levels or problem["level"] <= self._levels[self._highest]
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint, as JSON takes it."""
+        return {"drawn": self._done, "recent": self._recent, "highest": self._highest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores a state."""
+        self._drawn = self._done = int(state["drawn"])
+        self._recent = list(state.get("recent", ()))
+        self._highest = int(state.get("highest", 0))
+        self._order = islice(shuffled_epochs(len(self.problems), self.seed), self._drawn, None)
+
+
+def level_of(problem: Problem) -> float | None:
+    """The level of a problem, if it is a number."""
+    level = problem.get("level")
+    if isinstance(level, bool) or not isinstance(level, int | float) or not math.isfinite(level):
+        return None
+    return float(level)
+
+
 def shuffled_epochs(count: int, seed: int) -> Iterator[int]:
     """Yields indices below `count` without end: in every epoch all of them, newly shuffled."""
     epoch = 0
@@ -138,6 +240,9 @@ def _word_problems(config: TrainingConfig) -> tuple[list[Problem], list[Problem]
     train = word_problems(config.train_size, 0, levels)
     seen = word_problems(half + rest, 0, levels, held_out=KINDS[0])
     new = word_problems(half, 0, levels, held_out=KINDS[1])
+    for row in (*train, *seen, *new):
+        if not config.chat:
+            row["prompt"] = WORD_PROBLEM.format(row["question"])
     return [_problem(row, config) for row in train], [_problem(row, config) for row in seen + new]
 
 

@@ -53,7 +53,11 @@ def of_samples(
     for name, column in zip(names, rewards.T, strict=True):
         row[f"reward/{name}"] = float(column.nanmean())
     if samples.correct:
-        row["accuracy"] = float(gather(torch.tensor(samples.correct).double()).mean())
+        correct = gather(torch.tensor(samples.correct).double())
+        row["accuracy"] = float(correct.mean())
+        levels = gather(torch.tensor(samples.levels).double())
+        for level in sorted(set(levels[~levels.isnan()].tolist())):
+            row[f"accuracy/level_{level:g}"] = float(correct[levels == level].mean())
     row["groups_equal"] = float((groups.amax(1) == groups.amin(1)).double().mean())
     row["completion_length"] = float(lengths.mean())
     row["truncated"] = 1 - float(ended.mean())

@@ -28,6 +28,7 @@ def line(row: Row) -> str:
     parts = [f"{row['step']:5d}  reward {row['reward']:.3f}"]
     for name, text in (
         ("accuracy", "accuracy {:.0%}"),
+        ("level", "level {:g}"),
         ("kl", "kl {:.4f}"),
         ("entropy", "entropy {:.2f}"),
     ):
@@ -298,7 +299,7 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
                 if not known:
                     continue
                 steps, values = zip(*known, strict=True)
-                label = name.removeprefix("reward/")
+                label = name.removeprefix("reward/").removeprefix("accuracy/").replace("_", " ")
                 if smooth:
                     (drawn,) = axes.plot(steps, _smooth(values), label=label)
                     axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.3, markersize=3)
@@ -336,7 +337,10 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
         "reward, mean of 5 steps": lines("reward", *functions, smooth=True)
     }
     if _has(rows[-1], "accuracy"):
-        panels["accuracy while sampling"] = lines("accuracy", smooth=True)
+        levels = {name for r in rows for name in r if name.startswith("accuracy/level_")}
+        panels["accuracy while sampling, mean of 5 steps"] = lines(
+            "accuracy", *sorted(levels, key=lambda name: float(name.split("_")[-1])), smooth=True
+        )
     if evaluations:
         panels["held-out accuracy, 95 % interval"] = accuracy
     for title, names in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .. import batch_support
 from ..layout import to_device
-from .data import Problem
+from .data import Problem, level_of
 from .micro_batches import Plan, Size, plan_micro_batches
 from .policy import Batch
 from .rollout import Completion, pad
@@ -62,6 +63,13 @@ class Samples:
     def lengths(self) -> list[int]:
         """The number of tokens of each completion."""
         return [len(c.token_ids) for c in self.completions]
+
+    @property
+    def levels(self) -> list[float]:
+        """The level of each completion's problem; NaN where that is no number."""
+        levels = [level_of(problem) for problem in self.problems]
+        known = [math.nan if level is None else level for level in levels]
+        return [known[i] for i in self.prompt_of]
 
     def size(self, rows: Sequence[int]) -> Size:
         """The number of these rows, and of their tokens that the mask keeps."""

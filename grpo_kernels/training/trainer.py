@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..layout import to_device
 from ..objective import masked_quantile
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
-from .data import Problem, PromptEncoder, short_enough, shuffled_epochs
+from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
 from .loading import check_folder
 from .micro_batches import Plan, Size, config_of_part, equal_parts, loss_share, pad_plan
@@ -59,9 +58,8 @@ class Trainer:
         is_correct: takes a completion and its problem's answer; evaluations count by it.
         rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says.
 
-    `train()` runs it. The run's folder then has `config.json`, `metrics.jsonl` (one row per step),
-    `samples.jsonl`, `evaluations.jsonl`, `answers.jsonl` (of the evaluations), `checkpoints/`,
-    `report.html`, `reward.png` and `model/`.
+    `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
+    per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`.
     """
 
     def __init__(
@@ -98,6 +96,7 @@ class Trainer:
         )
         if not all("answer" in problem for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
+        self.course = Course(self.train_problems, config.seed, config.curriculum)
         self.has_answers = all("answer" in problem for problem in self.train_problems)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
         self.policy, self.optimizer = self._prepare(model)
@@ -106,9 +105,8 @@ class Trainer:
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
             self.encode, config, self.accelerator,
         )  # fmt: skip
-        self.step = 0
+        self.step, self.best = 0, dict[str, Any]()
         self.evaluated = True  # False where an evaluation was begun and not finished
-        self.best: dict[str, Any] = {}
         checkpoint.trained_weights_only(self.accelerator)
 
     def train(self, on_step: OnStep | None = None) -> Path:
@@ -122,16 +120,16 @@ class Trainer:
         self._open_folder()
         if self.step == 0 or not self.evaluated:
             self._evaluate()
-        order = shuffled_epochs(len(self.train_problems), config.seed)
-        order = islice(order, self.step * config.prompts_per_step, None)
+        self.course.restore(self.course.state())  # problems of a step that failed come again
         self.log.start(self.step)
         while self.step < config.steps:
-            problems = [self.train_problems[i] for i in islice(order, config.prompts_per_step)]
+            problems = self.course.next(config.prompts_per_step)
             trained = self.step
             try:
                 self.step += 1
                 row, samples = self.train_step(problems)
                 trained = self.step
+                self.course.after_step(row)
                 self.log.step(row, samples)
                 if on_step is not None:
                     on_step(row, samples)
@@ -227,7 +225,7 @@ class Trainer:
             if not most:
                 break
             draw = random.Random(f"{config.seed}-{self.step}-{attempt}")
-            drawn = draw.choices(self.train_problems, k=world * most)[rank::world]
+            drawn = draw.choices(self.course.open, k=world * most)[rank::world]
             fresh = drawn[: max(1, len(equal))]
             new_completions, new_texts, new_rewards = self._judged(fresh, clock)
             for place, group in enumerate(equal):
@@ -394,6 +392,7 @@ class Trainer:
         row |= metrics.merge_updates(updates)
         if c.resample_equal_groups:
             row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
+        row |= self.course.metrics
         # That of an evaluation before this step, too.
         if self.sampler.sync_seconds:
             clock.seconds["sync"], self.sampler.sync_seconds = self.sampler.sync_seconds, 0.0
@@ -439,6 +438,7 @@ class Trainer:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
+            self.course.restore(state.get("course", {"drawn": self.step * config.prompts_per_step}))
             self.evaluated = state.get("evaluated", True)
             self.log.watch.restore(state["watch"])
             self.log.say(f"Going on after step {self.step}, from {found}")
@@ -454,8 +454,8 @@ class Trainer:
     def _save(self) -> None:
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
-            "config": asdict(self.config),
-            "processes": self.accelerator.num_processes, "watch": self.log.watch.state(),
+            "config": asdict(self.config), "processes": self.accelerator.num_processes,
+            "course": self.course.state(), "watch": self.log.watch.state(),
         }  # fmt: skip
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())

@@ -39,6 +39,34 @@ def test_runs(example, options, tiny_model, tmp_path):
     assert (folder / "report.html").exists() and (folder / "reward.png").exists()
 
 
+def test_defaults_by_dataset():
+    # What belongs to word problems is not for others, and options that need it are taken.
+    config = train_gsm8k.config_of(["--model", "m", "--kl_clamp", "10"])
+    assert (config.dataset, config.max_completion_length, config.beta) == (
+        "word_problems",
+        40,
+        0.01,
+    )
+    assert config.trainable is None
+    config = train_gsm8k.config_of(["--model", "m", "--dataset", "gsm8k"])
+    assert (config.name, config.max_completion_length, config.beta) == ("gsm8k", 128, 0.0)
+    assert config.stop == ["</answer>"]
+
+
+@pytest.mark.parametrize("study", ("accumulation", "updates", "spikes", "processes"))
+def test_troubles_shown(study, tiny_model, tmp_path, noisy_rewards):
+    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
+    training_studies.main([study, *options, "--seeds", "0"])
+    runs = json.loads((tmp_path / f"{study}-training.json").read_text())["runs"]
+    assert list(runs) == list(training_studies.STUDIES[study].settings)
+    assert all(len(run[0]["loss"]) == 2 and len(run[0]["evaluations"]) == 2
+               for run in runs.values())  # fmt: skip
+    assert (tmp_path / f"{study}-training.png").exists()
+    first, second = ([run[0]["loss"] for run in runs.values()])[:2]
+    if study in ("accumulation", "processes"):
+        assert first == pytest.approx(second, abs=1e-4)
+
+
 def test_short_ones_are_short():
     for example, most in ((custom_reward, 80), (multi_iteration, 80), ("lightning_grpo", 150)):
         path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None

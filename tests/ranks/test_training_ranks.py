@@ -48,6 +48,7 @@ KINDS = ["ddp", "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") el
 OPTIONS = {
     "bnpo, replayed": {"loss_type": "bnpo", "top_k": 20},
     "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "num_iterations": 2},
+    "curriculum": {"dataset": "word_problems", "curriculum": 0.01, "max_prompt_length": 2000},
     "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
 }
 
