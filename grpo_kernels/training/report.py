@@ -198,8 +198,11 @@ def _numbers(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
     }
     if evaluations:
         e = evaluations[-1]
-        before = evaluations[0]["accuracy"]
-        facts["held-out accuracy, before -> now"] = f"{before:.1%} &rarr; {e['accuracy']:.1%}"
+        before = f"{evaluations[0]['accuracy']:.1%}"
+        if e is evaluations[0]:
+            facts["held-out accuracy, before"] = before
+        else:
+            facts["held-out accuracy, before -> now"] = f"{before} &rarr; {e['accuracy']:.1%}"
     cells = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in facts.items())
     return f'<div class="numbers">{cells}</div>'
 
@@ -377,10 +380,14 @@ def compare(folders: Sequence[Path]) -> Path:
                 known = [r for r in own if _has(r, name)]
                 x, values = [r["step"] for r in known], [r[name] for r in known]
                 smooth = _smooth(values) if name in ("reward", "accuracy") and not band else values
-                axes.plot(x, smooth, "o-" if band else "-", markersize=3, label=label)
                 if band:
-                    edges = [r["low"] for r in known], [r["high"] for r in known]
-                    axes.fill_between(x, *edges, alpha=0.15)
+                    edges = [[r[name] - r["low"] for r in known],
+                             [r["high"] - r[name] for r in known]]  # fmt: skip
+                    axes.errorbar(x, values, edges, fmt="o-", markersize=3, capsize=3, label=label)
+                else:
+                    axes.plot(x, smooth, label=label)
+            if name == "accuracy":
+                axes.set_ylim(0, 1.02)
             axes.legend(fontsize=7)
 
         return draw
@@ -402,7 +409,8 @@ def compare(folders: Sequence[Path]) -> Path:
             ("seconds per step", "seconds", steps, False),
             ("peak memory, GiB", "peak_memory_gib", steps, False),
         )
-        if any(_has(r, name) for own in rows for r in own)
+        # What is the same in every step, as a ratio of 1 is, says nothing.
+        if band or len({r[name] for own in rows for r in own if _has(r, name)}) > 1
     }
     pictures = "".join(_svg(title, draw) for title, draw in panels.items())
     parts = [
