@@ -169,13 +169,13 @@ def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[d
         if args.train_head:
             config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
         if setting == "two processes" and "RANK" not in os.environ:
-            launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
             again = ["--settings", setting, "--seeds", str(seed), "--steps", str(args.steps)]
             again += ["--model", args.model, "--output", str(args.output)]
             again += ["--train-head"] if args.train_head else []
             again += ["--options", *args.options]
             command = [sys.executable, *launch, "benchmarks.training_studies", study, *again]
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
         else:
             _train(config, study)
             if "RANK" in os.environ:
