@@ -1,4 +1,4 @@
-"""Does a model train alike under another option? Several seeds per setting, mostly of the demo.
+"""Does a model train alike under another option? The demo's task, several seeds per setting.
 
     python -m benchmarks.training_studies sampled [--settings exact "sampled, 0.02"] [--train-head]
     python -m benchmarks.training_studies support [--seeds 0 1 2] [--steps 30]
@@ -6,8 +6,8 @@
 `sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
 log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
-`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them, and
-`word_problems` is examples/train_gsm8k.py. `--options` come last, and are added to all settings.
+`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them. `--options`
+of the training come last, and are added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +32,8 @@ import torch
 
 from benchmarks.measure import header
 from benchmarks.trainers import MODEL, additions
-from examples import train_gsm8k
 from grpo_kernels import batch_support
-from grpo_kernels.training import Samples, Trainer, TrainingConfig, load_model, load_problems
+from grpo_kernels.training import Samples, Trainer, load_model, load_problems
 from grpo_kernels.training.rollout import GenerateRollout
 
 LAST = 5
@@ -49,7 +48,6 @@ class Study(NamedTuple):
     observes_ratios: bool = False
     curves: tuple[str, str] = ("reward", "accuracy")
     smooth: bool = True
-    config: Callable[[Sequence[str]], TrainingConfig] = additions
 
 
 _SAMPLED = ["--backward", "sampled", "--tolerance"]
@@ -98,16 +96,6 @@ STUDIES = {
         {"one process": [], "two processes": []},
         {"loss": ("loss", ".6f"), "gradient's norm": ("grad_norm", ".5f")},
         curves=("reward", "grad_norm"), smooth=False,
-    ),
-    "word_problems": Study(
-        {
-            "as it is": [],
-            "curriculum": ["--curriculum", "0.4"],
-            "resampled": ["--resample_equal_groups", "2"],
-            "scaled by group": ["--scale_rewards", "group"],
-        },
-        {"equal groups": ("groups_equal", ".1%"), "seconds per step": ("seconds", ".0f")},
-        config=train_gsm8k.config_of,
     ),
 }  # fmt: skip
 
@@ -165,7 +153,7 @@ def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[d
         options += [] if study == "processes" else ["--resume"]
         options += ["--model", args.model, "--save_every", "10"]
         options += ["--eval_every", str(args.steps), *STUDIES[study].settings[setting]]
-        config = STUDIES[study].config([*options, *args.options])
+        config = additions([*options, *args.options])
         if args.train_head:
             config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
         if setting == "two processes" and "RANK" not in os.environ:
