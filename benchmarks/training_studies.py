@@ -6,8 +6,8 @@
 `sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
 log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
-`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them. `--options`
-of the training come last, and are added to all settings.
+`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them. What comes
+after `--options` is added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the
