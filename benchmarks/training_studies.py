@@ -85,12 +85,12 @@ STUDIES = {
     ),
     "spikes": Study(
         {
-            "rate x 25": ["--beta", "0.04", "--learning_rate", "5e-4"],
-            "rate x 25, clamped": ["--beta", "0.04", "--learning_rate", "5e-4", "--kl_clamp", "10"],
-            "usual rate": ["--beta", "0.04"],
+            "no bound": ["--beta", "0.04"],
+            "kl_clamp 10": ["--beta", "0.04", "--kl_clamp", "10"],
+            "a quarter of the rate": ["--beta", "0.04", "--learning_rate", "5e-6"],
         },
         {"loss": ("loss", ".3f"), "largest KL of a token": ("kl_max", ".3g")},
-        curves=("reward", "loss"), smooth=False,
+        curves=("kl_max", "reward"), smooth=False,
     ),
     "processes": Study(
         {"one process": [], "two processes": []},
@@ -233,7 +233,7 @@ def plot(study: str, runs: Runs, path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     titles = {
         "reward": "reward", "accuracy": "accuracy while sampling", "loss": "loss",
-        "grad_norm": "norm of the gradient", "clip_ratio/region_mean": "share of tokens clipped",
+        "kl_max": "largest KL of a token", "grad_norm": "norm of the gradient", "clip_ratio/region_mean": "share of tokens clipped",
     }  # fmt: skip
     smooth = STUDIES[study].smooth
     for panel, name in zip(panels, STUDIES[study].curves, strict=True):

@@ -40,6 +40,7 @@ def code_blocks(page):
         ("docs/support.md", 1),
         ("docs/training.md", 1),
         ("docs/integrations.md", 3),
+        ("docs/distributed.md", 1),
     ),
 )
 def test_code_runs(page, at_least):
