@@ -233,7 +233,8 @@ def plot(study: str, runs: Runs, path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     titles = {
         "reward": "reward", "accuracy": "accuracy while sampling", "loss": "loss",
-        "kl_max": "largest KL of a token", "grad_norm": "norm of the gradient", "clip_ratio/region_mean": "share of tokens clipped",
+        "kl_max": "largest KL of a token", "grad_norm": "norm of the gradient",
+        "clip_ratio/region_mean": "share of tokens clipped",
     }  # fmt: skip
     smooth = STUDIES[study].smooth
     for panel, name in zip(panels, STUDIES[study].curves, strict=True):
