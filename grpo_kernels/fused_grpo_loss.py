@@ -172,11 +172,10 @@ def fused_grpo_loss(
         sparse_weight_grad: gives `weight` a row-sparse gradient (`torch.sparse_coo`), for
             optimizers that take one. For calls in which every token has a support.
         vocab_group: a process group whose ranks share the vocabulary: `weight`, `bias` and the
-            second of `low_rank` are this rank's rows, in any number, and everything else is the
-            same on all ranks. So is the result, bit for bit; gradients of `hidden` and
-            `lora_a_out` are whole on every rank (added up here), those of sharded tensors their
-            part. Do not add up the ranks' losses. `weight` may be a DTensor with `Shard(0)`
-            instead, which says all this itself. For the exact backward, without a support.
+            second of `low_rank` are this rank's rows, in any number, all else is the same on all
+            ranks, and so is the result, bit for bit: do not add up the losses. Gradients of
+            `hidden` and `lora_a_out` are whole on every rank. Or `weight` is a DTensor with
+            `Shard(0)`. For the exact backward, without a support (`docs/distributed.md`).
         vocab_start: the id of this rank's first column; None: columns are in the ranks' order.
         hidden_layout: with a `vocab_group`, `"replicated"`, or `"partial"`: gradients of `hidden`
             and `lora_a_out` are this rank's part, which the caller adds up.
@@ -398,17 +397,10 @@ class _FusedGRPOLoss(torch.autograd.Function):
                 rows = head.rows(index)
                 one_sweep = wants_grad and gradients.sweeps_once and _one_sweep(config, call)
                 if one_sweep:
-                    stats = gradients.sweep(rows)
+                    stats, own = gradients.sweep(rows)
                 else:
                     logits = head.logits(rows)  # [C, V], not yet transformed
-                    stats = call.backend.token_stats(
-                        logits, rows.targets, rows.transform, entropy=True
-                    )
-                own = stats
-                if call.shard is not None and rows.here is not None:
-                    stats, own = call.shard.merge(of_shard := stats, rows.here)
-                    if one_sweep:
-                        gradients.mend(rows, of_shard, own)
+                    stats, own = head.stats(rows, logits, entropy=True)
                 policy = policy_loss(
                     config,
                     inputs.at(index, masked=masked),
@@ -429,8 +421,7 @@ class _FusedGRPOLoss(torch.autograd.Function):
                 if one_sweep:
                     gradients.add_swept(rows, own, g)
                 else:
-                    grads = RowGrads.of(own, g, d_entropy=e, here=rows.here)
-                    gradients.add(rows, logits, grads)
+                    gradients.add(rows, logits, RowGrads.of(own, g, None, e, rows.here))
             if call.support is not None:
                 per_token = (logps, entropy, d_logps, d_entropy)
                 losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))

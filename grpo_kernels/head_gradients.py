@@ -69,8 +69,11 @@ class HeadGradients:
         """True if the next rows may take `sweep` and `add_swept`."""
         return True
 
-    def sweep(self, rows: Rows) -> TokenStats:
-        """The statistics of `rows`; their exponentials stay for `add_swept`, which comes next."""
+    def sweep(self, rows: Rows) -> tuple[TokenStats, TokenStats]:
+        """The statistics of `rows`, as `LMHead.whole` has them.
+
+        Their exponentials stay for `add_swept`, which comes next.
+        """
         exps = self._gradient_rows(len(rows.hidden))
         stats = TokenStats.empty(exps, entropy=True, total=True)
         for part in self.head.strips(len(rows.hidden)):
@@ -83,13 +86,10 @@ class HeadGradients:
                 exps=exps[part],
                 out=stats.at(part),
             )
-        return stats
-
-    def mend(self, rows: Rows, stats: TokenStats, own: TokenStats) -> None:
-        """Has the rows that were swept be parts of whole rows, with `own` statistics."""
+        whole, own = self.head.whole(rows, stats)
         if self.shard is not None and rows.here is not None:
-            exps = self._gradient_rows(len(rows.hidden))
             self.shard.mend(exps, rows.targets, rows.transform, rows.here, stats, own)
+        return whole, own
 
     def add_swept(self, rows: Rows, stats: TokenStats, d_logps: Tensor) -> None:
         """Adds the share of the rows that were swept, from the gradient of their log-probs."""
@@ -131,7 +131,11 @@ class HeadGradients:
     def _multiply(self, rows: Rows, d_logits: Tensor, factors: Tensor | None = None) -> None:
         """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
         head, a_out = self.head, rows.lora_a_out
-        sums = self._add_of_rows(rows, d_logits, factors)
+        sums, lora_b = [], head.operands.lora_b
+        if self.d_hidden is not None:
+            sums += self._put(self.d_hidden, rows, head.times_weight(d_logits), factors)
+        if self.d_lora_a_out is not None and lora_b is not None:
+            sums += self._put(self.d_lora_a_out, rows, times_lora_b(d_logits, lora_b), factors)
         if self.d_weight is not None:
             hidden = _times(rows.hidden, factors, head.dtype)
             for columns in head.column_slices():
@@ -146,29 +150,19 @@ class HeadGradients:
             work.wait()
             put_rows(grad, rows.index, share)
 
-    def _add_of_rows(
-        self, rows: Rows, d_logits: Tensor, factors: Tensor | None
+    def _put(
+        self, grad: Tensor, rows: Rows, share: Tensor, factors: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Any]]:
-        """Sets the gradients of rows; where ranks share the vocabulary, begins to add them up.
+        """Sets the gradient of rows; where ranks share the vocabulary, begins to add it up.
 
-        Returns what is under way: each gradient, its share, and what to wait for.
+        Returns what is under way: the gradient, its share, and what to wait for.
         """
-        lora_b, sums = self.head.operands.lora_b, []
-        for grad in (self.d_hidden, self.d_lora_a_out):
-            if grad is None:
-                continue
-            if grad is self.d_hidden:
-                share = self.head.times_weight(d_logits)
-            else:
-                assert lora_b is not None
-                share = times_lora_b(d_logits, lora_b)
-            if self.shard is None or not self.shard.adds_up:
-                put_rows(grad, rows.index, share, factors)
-                continue
-            if factors is not None:
-                share.mul_(factors[:, None])
-            sums.append((grad, share, self.shard.sum(share)))
-        return sums
+        if self.shard is None or not self.shard.adds_up:
+            put_rows(grad, rows.index, share, factors)
+            return []
+        if factors is not None:
+            share.mul_(factors[:, None])
+        return [(grad, share, self.shard.sum(share))]
 
     def _add_bias(self, d_logits: Tensor, factors: Tensor | None) -> None:
         assert self.d_bias is not None

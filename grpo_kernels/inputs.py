@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import sampling_cost
 from .backends import Backend, LogitTransform, select_backend
-from .config import GRPOLossConfig, check_choice, check_number
+from .config import GRPOLossConfig, check_number
 from .layout import (
     HEAD_DTYPES,
     Layout,
@@ -141,16 +141,20 @@ def head_call(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, cu_seqlens, checks)
     flat_mask = layout.flat_mask(mask, checks)
-    here, dtype = None, _gemm_dtype(hidden, weight)
-    shard = _shard(
-        HeadOperands(hidden, weight, bias, lora_a_out, lora_b),
-        flat_targets,
-        dtype,
-        vocab_group,
-        vocab_start,
-        hidden_layout,
-        {"backward": ("exact", backward), "capturable": (False, capturable)},
-    )
+    here, shard, dtype = None, None, _gemm_dtype(hidden, weight)
+    if vocab_group is not None:
+        from .vocab_shards import shard_of
+
+        whole = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
+        refused = {"backward": ("exact", backward), "capturable": (False, capturable)}
+        shard = shard_of(
+            vocab_group, vocab_start, hidden_layout, whole, flat_targets, dtype, refused
+        )
+    elif vocab_start is not None or hidden_layout != "replicated":
+        raise ValueError(
+            "vocab_start, hidden_layout: expected None and 'replicated' without a vocab_group; got "
+            f"{vocab_start!r} and {hidden_layout!r}"
+        )
     check_target_ids(flat_targets, flat_mask, V if shard is None else shard.size, checks)
     if shard is not None:
         flat_targets, here = shard.place(flat_targets, V)
@@ -186,49 +190,6 @@ def head_call(
         here=here,
     )
     return operands, call
-
-
-def _shard(
-    operands: HeadOperands,
-    targets: Tensor,
-    dtype: torch.dtype,
-    group: object,
-    start: object,
-    layout: str,
-    refused: dict[str, tuple[object, object]],
-) -> VocabShard | None:
-    """Which columns of a vocabulary the weight has, where ranks share it.
-
-    `refused`: what is not for shards, with what is expected instead and what came.
-    """
-    check_choice("hidden_layout", layout, ("replicated", "partial"))
-    if group is None:
-        for name, given, usual in (
-            ("vocab_start", start, None),
-            ("hidden_layout", layout, "replicated"),
-        ):
-            if given != usual:
-                raise ValueError(f"{name}: expected {usual!r} without a vocab_group; got {given!r}")
-        return None
-    from .vocab_shards import shard_of
-
-    for name, (expected, given) in refused.items():
-        if given != expected:
-            raise ValueError(
-                f"{name}: expected {expected!r} where ranks share the vocabulary; got {given!r}"
-            )
-    wanted = operands.wants_grad()
-    return shard_of(
-        group,
-        start,
-        layout,
-        operands.weight,
-        targets,
-        bias=operands.bias,
-        rank=0 if operands.lora_b is None else operands.lora_b.shape[1],
-        dtype=dtype,
-        of_rows=(wanted[0], wanted[3]),
-    )
 
 
 def _selected(mask: Tensor, x: Tensor) -> Tensor:

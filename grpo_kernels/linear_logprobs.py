@@ -223,11 +223,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 index = chunk.index
                 rows = head.rows(index)
                 logits = head.logits(rows)  # [C, V], not yet transformed
-                stats = call.backend.token_stats(
-                    logits, rows.targets, rows.transform, entropy=wants_entropy
-                )
-                if call.shard is not None and rows.here is not None:
-                    stats, own = call.shard.merge(stats, rows.here)
+                stats, own = head.stats(rows, logits, entropy=wants_entropy)
+                if own is not stats:
                     own_logps[index] = own.logps
                 logps[index], logsumexp[index] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:

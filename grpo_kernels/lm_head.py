@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .backends import LogitTransform
+from .backends import LogitTransform, TokenStats
 from .inputs import HeadCall, HeadOperands
 from .row_plan import ROW_MULTIPLE, even_slices, gpu
 
@@ -97,6 +97,17 @@ class LMHead:
             self.call.transform.at(index),
             None if self.call.here is None else self.call.here[index],
         )
+
+    def whole(self, rows: Rows, stats: TokenStats) -> tuple[TokenStats, TokenStats]:
+        """The statistics of whole rows, twice; where ranks share the vocabulary see `merge`."""
+        if self.call.shard is None or rows.here is None:
+            return stats, stats
+        return self.call.shard.merge(stats, rows.here)
+
+    def stats(self, rows: Rows, logits: Tensor, *, entropy: bool) -> tuple[TokenStats, TokenStats]:
+        """The statistics of `rows`, from their raw logits `[C, V]`, as `whole` has them."""
+        found = self.call.backend.token_stats(logits, rows.targets, rows.transform, entropy=entropy)
+        return self.whole(rows, found)
 
     def logits(self, rows: Rows) -> Tensor:
         """Raw logits, float32 `[C, V]`, in the buffer: valid until the next call."""

@@ -146,7 +146,7 @@ def plan_rows(
     checks = checks or ValueChecks()
     if shard is not None:
         tiles = None
-        shard.check_plan(checks, torch.tensor(sizes, device=weight.device), active, with_grad)
+        shard.check_plan(checks, (torch.tensor(sizes, device=weight.device), active, with_grad))
     if capturable:
         checks.check_without_sync()
         return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)

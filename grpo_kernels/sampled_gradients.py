@@ -161,7 +161,7 @@ class SampledGradients(KeptColumnGradients):
         """True for chunks that are known to keep all columns."""
         return self.sampler.to_skip > 0
 
-    def sweep(self, rows: Rows) -> TokenStats:
+    def sweep(self, rows: Rows) -> tuple[TokenStats, TokenStats]:
         """As in the base class; counts the chunk as dense."""
         self.sampler.should_skip_scoring(row_blocks(len(rows.hidden), rows.hidden.device))
         return super().sweep(rows)

@@ -17,9 +17,9 @@ With these the gradient of a rank's logits follows from its own; dH = sum_r D_r 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .backends import LogitTransform, TokenStats
+from .config import check_choice
 from .layout import HEAD_DTYPES, ValueChecks
+
+if TYPE_CHECKING:
+    from .inputs import HeadOperands
 
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.
@@ -53,9 +57,10 @@ class VocabShard:
     most: int
     adds_up: bool
 
-    def check_plan(self, checks: ValueChecks, *decisive: Tensor | None) -> None:
+    def check_plan(self, checks: ValueChecks, decisive: Sequence[Any]) -> None:
         """Asks whether all ranks have the same of what decides on the chunks they compute."""
-        mine = torch.stack([_checksum(x) for x in decisive if x is not None])
+        none = torch.zeros(0, dtype=torch.int64, device=decisive[0].device)
+        mine = torch.stack([_checksum(none if x is None else x) for x in decisive])
         checks.add(
             (_gathered(mine, self.group) != mine).any(1),
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
@@ -175,13 +180,10 @@ def shard_of(
     group: object,
     start: object,
     layout: str,
-    weight: Tensor,
+    operands: HeadOperands,
     targets: Tensor,
-    *,
-    bias: Tensor | None,
-    rank: int,
     dtype: torch.dtype,
-    of_rows: Sequence[bool],
+    refused: Mapping[str, tuple[object, object]],
 ) -> VocabShard:
     """Which of the group's columns the rows of `weight` are; asks the other ranks.
 
@@ -189,12 +191,10 @@ def shard_of(
         group: a process group.
         start: the first column's id, or None.
         layout: one of `LAYOUTS`.
-        weight: this rank's rows.
+        operands: this rank's rows of the head.
         targets: ids `[N]`, which all ranks have.
-        bias: this rank's part.
-        rank: of the LoRA, 0 without one.
         dtype: of the GEMMs.
-        of_rows: which gradients of rows are wanted.
+        refused: options that are not for shards: what is expected instead, and what came.
 
     Raises:
         ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
@@ -207,9 +207,17 @@ def shard_of(
         )
     if start is not None and (isinstance(start, bool) or not isinstance(start, int)):
         raise TypeError(f"vocab_start: expected an int, or None; got {start!r}")
+    check_choice("hidden_layout", layout, LAYOUTS)
+    for name, (expected, given) in refused.items():
+        if given != expected:
+            raise ValueError(
+                f"{name}: expected {expected!r} where ranks share the vocabulary; got {given!r}"
+            )
+    weight, bias, b, wanted = operands.weight, operands.bias, operands.lora_b, operands.wants_grad()
+    rank = 0 if b is None else b.shape[1]
     flags = {
         "vocab_start": start is not None, "bias": bias is not None, "low_rank": rank > 0,
-        "gradient of hidden": of_rows[0], "gradient of low_rank[0]": of_rows[1],
+        "gradient of hidden": wanted[0], "gradient of low_rank[0]": wanted[3],
         "hidden_layout='partial'": layout == LAYOUTS[1],
     }  # fmt: skip
     dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}

@@ -221,6 +221,9 @@ def refused(kind: str) -> str:
         targets = targets + rank * (targets == targets[0, 0])
     elif kind == "mask":
         options["mask"] = batch.mask & (torch.arange(9) < 9 - rank)
+    elif kind == "mask on one":
+        targets = targets.clamp(min=0)
+        options |= {"mask": None} if rank else {}
     elif kind == "advantages":
         options["advantages"] = batch.advantages * torch.tensor([1.0, 0, 1, 1 - rank])
     elif kind == "chunk_bytes":
