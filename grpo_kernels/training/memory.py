@@ -32,6 +32,9 @@ from .loading import explain_missing_model, resolve_model, set_trainable
 from .policy import Batch, Policy
 
 GIB = 2**30
+# Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
+# the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
+CPU_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -258,8 +261,9 @@ def max_model_length(config: TrainingConfig) -> int:
 
 
 def cpu_cache_bytes(text_config: Any, rows: int, length: int, width: int) -> int:
-    """Bytes of the cache that vLLM gets on a CPU, in whose blocks of 128 tokens all rows fit."""
-    return kv_cache_bytes(text_config, (rows + 1) * (-(-length // 128) + 1) * 128, width)
+    """Bytes of the cache that vLLM gets on a CPU, in whose blocks of tokens all rows fit."""
+    blocks = (rows + 1) * (-(-length // CPU_BLOCK_SIZE) + 1)
+    return kv_cache_bytes(text_config, blocks * CPU_BLOCK_SIZE, width)
 
 
 def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:

@@ -33,7 +33,7 @@ from . import ranks
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import resolve_model
-from .memory import cpu_cache_bytes, max_model_length
+from .memory import CPU_BLOCK_SIZE, cpu_cache_bytes, max_model_length
 from .rollout import RolloutError
 
 # What an adapter is called in vLLM.
@@ -298,6 +298,7 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
         # has none: the engine would end ("CPU Generator does not use offset").
         options["enable_chunked_prefill"] = False
+        options["block_size"] = CPU_BLOCK_SIZE
     return options
 
 
