@@ -76,7 +76,7 @@ from benchmarks.measure import (
 )
 from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
 from grpo_kernels import reference
-from grpo_kernels.inputs import DEFAULT_TOLERANCE
+from grpo_kernels.head_call import DEFAULT_TOLERANCE
 
 CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same

@@ -50,7 +50,7 @@ from benchmarks.measure import (
 )
 from grpo_kernels import column_sampling
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
-from grpo_kernels.inputs import DEFAULT_TOLERANCE, ColumnSampling, head_call
+from grpo_kernels.head_call import DEFAULT_TOLERANCE, ColumnSampling, head_call
 from grpo_kernels.lm_head import LMHead
 from grpo_kernels.sampled_gradients import KeptColumnGradients
 

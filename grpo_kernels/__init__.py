@@ -6,6 +6,7 @@ from .fused_grpo_loss import fused_grpo_loss
 from .grpo_loss import grpo_loss
 from .linear_logprobs import linear_logprobs
 from .outputs import BothGRPOLossOutput, BothLogprobOutput, GRPOLossOutput, LogprobOutput
+from .sampler_check import SamplerCheck, check_sampler
 from .selective_log_softmax import selective_log_softmax
 from .support import batch_support
 
@@ -17,7 +18,9 @@ __all__ = [
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",
+    "SamplerCheck",
     "batch_support",
+    "check_sampler",
     "fused_grpo_loss",
     "group_advantages",
     "grpo_loss",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, RowGrads
-from .inputs import ColumnSampling
+from .head_call import ColumnSampling
 from .sampling_cost import costs_of, dense_share
 
 _COLUMN_MULTIPLE = 16

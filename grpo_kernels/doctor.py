@@ -28,6 +28,7 @@ from torch import Tensor
 from . import (
     GRPOLossConfig,
     __version__,
+    check_sampler,
     column_sampling,
     fused_grpo_loss,
     linear_logprobs,
@@ -35,6 +36,7 @@ from . import (
     sampling_cost,
 )
 from .backends import select_backend
+from .head_call import LOGITS_DTYPES
 
 
 class Package(NamedTuple):
@@ -245,6 +247,27 @@ def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str
     )
 
 
+def rounding_of_logits(device: torch.device) -> str:
+    """Says what it does to log-probs that a head in bfloat16 rounds its logits."""
+    batch = make_batch(torch.bfloat16, device)
+    try:
+        fp32, model = (
+            linear_logprobs(
+                batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"],
+                logits_dtype=dtype,
+            ).logps
+            for dtype in LOGITS_DTYPES
+        )  # fmt: skip
+        check = check_sampler(model, fp32, model, batch["mask"])
+    except Exception as error:  # as in `check_call`, whose table has told
+        return f"  {device.type}: not known ({type(error).__name__})"
+    return (
+        f"  {device.type}: a sampler whose head rounds its logits to bfloat16 is off by "
+        f"{check.rms_fp32:.1e} nats (RMS)\n  here; grpo_kernels.check_sampler tells whether "
+        "yours does"
+    )
+
+
 def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
     """Prints the lines as they come; returns what is wrong."""
     problems = []
@@ -297,6 +320,9 @@ def main(argv: list[str] | None = None) -> int:
         for dtype in GRADIENT_TOLERANCE
         for call in CALLS
     )
+    print()
+    for device in devices():
+        print(rounding_of_logits(device))
     print_verdict(packages, calls)
     return int(bool(packages or calls))
 

@@ -1,56 +1,34 @@
 """The GRPO loss and its gradients from hidden states, without ever holding the logits.
 
-For a token-local objective the gradient of a token's log-prob follows from that token alone, so a
-chunk of logits can be computed, used for loss and gradient, and overwritten: one pass, three GEMMs.
-
-    for each chunk of rows:
-        Z        = h W^T                        GEMM 1, float32, one reused buffer
-        l, E, X  = token_stats(Z)               log-prob of the target, entropy; X = e^(z - a) stays
-        x, g     = policy_loss(l, E)            loss, dL/dl
-        dh       = r o (X W)                    GEMM 2, r = -g / (T sum X) for each row
-        dW      += X^T (r o h)                  GEMM 3, accumulated in float32
-
-The gradient of the logits, r o X, is never made. Where the entropy has a gradient, or the GEMMs
-take float16, it is, by a second sweep: `logit_grads_(Z)`.
-
-The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
-are computed and stored `scale` times as large, a power of two that float16 needs.
-
-For the other objectives (`GRPOLossConfig.one_pass` says which) the log-probs are taken first, by
-the two passes and four GEMMs of `linear_logprobs`, and the loss over them is differentiated.
+Where the objective is token-local, loss and gradients come from one pass over chunks of logits
+(`one_pass.py`). For the others (`GRPOLossConfig.one_pass` says which) the log-probs are taken
+first, by the two passes and four GEMMs of `linear_logprobs`, and the loss over them is
+differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .autograd import (
-    dtypes_of,
-    eager_only,
-    power_of_two_scale,
-    refuse_double_backward,
-    scaled_gradient,
-)
-from .backends import RowGrads, TokenStats
+from .autograd import eager_only
 from .column_sampling import metrics_of_exact
 from .config import GRPOLossConfig
-from .grpo_loss import flat_loss, policy_loss
-from .head_gradients import HeadGradients, chunk_layout
-from .inputs import HeadCall, HeadOperands, loss_call
+from .grpo_loss import flat_loss
+from .head_call import HeadCall, HeadOperands
+from .head_gradients import chunk_layout
+from .inputs import loss_call
 from .linear_logprobs import either, flat_logprobs
-from .lm_head import LMHead
 from .metrics import full_metrics, loss_metrics
 from .objective import LossInputs, Tokens, kl_terms, log_importance_ratio, token_local
+from .one_pass import OnePassLoss, one_sweep
 from .outputs import BothGRPOLossOutput, GRPOLossOutput
-from .row_plan import RowPlan, plan_rows
-from .sampled_gradients import SampledGradients
+from .row_plan import plan_rows
 from .support import check_support_options
-from .support_head import SupportHead, of_support_alone, with_support
+from .support_head import of_support_alone, with_support
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,6 +55,8 @@ def fused_grpo_loss(
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: str = "fp32",
+    vocab_size: int | None = None,
     skip_untrained: bool = False,
     backward: str = "exact",
     tolerance: float | None = None,
@@ -138,6 +118,11 @@ def fused_grpo_loss(
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
+        logits_dtype: `"fp32"`, or `"model"`: logits are rounded, before softcap and temperature, as
+            the model's own head rounds them, to the dtype of `hidden` and `weight`, or of autocast:
+            what a sampler of that dtype saw. Gradients pass through the rounding.
+        vocab_size: words of the vocabulary; rows of `weight`, `bias` and `lora_b` beyond it are
+            padding: they are in no softmax, and their gradient is 0. None: there are none.
         skip_untrained: also leaves tokens whose gradient is known to be 0 beforehand (advantage or
             importance sampling weight 0, no KL, no entropy term; in two passes: whole sequences of
             advantage 0) out of the forward. The gradients are the same; the `logps` of these
@@ -226,6 +211,8 @@ def fused_grpo_loss(
         low_rank=low_rank,
         logit_scale=logit_scale,
         softcap=softcap,
+        logits_dtype=logits_dtype,
+        vocab_size=vocab_size,
         cu_seqlens=cu_seqlens,
         backward=backward,
         tolerance=tolerance,
@@ -284,12 +271,12 @@ def _loss(
         chunk_bytes=call.chunk_bytes,
         capturable=call.capturable,
         shard=call.shard,
-        **chunk_layout(call, makes_gradients, strips=_one_sweep(config, call)),
+        **chunk_layout(call, makes_gradients, strips=one_sweep(config, call)),
     )
     if call.support is not None and plan.num_rows == 0:
         one_pass = False  # over the words of a support a second pass costs nothing
     if one_pass:
-        loss, logps, entropy, d_logps, d_entropy, sampled = _FusedGRPOLoss.apply(
+        loss, logps, entropy, d_logps, d_entropy, sampled = OnePassLoss.apply(
             *operands, config, inputs, call, plan, operands.wants_grad()
         )
         metrics = loss_metrics(config, inputs, logps, entropy, d_logps, d_entropy)
@@ -360,141 +347,3 @@ def _with_grad_of_policy(config: GRPOLossConfig, inputs: LossInputs) -> Tensor |
         with_grad = with_grad & inputs.mask
     sequences = inputs.sequences
     return sequences.spread(sequences.sum(with_grad.float())) > 0
-
-
-class _FusedGRPOLoss(torch.autograd.Function):
-    """Returns the loss; per token, detached, log-probs, entropy and the loss's gradient of each.
-
-    And the metrics of the sampled backward. The gradients are None where not computed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a_out: Tensor | None,
-        lora_b: Tensor | None,
-        config: GRPOLossConfig,
-        inputs: LossInputs,
-        call: HeadCall,
-        plan: RowPlan,
-        wanted: Sequence[bool],
-    ) -> tuple[Any, ...]:
-        operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        shape = (4, len(hidden))
-        logps, entropy, d_logps, d_entropy = hidden.new_zeros(shape, dtype=torch.float32)
-        losses = [logps.new_zeros(())]
-        with torch.autocast(hidden.device.type, enabled=False):
-            scale = power_of_two_scale(_largest_weight(config, inputs))
-            # With a cross-entropy term there are rows outside the policy's mask.
-            masked = call.capturable or inputs.ce_weights is not None
-            head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
-            gradients = _new_gradients(head, plan, wanted)
-            for chunk in plan.chunks():
-                index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
-                rows = head.rows(index)
-                one_sweep = wants_grad and gradients.sweeps_once and _one_sweep(config, call)
-                if one_sweep:
-                    stats, own = gradients.sweep(rows)
-                else:
-                    logits = head.logits(rows)  # [C, V], not yet transformed
-                    stats, own = head.stats(rows, logits, entropy=True)
-                policy = policy_loss(
-                    config,
-                    inputs.at(index, masked=masked),
-                    stats.logps,
-                    stats.entropy,
-                    call.backend,
-                    grad=wants_grad,
-                )
-                losses.append(policy.loss)
-                assert stats.entropy is not None
-                logps[index], entropy[index] = stats.logps, stats.entropy
-                if policy.d_logps is None:
-                    continue
-                g = d_logps[index] = scale * policy.d_logps
-                e = None
-                if policy.d_entropy is not None:
-                    e = d_entropy[index] = scale * policy.d_entropy
-                if one_sweep:
-                    gradients.add_swept(rows, own, g)
-                else:
-                    gradients.add(rows, logits, RowGrads.of(own, g, None, e, rows.here))
-            if call.support is not None:
-                per_token = (logps, entropy, d_logps, d_entropy)
-                losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))
-            call.zeroed(logps, entropy)
-            ctx.save_for_backward(scale, *gradients.finish())
-            sampled = gradients.metrics()
-        ctx.dtypes = dtypes_of(*operands)
-        ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
-        of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)
-        return torch.stack(losses).sum(), logps, entropy, *of_loss, sampled
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("fused_grpo_loss")
-        scale, *gradients = ctx.saved_tensors
-        factor = d_loss / scale
-        scaled = (
-            scaled_gradient(stored, factor, dtype)
-            for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
-        return (*scaled, None, None, None, None, None)
-
-
-def _add_support(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    gradients: HeadGradients,
-    scale: Tensor,
-    per_token: Sequence[Tensor],
-    wanted: Sequence[bool],
-) -> Tensor:
-    """Adds the tokens that have a support to `gradients`; returns their loss.
-
-    Sets what belongs to them in `per_token`: log-probs, entropies, and the gradients of each.
-    """
-    call = gradients.head.call
-    assert call.support is not None
-    words = SupportHead(gradients.head.operands, call)
-    logits = words.logits()
-    logps, entropy, d_logps, d_entropy = per_token
-    stats = TokenStats(logps, torch.zeros_like(logps), entropy)
-    words.stats(logits, stats)
-    inputs = inputs.within(call.support.tokens)
-    policy = policy_loss(config, inputs, logps, entropy, call.backend, grad=any(wanted))
-    if policy.d_logps is not None:
-        g, e = scale * policy.d_logps, None
-        d_logps += g
-        needed = g != 0
-        if policy.d_entropy is not None:
-            e = scale * policy.d_entropy
-            d_entropy += e
-            needed |= e != 0
-        grads = RowGrads.of(stats, g, d_entropy=e)
-        words.add_to(words.word_grads(logits, grads, needed), gradients)
-    return policy.loss
-
-
-def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
-    if inputs.ce_weights is not None and inputs.ce_weights.numel():
-        largest = largest.maximum(inputs.ce_weights.abs().max())
-    return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest
-
-
-def _one_sweep(config: GRPOLossConfig, call: HeadCall) -> bool:
-    """False where the gradient of the logits is no factor per row, or one beyond float16."""
-    return config.entropy_coef == 0.0 and call.dtype != torch.float16
-
-
-def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadGradients:
-    call = head.call
-    if call.sampling is not None and any(wanted):
-        return SampledGradients(head, call.backend, wanted, call.sampling, plan)
-    every_row = plan.num_grad_rows == call.layout.num_tokens
-    largest = max(plan.largest_chunk, call.support_rows)
-    return HeadGradients(head, call.backend, wanted, largest, every_row=every_row)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, LogitTransform, RowGrads, TokenStats
-from .inputs import HeadCall
+from .head_call import HeadCall
 from .lm_head import LMHead, Rows, addmm, mm
 
 
@@ -42,7 +42,7 @@ class HeadGradients:
         every_row: bool,
     ) -> None:
         self.head, self.backend, self.shard = head, backend, head.call.shard
-        hidden, _, _, lora_a_out, lora_b = head.operands
+        hidden, weight, bias, lora_a_out, lora_b = head.operands
         empty, zeros = hidden.new_empty, hidden.new_zeros
         of_hidden, of_weight, of_bias, of_a_out, of_b = wanted
         self.d_hidden: Tensor | None = None
@@ -53,12 +53,13 @@ class HeadGradients:
         if of_hidden:
             self.d_hidden = (empty if every_row else zeros)(hidden.shape)
         if of_weight:
-            self.d_weight = empty((head.V, head.H), dtype=torch.float32)
+            self.d_weight = empty(weight.shape, dtype=torch.float32)
+            self.d_weight[head.V :] = 0.0
         self._weight_written = False
         self._d_logits: Tensor | None = None
         self._max_rows = max_rows
-        if of_bias:
-            self.d_bias = zeros(head.V, dtype=torch.float32)
+        if of_bias and bias is not None:
+            self.d_bias = zeros(bias.shape, dtype=torch.float32)
         if of_a_out and lora_a_out is not None:
             self.d_lora_a_out = lora_a_out.new_zeros(lora_a_out.shape)
         if of_b and lora_b is not None:
@@ -88,7 +89,8 @@ class HeadGradients:
             )
         whole, own = self.head.whole(rows, stats)
         if self.shard is not None and rows.here is not None:
-            self.shard.mend(exps, rows.targets, rows.transform, rows.here, stats, own)
+            biased = self.head.operands.bias is not None
+            self.shard.mend(exps, rows.targets, rows.transform, rows.here, stats, own, biased)
         return whole, own
 
     def add_swept(self, rows: Rows, stats: TokenStats, d_logps: Tensor) -> None:
@@ -131,7 +133,7 @@ class HeadGradients:
     def _multiply(self, rows: Rows, d_logits: Tensor, factors: Tensor | None = None) -> None:
         """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
         head, a_out = self.head, rows.lora_a_out
-        sums, lora_b = [], head.operands.lora_b
+        sums, lora_b = [], head.lora_b
         if self.d_hidden is not None:
             sums += self._put(self.d_hidden, rows, head.times_weight(d_logits), factors)
         if self.d_lora_a_out is not None and lora_b is not None:
@@ -145,7 +147,7 @@ class HeadGradients:
         if self.d_bias is not None:
             self._add_bias(d_logits, factors)
         if self.d_lora_b is not None and a_out is not None:
-            addmm(self.d_lora_b, d_logits.t(), _times(a_out, factors, head.dtype))
+            addmm(self.d_lora_b[: head.V], d_logits.t(), _times(a_out, factors, head.dtype))
         for grad, share, work in sums:
             work.wait()
             put_rows(grad, rows.index, share)
@@ -166,18 +168,19 @@ class HeadGradients:
 
     def _add_bias(self, d_logits: Tensor, factors: Tensor | None) -> None:
         assert self.d_bias is not None
+        d_bias = self.d_bias[: self.head.V]
         if factors is None:
-            self.d_bias += d_logits.sum(0, dtype=torch.float32)
+            d_bias += d_logits.sum(0, dtype=torch.float32)
             return
         if factors.dtype == d_logits.dtype:
-            self.d_bias.addmv_(d_logits.t(), factors)
+            d_bias.addmv_(d_logits.t(), factors)
             return
         # Two columns, the second with what the first has rounded away.
         high = factors.to(d_logits.dtype)
         both = torch.stack((high, (factors - high).to(d_logits.dtype)), dim=1)
-        sums = self.d_bias.new_empty((len(self.d_bias), 2))
+        sums = d_bias.new_empty((len(d_bias), 2))
         mm(d_logits.t(), both, out=sums)
-        self.d_bias += sums.sum(1)
+        d_bias += sums.sum(1)
 
     def so_far(self) -> tuple[Tensor | None, ...]:
         """The gradients in the order of `HeadOperands`, None where not wanted; may be added to.

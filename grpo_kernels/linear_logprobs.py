@@ -25,8 +25,8 @@ from .autograd import (
     scaled_gradient,
 )
 from .backends import RowGrads, TokenStats
+from .head_call import HeadCall, HeadOperands, head_call
 from .head_gradients import HeadGradients, chunk_layout
-from .inputs import HeadCall, HeadOperands, head_call
 from .lm_head import LMHead
 from .outputs import BothLogprobOutput, LogprobOutput
 from .row_plan import RowPlan, plan_rows
@@ -50,6 +50,8 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: str = "fp32",
+    vocab_size: int | None = None,
     entropy: bool = False,
     backward: str = "exact",
     tolerance: float | None = None,
@@ -85,6 +87,10 @@ def linear_logprobs(
         temperature: a number, or one value per token in the shape of `targets`; a constant.
         logit_scale: factor on `hidden @ weight.T + bias`.
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
+        logits_dtype: `"fp32"`, or `"model"`: rounded as the model's own head does, as in
+            `fused_grpo_loss`.
+        vocab_size: words of the vocabulary, where rows of `weight` beyond it are padding, as in
+            `fused_grpo_loss`.
         entropy: computes the entropy, too.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
             percent of the vocabulary's columns; exact ones where that is faster, or is predicted
@@ -138,6 +144,8 @@ def linear_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
+        logits_dtype=logits_dtype,
+        vocab_size=vocab_size,
         cu_seqlens=None,
         backward=backward,
         tolerance=tolerance,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .backends import LogitTransform, TokenStats
-from .inputs import HeadCall, HeadOperands
-from .row_plan import ROW_MULTIPLE, even_slices, gpu
+from .head_call import HeadCall, HeadOperands
+from .row_plan import ROW_MULTIPLE, even_slices, gpu, slices
 
 # Columns of logits per thread in one GEMM on a CPU: over the whole vocabulary it takes up to a
 # fifth longer.
@@ -25,6 +25,8 @@ _GPU_UPCAST_BYTES = 256 << 20
 # Bytes of W gathered at a time, row by row.
 _CPU_GATHER_BYTES = 2 << 20
 _GPU_GATHER_BYTES = 128 << 20
+# Bytes of logits rounded at a time.
+_ROUNDED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,27 @@ class LMHead:
     """
 
     def __init__(self, operands: HeadOperands, call: HeadCall, max_rows: int) -> None:
-        self.V, self.H = operands.weight.shape
+        self.V, self.H = call.columns, operands.weight.shape[1]
         self.dtype, self.operands, self.call = call.dtype, operands, call
-        self.buffer = self.new_rows(max_rows, torch.float32)
+        # A GEMM that rounds its result is enough where nothing is added to that.
+        in_gemm = call.rounding == call.dtype and operands.bias is None and self.lora_b is None
+        self.buffer = self.new_rows(max_rows, call.dtype if in_gemm else torch.float32)
 
     @cached_property
     def weight(self) -> Tensor:
         """W as the GEMMs take it."""
-        weight = self.operands.weight
+        weight = self.operands.weight[: self.V]
         # Autocast changes the weight's dtype once; float32 from bf16 goes by slices.
         if self.dtype.itemsize <= weight.dtype.itemsize:
             weight = weight.to(self.dtype)
         # No BLAS takes other strides: copied once here instead of in every GEMM.
         return weight if 1 in weight.stride() else weight.contiguous()
+
+    @property
+    def lora_b(self) -> Tensor | None:
+        """The rows of `lora_b` that are words of the vocabulary."""
+        lora_b = self.operands.lora_b
+        return None if lora_b is None else lora_b[: self.V]
 
     def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
@@ -110,18 +120,22 @@ class LMHead:
         return self.whole(rows, found)
 
     def logits(self, rows: Rows) -> Tensor:
-        """Raw logits, float32 `[C, V]`, in the buffer: valid until the next call."""
+        """Raw logits `[C, V]`, in the buffer: valid until the next call.
+
+        Rounded, and with their bias, where the call asks for rounded ones; else float32.
+        """
         out = self.buffer[: len(rows.hidden)]
         at_once = self.V
         if out.device.type == "cpu":
             at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
         for columns, weight in self.weight_slices(at_once):
             mm(rows.hidden, weight.t(), out=out[:, columns])
-        lora_b = self.operands.lora_b
+        lora_b = self.lora_b
         if rows.lora_a_out is not None and lora_b is not None:
             # In float32: it costs little, and an adapter's steps are smaller than bf16's.
             addmm(out, rows.lora_a_out, lora_b.float().t())
-        return out
+        bias = self.operands.bias
+        return self._rounded(out, None if bias is None else bias[: self.V])
 
     def columns(self, rows: Rows, ids: Tensor) -> Tensor:
         """Raw logits of the columns `ids`, float32 `[C, K]`, in memory of their own."""
@@ -131,7 +145,20 @@ class LMHead:
         lora_b = self.operands.lora_b
         if rows.lora_a_out is not None and lora_b is not None:
             addmm(out, rows.lora_a_out, lora_b[ids].float().t())
-        return out
+        bias = self.operands.bias
+        return self._rounded(out, None if bias is None else bias[ids])
+
+    def _rounded(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Adds the bias and rounds, in place, where the call asks for rounded logits."""
+        dtype = self.call.rounding
+        if dtype is None or logits.dtype == dtype:
+            return logits
+        for rows in slices(0, len(logits), max(1, _ROUNDED_BYTES // (4 * self.V))):
+            part = logits[rows]
+            if bias is not None:
+                part += bias
+            round_(part, dtype)
+        return logits
 
     def times_weight(self, d_logits: Tensor) -> Tensor:
         """`d_logits @ weight`, float32 `[C, H]`, from `[C, V]`."""
@@ -176,6 +203,11 @@ def _unaligned_columns(weight: Tensor) -> int:
     if V % 8 == 0 or weight.device.type != "cuda" or weight.dtype == torch.float32:
         return 0
     return V % 64 if gpu(weight.device).major < 9 else 0
+
+
+def round_(x: Tensor, dtype: torch.dtype) -> None:
+    """Rounds float32 values to those of another dtype, in place."""
+    x.copy_(x.to(dtype))
 
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor) -> None:

@@ -29,14 +29,25 @@ def linear_logits(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: str | torch.dtype = "fp32",
+    vocab_size: int | None = None,
 ) -> Tensor:
-    """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`."""
+    """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`.
+
+    A dtype as `logits_dtype` is what the sum in brackets is rounded to; `"model"` is that of
+    `hidden`, in which everything is computed here.
+    """
     logits = hidden @ weight.to(hidden.dtype).T
     if low_rank is not None:
         lora_a_out, lora_b = (x.to(hidden.dtype) for x in low_rank)
         logits = logits + lora_a_out @ lora_b.T
     if bias is not None:
         logits = logits + bias.to(hidden.dtype)
+    if isinstance(logits_dtype, torch.dtype):
+        rounded = logits.detach().to(logits_dtype).to(logits.dtype)
+        logits = logits + (rounded - logits).detach()
+    if vocab_size is not None:
+        logits = logits[..., :vocab_size]
     logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -86,6 +97,8 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: str | torch.dtype = "fp32",
+    vocab_size: int | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
     score: str = "support",
@@ -108,6 +121,8 @@ def linear_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
+        logits_dtype=logits_dtype,
+        vocab_size=vocab_size,
     )
     targets = targets.long().masked_fill(~active, 0)
     scores = full = _scores(logits, targets, active)
@@ -204,6 +219,8 @@ def fused_grpo_loss(
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: str | torch.dtype = "fp32",
+    vocab_size: int | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     support_fallback: str = "error",
     score: str = "support",
@@ -222,6 +239,8 @@ def fused_grpo_loss(
         temperature=config.temperature if temperature is None else temperature,
         logit_scale=logit_scale,
         softcap=softcap,
+        logits_dtype=logits_dtype,
+        vocab_size=vocab_size,
         support=support,
         support_fallback=support_fallback,
         score=score,

@@ -27,8 +27,8 @@ from .column_sampling import (
     relative_noise,
     row_blocks,
 )
+from .head_call import ColumnSampling, HeadCall, HeadOperands
 from .head_gradients import HeadGradients, put_rows, times_lora_b
-from .inputs import ColumnSampling, HeadCall, HeadOperands
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
 from .row_plan import RowPlan

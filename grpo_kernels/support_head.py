@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from .backends import RowGrads, TokenStats, Words
+from .head_call import HeadCall, HeadOperands
 from .head_gradients import HeadGradients
-from .inputs import HeadCall, HeadOperands
-from .lm_head import LMHead
+from .lm_head import LMHead, round_
 from .row_plan import RowPlan, rows_of_logits
 from .support import check_support, support_of
 
@@ -60,7 +60,7 @@ def with_support(
         fallback,
         targets=call.targets,
         mask=call.mask,
-        V=len(weight),
+        V=call.columns,
         bytes_per_element=_bytes_moved(weight),
         rows_per_chunk=rows_of_logits(weight, call.chunk_bytes, call.dtype),
         checks=call.checks,
@@ -216,12 +216,15 @@ class SupportHead:
             dots(hidden, weight, words, z)
             if a_out is not None and lora_b is not None:
                 dots(a_out, lora_b, words, z)
+            if self.call.rounding is not None:
+                round_(z, self.call.rounding)
         return z
 
     def _picked_logits(self) -> Tensor:
         _, weight, bias, *_ = self.operands
         words = self.support.through_logits
-        z = _bias_of(words, bias, weight)
+        # Rounded logits have their bias.
+        z = _bias_of(words, None if self.call.rounding else bias, weight)
         if len(words):
             head = LMHead(self.operands, self.call, self.support.logit_rows)
             for index, part, places in self.support.chunks():

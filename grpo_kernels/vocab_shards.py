@@ -31,7 +31,7 @@ from .config import check_choice
 from .layout import HEAD_DTYPES, ValueChecks
 
 if TYPE_CHECKING:
-    from .inputs import HeadOperands
+    from .head_call import HeadOperands
 
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.
@@ -46,6 +46,7 @@ class VocabShard:
     Args:
         group: whose ranks have the others.
         start: the vocabulary's id of this rank's first column.
+        columns: of this rank.
         size: columns of all ranks.
         most: columns of the rank that has the most.
         adds_up: the gradients of rows; else the caller does.
@@ -53,6 +54,7 @@ class VocabShard:
 
     group: dist.ProcessGroup
     start: int
+    columns: int
     size: int
     most: int
     adds_up: bool
@@ -116,7 +118,7 @@ class VocabShard:
 
     def mend(
         self, exps: Tensor, places: Tensor, transform: LogitTransform, here: Tensor,
-        stats: TokenStats, own: TokenStats,
+        stats: TokenStats, own: TokenStats, biased: bool,
     ) -> None:  # fmt: skip
         """Sets the targets' entries in `exps [C, V]` to those of whole rows.
 
@@ -127,6 +129,7 @@ class VocabShard:
             here: bool `[C]`, whether the rank has the target.
             stats: of this rank's columns.
             own: those that `merge` made of them.
+            biased: whether the logits have a bias, which alone may be -inf.
         """
         assert own.total is not None and stats.total is not None
         elsewhere = stats.total * stats.logps.exp()
@@ -135,8 +138,7 @@ class VocabShard:
             z = (stats.logps + stats.logsumexp) * transform.temperature
             values = values * (1 - (z / transform.softcap).square())
         exps.scatter_(1, places[:, None], values.to(exps.dtype)[:, None])
-        if transform.bias is not None:
-            # Only a bias is -inf.
+        if biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
     def sum(self, share: Tensor) -> dist.Work:
@@ -184,6 +186,7 @@ def shard_of(
     targets: Tensor,
     dtype: torch.dtype,
     refused: Mapping[str, tuple[object, object]],
+    vocab_size: int | None,
 ) -> VocabShard:
     """Which of the group's columns the rows of `weight` are; asks the other ranks.
 
@@ -195,6 +198,7 @@ def shard_of(
         targets: ids `[N]`, which all ranks have.
         dtype: of the GEMMs.
         refused: options that are not for shards: what is expected instead, and what came.
+        vocab_size: columns of all ranks, if not all rows are; None: they are.
 
     Raises:
         ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
@@ -221,7 +225,10 @@ def shard_of(
         "hidden_layout='partial'": layout == LAYOUTS[1],
     }  # fmt: skip
     dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}
-    numbers = {"H": weight.shape[1], "rank of low_rank": rank, "tokens": len(targets)}
+    numbers = {
+        "H": weight.shape[1], "rank of low_rank": rank, "tokens": len(targets),
+        "vocab_size (0: none)": vocab_size or 0,
+    }  # fmt: skip
     mine = [
         start or 0, len(weight), *map(int, flags.values()),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
@@ -254,7 +261,15 @@ def shard_of(
             "vocab_start: expected every column on one rank; got columns "
             + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
         )
-    return VocabShard(group, begins[group.rank()], sum(counts), max(counts), layout == LAYOUTS[0])
+    if vocab_size is not None and not max(begins) < vocab_size <= sum(counts):
+        raise ValueError(
+            f"vocab_size: expected {max(begins) + 1} to {sum(counts)}, as every rank has a word of "
+            f"the vocabulary at least; got {vocab_size}"
+        )
+    size = sum(counts) if vocab_size is None else vocab_size
+    begin = begins[group.rank()]
+    own = min(counts[group.rank()], size - begin)
+    return VocabShard(group, begin, own, size, max(counts), layout == LAYOUTS[0])
 
 
 def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:

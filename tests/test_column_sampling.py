@@ -8,7 +8,7 @@ import torch
 from benchmarks.workloads import make
 from grpo_kernels import column_sampling, fused_grpo_loss
 from grpo_kernels.backends import torch_backend, triton_backend
-from grpo_kernels.inputs import ColumnSampling
+from grpo_kernels.head_call import ColumnSampling
 from tests.support.batches import (
     config,
     relative_error,

@@ -3,7 +3,7 @@
 import torch
 
 from grpo_kernels import lm_head
-from grpo_kernels.inputs import head_call
+from grpo_kernels.head_call import head_call
 from grpo_kernels.lm_head import LMHead
 
 

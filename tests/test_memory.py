@@ -111,8 +111,8 @@ def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
                        model=str(tmp_path), precision="no")  # fmt: skip
     rows = config.prompts_per_step * config.num_generations
     assert engine.cache == engine_options(config, rows, False)["kv_cache_memory_bytes"]
-    # A block that is begun, one more, and a sequence more than there are; as many bytes per token.
-    assert engine.cache == (rows + 1) * 2 * 128 * (2 * 2 * 16 * 4)
+    # Two blocks of 32 for 40 tokens, one more, and a sequence more than there are; bytes per token.
+    assert engine.cache == (rows + 1) * 3 * 32 * (2 * 2 * 16 * 4)
     parameters = [p.numel() for p in make_model("llama").parameters()]
     assert engine.weights == 4 * (sum(parameters) + 2 * max(parameters))
     assert engine.sampling == engine.weights + engine.cache

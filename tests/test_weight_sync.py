@@ -243,24 +243,24 @@ def watch():
 )
 def test_limits_of_the_gap(dtype, first, inside, outside):
     watched = watch()
-    assert watched.sampler_gap(first, 1.0, dtype) is None
-    assert watched.sampler_gap(inside, 1.0, dtype) is None
-    error = watched.sampler_gap(outside, 1.25, dtype)
+    assert watched.unexplained_gap(first, 1.0, dtype) is None
+    assert watched.unexplained_gap(inside, 1.0, dtype) is None
+    error = watched.unexplained_gap(outside, 1.25, dtype)
     assert f"got {outside:.2g}, and 1.2 at most" in error and dtype in error
     assert f"first step: {first:.2g}" in error
     # A run that goes on from a checkpoint has the same limit.
     resumed = watch()
     resumed.restore(json.loads(json.dumps(watched.state())))
-    assert resumed.sampler_gap(inside, 1.0, dtype) is None
-    assert resumed.sampler_gap(outside, 1.25, dtype) == error
+    assert resumed.unexplained_gap(inside, 1.0, dtype) is None
+    assert resumed.unexplained_gap(outside, 1.25, dtype) == error
 
 
 @pytest.mark.parametrize(("dtype", "most"), (("float32", 0.03), ("bfloat16", 0.3)))
 def test_limit_of_the_first_gap(dtype, most):
-    assert watch().sampler_gap(0.99 * most, 1.0, dtype) is None
-    assert f"to {most:.2g} on average" in watch().sampler_gap(1.01 * most, 1.0, dtype)
+    assert watch().unexplained_gap(0.99 * most, 1.0, dtype) is None
+    assert f"to {most:.2g} on average" in watch().unexplained_gap(1.01 * most, 1.0, dtype)
     for nothing in (math.nan, math.inf):
-        assert watch().sampler_gap(nothing, nothing, dtype)
+        assert watch().unexplained_gap(nothing, nothing, dtype)
 
 
 def test_states_from_before_the_gap_was_watched():
@@ -268,4 +268,4 @@ def test_states_from_before_the_gap_was_watched():
     del state["first_gap"]
     watched = watch()
     watched.restore(state)
-    assert watched.sampler_gap(0.02, 1.0, "float32") is None
+    assert watched.unexplained_gap(0.02, 1.0, "float32") is None

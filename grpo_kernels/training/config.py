@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import GRPOLossConfig, check_choice, check_number
-from ..inputs import DEFAULT_TOLERANCE
+from ..head_call import DEFAULT_TOLERANCE, LOGITS_DTYPES
 from .word_problems import LEVELS
 
 PRECISIONS = ("auto", "no", "bf16")
@@ -183,6 +183,10 @@ class TrainingConfig:
     scale_rewards: str = _option(
         "group", "divide advantages by the standard deviation of the group, of the batch, or none"
     )
+    logits_dtype: str = _option(
+        "fp32", "logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by "
+        "a sampler whose head does so; the first step warns where the two differ"
+    )  # fmt: skip
     backward: str = _option(
         "exact", "backward of the head: exact, or sampled (docs/sampled_backward.md)"
     )
@@ -248,6 +252,7 @@ class TrainingConfig:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("backward", self.backward, BACKWARDS)
+        check_choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         check_choice("rollout", self.rollout, ROLLOUTS)
         check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
         check_choice("vllm_dtype", self.vllm_dtype, ("auto", *DTYPES))

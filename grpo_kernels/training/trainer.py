@@ -16,7 +16,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from .. import group_advantages
+from .. import check_sampler, group_advantages
+from ..head_call import LOGITS_DTYPES
 from ..hf_head import check_logits
 from ..layout import to_device
 from ..objective import masked_quantile
@@ -157,6 +158,9 @@ class Trainer:
         samples = self._sample(problems, clock)
         with clock("score"):
             self._score(samples)
+            rounds = self.step == 1 and ranks.gemm_dtype(self.config) != "float32"
+            if rounds and samples.sampling_logps is not None:
+                self._check_sampler(samples, samples.sampling_logps)
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("train"):
             numbered = enumerate(minibatches * self.config.epochs_per_rollout)
@@ -253,19 +257,29 @@ class Trainer:
                 samples.ref_logps, _ = self._logps(reference, samples, plan)
 
     def _logps(
-        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False
+        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, dtype: str = ""
     ) -> tuple[Tensor, Tensor]:
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
+        how = (self.config.temperature, entropy, dtype or self.config.logits_dtype)
         for part in plan:
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             with self.accelerator.autocast():
-                part_logps, part_entropy = policy("logps", batch, self.config.temperature, entropy)
+                part_logps, part_entropy = policy("logps", batch, *how)
             if part:
                 logps[where, : part_logps.shape[1]] = part_logps
             if part and entropy:
                 entropies[where, : part_logps.shape[1]] = part_entropy
         return logps, entropies
+
+    def _check_sampler(self, samples: Samples, logps: Tensor) -> None:
+        """Warns where the sampler rounds its logits and the policy does not, or the reverse."""
+        some = self._plan(samples, range(len(samples.texts)))[:1]
+        by_policy = [self._logps(self.policy, samples, some, dtype=x)[0] for x in LOGITS_DTYPES]
+        sampled, fp32, model, mask = (x[some[0]] for x in (logps, *by_policy, samples.mask))
+        check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
+        if check is not None and check.closer not in (None, self.config.logits_dtype):
+            self.log.warn(str(check))
 
     def _entropy_threshold(self, samples: Samples, entropy: Tensor) -> Tensor:
         """The quantile of entropies over all processes, which no micro-batch knows by itself."""
@@ -317,7 +331,8 @@ class Trainer:
                 if last:
                     merged = metrics.merge_micro_batches(measured, self._gather)
                     if number == 0:
-                        merged |= self._sampler_gap(merged)
+                        dtype = getattr(self.sampler.rollout, "explained_by", None)
+                        merged |= self.log.watch.sampler_gap(merged, dtype)
                 # DeepSpeed steps within the backward in which gradients are to be synced.
                 accelerator.sync_gradients = last
                 accelerator.backward(part_loss * share)
@@ -330,22 +345,6 @@ class Trainer:
             "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
         }  # fmt: skip
 
-    def _sampler_gap(self, merged: Mapping[str, float]) -> dict[str, float]:
-        """How far the sampler's log-probs are from the policy's, before its first update.
-
-        Raises:
-            RolloutError: further than the dtype explains.
-        """
-        name = "sampling/sampling_logp_difference"
-        if f"{name}/mean" not in merged:
-            return {}
-        mean, largest = merged[f"{name}/mean"], merged[f"{name}/max"]
-        dtype = getattr(self.sampler.rollout, "explained_by", None)
-        error = None if dtype is None else self.log.watch.sampler_gap(mean, largest, dtype)
-        if error is not None:
-            raise RolloutError(error)
-        return {"sampler_gap": mean, "sampler_gap_max": largest}
-
     def _has_gradient(self, samples: Samples, row: int) -> bool:
         """False for a completion that the update may leave out."""
         c = self.config
@@ -355,7 +354,7 @@ class Trainer:
 
     def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""
-        config, options = self.config, dict[str, Any]()
+        config, options = self.config, dict[str, Any](logits_dtype=self.config.logits_dtype)
         if config.loss().effective_aggregation == "dapo":
             options["num_items"] = tokens / self.accelerator.num_processes
         if config.top_entropy_quantile < 1:
@@ -460,9 +459,8 @@ class Trainer:
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
         if error is None:
-            checkpoint.prune(
-                self.accelerator, folder, {self.step, self.best.get("step", self.step)}
-            )
+            kept = {self.step, self.best.get("step", self.step)}
+            checkpoint.prune(self.accelerator, folder, kept)
         else:
             self.log.warn(
                 f"no checkpoint of step {self.step} ({error}); the last one is untouched and "
@@ -487,8 +485,7 @@ class Trainer:
         )  # fmt: skip
         if ranks.sharding(self.accelerator) == "DEEPSPEED":
             ranks.configure_deepspeed(self.accelerator, config)
-        policy, optimizer = self.accelerator.prepare(policy, optimizer)
-        return policy, optimizer
+        return self.accelerator.prepare(policy, optimizer)
 
     def _seed(self, what: str) -> int:
         """The seed of one kind of draws, different in every step and process."""

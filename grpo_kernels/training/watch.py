@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .config import TrainingConfig
 from .evaluate import Evaluation
+from .rollout import RolloutError
 from .samples import Samples
 
 # Steps that count as "always", and steps until a warning is repeated.
@@ -38,7 +39,25 @@ class Watch:
         self.first_entropy: float | None = None
         self.first_gap: float | None = None
 
-    def sampler_gap(self, mean: float, largest: float, dtype: str) -> str | None:
+    def sampler_gap(self, row: Mapping[str, float], dtype: str | None) -> dict[str, float]:
+        """How far the sampler's log-probs are from the policy's, before its first update.
+
+        Args:
+            row: metrics of the loss.
+            dtype: that explains a gap, as torch calls it; None: any gap is explained.
+
+        Raises:
+            RolloutError: the gap is larger than the dtype explains.
+        """
+        mean, largest = (row.get(f"sampling/sampling_logp_difference/{x}") for x in ("mean", "max"))
+        if mean is None or largest is None:
+            return {}
+        error = None if dtype is None else self.unexplained_gap(mean, largest, dtype)
+        if error is not None:
+            raise RolloutError(error)
+        return {"sampler_gap": mean, "sampler_gap_max": largest}
+
+    def unexplained_gap(self, mean: float, largest: float, dtype: str) -> str | None:
         """An error if log-probs of a sampler that got the weights are not the policy's.
 
         Args:

@@ -10,11 +10,19 @@ import torch.distributed as dist
 import grpo_kernels
 from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.integrations.verl import linear_cross_entropy
-from tests.support.batches import make_batch, run_fused, with_cross_entropy
+from tests.support.batches import (
+    exact_batch,
+    make_batch,
+    run_fused,
+    with_cross_entropy,
+    with_padding,
+)
 
 
 def batch_of(options: dict[str, Any]):
-    batch = make_batch()
+    batch = exact_batch() if "logits_dtype" in options else make_batch()
+    if "vocab_size" in options:
+        batch = with_padding(batch, options["vocab_size"])
     return with_cross_entropy(batch) if options.get("ce_weights") else batch
 
 
@@ -243,6 +251,10 @@ def refused(kind: str) -> str:
         options["hidden_layout"] = "sequence"
     elif kind == "layout alone":
         options = {"hidden_layout": "partial"}
+    elif kind == "vocab_size":
+        options["vocab_size"] = 502
+    elif kind == "vocab_size on one":
+        options["vocab_size"] = 1000 + rank
     elif kind == "sampled":
         options["backward"] = "sampled"
     elif kind == "capturable":

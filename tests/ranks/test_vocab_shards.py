@@ -49,7 +49,8 @@ def check(session, cases):
     for (cuts, options), *of_ranks in zip(cases, *answers, strict=True):
         actual = joined([result for result, _ in of_ranks])
         expected = run_fused(shard_jobs.batch_of(options), exact=True, **options)
-        assert_matches(actual, expected, 2e-5, logps=1e-4)
+        dtype = shard_jobs.batch_of(options).hidden.dtype
+        assert_matches(actual, expected, 2e-5, logps=1e-4, rounded_to=dtype)
         yield cuts, options, [calls for _, calls in of_ranks]
 
 
@@ -66,6 +67,19 @@ def test_every_option_of_the_head(ranks, cuts):
         cases += [(cuts, {**given, "chunk_bytes": chunk}) for chunk in (None, CHUNK)]
     cases += [(cuts, {"old_logps": True, "frozen": ("weight",)})]
     cases += [(cuts, {"old_logps": True, "ce_weights": True})]
+    assert len([*check(ranks, cases)]) == len(cases)
+
+
+@pytest.mark.parametrize("cuts", (UNEVEN, LITTLE), ids=("uneven", "little"))
+def test_logits_as_the_model_has_them(ranks, cuts):
+    words = 997 if cuts == UNEVEN else 1003
+    given = {"old_logps": True, "scale": 4.0, "chunk_bytes": CHUNK}
+    cases = [
+        (cuts, {**given, "logits_dtype": "model", "bias": True, "softcap": 6.0}),
+        (cuts, {**given, "logits_dtype": "model", "config": config(entropy_coef=0.05)}),
+        (cuts, {**given, "vocab_size": words, "bias": True}),
+        (cuts, {**given, "vocab_size": words, "config": config(loss_type="gspo")}),
+    ]
     assert len([*check(ranks, cases)]) == len(cases)
 
 
@@ -196,6 +210,8 @@ def test_dtensors(ranks):
     "layout": "hidden_layout: expected one of replicated, partial; got 'sequence'",
     "layout alone": "expected None and 'replicated' without a vocab_group; got None and 'partial'",
     "mask on one": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
+    "vocab_size": "vocab_size: expected 503 to 1003, as every rank has a word of the vocabulary",
+    "vocab_size on one": "vocab_size (0: none): expected the same on all ranks; got [1000, 1001]",
     "sampled": "backward: expected 'exact' where ranks share the vocabulary; got 'sampled'",
     "capturable": "capturable: expected False where ranks share the vocabulary; got True",
     "support": "support: expected None where ranks share the vocabulary; got a support",

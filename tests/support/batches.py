@@ -109,6 +109,29 @@ def with_cross_entropy(batch: Batch) -> Batch:
     )
 
 
+def exact_batch(dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Batch:
+    """A batch whose raw logits are sums without a rounding, in float32 as in float64.
+
+    So that both round to the same neighbour in `dtype`.
+    """
+    batch = make_batch(**sizes)
+    for name, steps in (("hidden", 16), ("weight", 16), ("bias", 64)):
+        x = (getattr(batch, name) * steps).round() / steps
+        setattr(batch, name, x.clamp(-4, 4))
+    return batch.to("cpu", dtype)
+
+
+def with_padding(batch: Batch, words: int) -> Batch:
+    """The same with targets below `words`, and rows of the head beyond that win every softmax."""
+    beyond = torch.arange(len(batch.weight)) >= words
+    return replace(
+        batch,
+        targets=torch.where(batch.mask, batch.targets % words, batch.targets),
+        weight=torch.where(beyond[:, None], 10 * batch.weight, batch.weight),
+        bias=torch.where(beyond, 50.0, batch.bias),
+    )
+
+
 def packed(batch: Batch) -> Batch:
     """The same sequences one after the other, each up to its last token that takes part."""
     B, T = batch.mask.shape
@@ -227,6 +250,8 @@ def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict
         for k, v in options.items()
         if k not in ("mask", "advantages", "frozen") and not (exact and k in fast_only)
     }
+    if exact and kwargs.get("logits_dtype") == "model":
+        kwargs["logits_dtype"] = batch.hidden.dtype
     frozen = options.get("frozen", ())
     head = {}
     for name in HEAD:

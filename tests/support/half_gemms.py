@@ -2,11 +2,12 @@
 
 import torch
 
-from grpo_kernels import head_gradients, inputs, lm_head, sampled_gradients
+from grpo_kernels import head_call, head_gradients, lm_head, sampled_gradients
 
 
 def _mm(a, b, *, out):
-    assert a.dtype == b.dtype and a.dtype.itemsize == 2 and out.dtype == torch.float32
+    # What is asked for in the operands' own dtype is rounded to it.
+    assert a.dtype == b.dtype and a.dtype.itemsize == 2 and out.dtype in (torch.float32, a.dtype)
     out.copy_(a.float() @ b.float())
 
 
@@ -18,7 +19,7 @@ def _addmm(acc, a, b, *, beta=1.0):
 
 def imitate(monkeypatch, dtype):
     """Gives every head call GEMMs with operands of `dtype`, as CUDA has them."""
-    monkeypatch.setattr(inputs, "_gemm_dtype", lambda *_: dtype)
+    monkeypatch.setattr(head_call, "_gemm_dtype", lambda *_: dtype)
     for module in (lm_head, head_gradients, sampled_gradients):
         monkeypatch.setattr(module, "mm", _mm)
         monkeypatch.setattr(module, "addmm", _addmm)

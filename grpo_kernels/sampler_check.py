@@ -1,0 +1,108 @@
+"""Does the sampler round its logits, and does the policy? Both, or neither, is what one wants."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import check_tensor
+
+# A ratio of policy to sampler outside of these counts as far off.
+NEAR = (0.9, 1.1)
+# A rounding explains a difference that is smaller by this share under it.
+SHARE = 0.2
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class SamplerCheck(NamedTuple):
+    """How far a sampler's log-probs are from the policy's, for both roundings of the logits."""
+
+    tokens: int  # that count
+    rms_fp32: float  # root of the mean squared difference in nats, logits in float32
+    rms_model: float  # logits rounded to the model's dtype
+    outside_fp32: float  # share of tokens whose ratio is outside [0.9, 1.1]
+    outside_model: float
+
+    @property
+    def closer(self) -> str | None:
+        """The `logits_dtype` that is closer to the sampler by a fifth; None: neither."""
+        if self.rms_model < (1 - SHARE) * self.rms_fp32:
+            return "model"
+        return "fp32" if self.rms_fp32 < (1 - SHARE) * self.rms_model else None
+
+    @property
+    def advice(self) -> str:
+        """What brings the difference down."""
+        if self.closer == "model":
+            return (
+                "the sampler rounds its logits and the policy does not: give the sampler a head "
+                'in float32 (vLLM: --hf-overrides \'{"head_dtype": "float32"}\'), or round '
+                "here as well (logits_dtype='model')"
+            )
+        if self.closer == "fp32":
+            return "the sampler does not round its logits: keep logits_dtype='fp32'"
+        return (
+            "the rounding of logits does not explain the difference: compare weights, "
+            "temperature, kernels, and the dtype of the layers"
+        )
+
+    def __str__(self) -> str:
+        parts = (
+            f"logits in {name}: {rms:.2g} nats RMS, {outside:.1%} of tokens off by over a tenth"
+            for name, rms, outside in (
+                ("float32", self.rms_fp32, self.outside_fp32),
+                ("the model's dtype", self.rms_model, self.outside_model),
+            )
+        )
+        return f"sampler to policy over {self.tokens:,} tokens: {'; '.join(parts)}. {self.advice}"
+
+
+def check_sampler(
+    sampling_logps: Tensor, logps_fp32: Tensor, logps_model: Tensor, mask: Tensor | None = None
+) -> SamplerCheck:
+    """Tells which rounding of the logits the sampler's log-probs come from.
+
+    A head in bfloat16 rounds each logit to 8 bits, which moves log-probs by about a hundredth of a
+    nat. Where the sampler does it and the policy does not, or the other way round, every ratio of
+    the two is off by that, before anything was trained.
+
+        hidden = ...  # of the policy that sampled
+        fp32 = linear_logprobs(hidden, weight, targets, mask=mask).logps
+        model = linear_logprobs(hidden, weight, targets, mask=mask, logits_dtype="model").logps
+        print(check_sampler(sampling_logps, fp32, model, mask))
+
+    Args:
+        sampling_logps: log-probs as the sampler reported them, in any shape; NaN where it reported
+            none.
+        logps_fp32: of the same tokens by the policy that sampled, from logits in float32.
+        logps_model: the same from logits in the model's dtype.
+        mask: the tokens that count, bool or 0/1; None: all.
+
+    Returns:
+        Differences under both roundings, and `advice`; `print` shows all of it. Waits for the
+        device.
+
+    Raises:
+        TypeError, ValueError: no tensors of one shape, or no token that counts.
+    """
+    given = {"sampling_logps": sampling_logps, "logps_fp32": logps_fp32, "logps_model": logps_model}
+    shape = check_tensor("sampling_logps", sampling_logps).shape
+    for name, x in given.items():
+        check_tensor(name, x, shape=shape, dtypes=FLOATS, device=sampling_logps.device)
+    counts = ~sampling_logps.isnan()
+    if mask is not None:
+        check_tensor("mask", mask, shape=shape, device=sampling_logps.device)
+        counts &= mask != 0
+    tokens = int(counts.sum())
+    if not tokens:
+        raise ValueError("mask, sampling_logps: expected a token that counts; got none")
+    found = []
+    for logps in (logps_fp32, logps_model):
+        gap = logps[counts].float() - sampling_logps[counts].float()
+        ratio = gap.exp()
+        outside = (ratio < NEAR[0]) | (ratio > NEAR[1])
+        found.append((gap.square().mean().sqrt().item(), outside.float().mean().item()))
+    (rms_fp32, outside_fp32), (rms_model, outside_model) = found
+    return SamplerCheck(tokens, rms_fp32, rms_model, outside_fp32, outside_model)

@@ -1,0 +1,220 @@
+"""Logits as the model's own head has them: rounded to its dtype, and of words that exist alone."""
+
+import pytest
+import torch
+
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from tests.support.batches import (
+    config,
+    exact_batch,
+    make_batch,
+    packed,
+    relative_error,
+    with_padding,
+)
+from tests.support.half_gemms import imitate
+from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
+
+ROUNDED = {"logits_dtype": "model"}
+# Rows that are words, of the batch's 1003.
+WORDS = 997
+
+
+def low_rank_of(batch, rank=4):
+    g = torch.Generator().manual_seed(3)
+    shapes = ((*batch.targets.shape, rank), (len(batch.weight), rank))
+    a, b = (torch.randint(-4, 5, shape, generator=g) / 8 for shape in shapes)
+    return a.to(batch.hidden.dtype), b.to(batch.hidden.dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_logits_are_rounded_as_the_model_rounds_them(option, backend):
+    config_options, options = OPTIONS[option]
+    options = {**options, **ROUNDED, "config": config(**config_options), "scale": 4.0}
+    expect_equal(exact_batch(), {**options, "backend": backend, "chunk_bytes": CHUNK})
+
+
+@pytest.mark.parametrize("objective", ("gspo", "top_entropy", "is_sequence_on_policy"))
+def test_objectives_in_two_passes(objective):
+    options = {**objective_options(objective), **ROUNDED, "chunk_bytes": CHUNK, "scale": 4.0}
+    expect_equal(packed(exact_batch()), options)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
+@pytest.mark.parametrize("option", ("old_logps", "entropy", "everything"))
+def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
+    imitate(monkeypatch, dtype)
+    config_options, options = OPTIONS[option]
+    options = {**options, **ROUNDED, "config": config(**config_options), "scale": 4.0}
+    batch = exact_batch(dtype, B=8, T=16)
+    expect_equal(batch, {**options, "chunk_bytes": 24 * 1003 * 5}, tolerance=5e-3)
+
+
+def test_an_adapter_is_part_of_what_is_rounded():
+    batch = exact_batch()
+    low_rank = low_rank_of(batch)
+    results = []
+    for call, dtype, rounded in (
+        (reference.fused_grpo_loss, torch.float64, torch.bfloat16),
+        (fused_grpo_loss, torch.bfloat16, "model"),
+    ):
+        pair = tuple(x.to(dtype).requires_grad_() for x in low_rank)
+        head = [x.to(dtype) for x in (batch.hidden, batch.weight)]
+        out = call(
+            *head, batch.targets, batch.advantages, batch.mask, old_logps=batch.old_logps,
+            low_rank=pair, bias=batch.bias.to(dtype), logits_dtype=rounded,
+        )  # fmt: skip
+        out.loss.backward()
+        results.append((out.logps, *(x.grad for x in pair)))
+    (truth, *d_truth), (logps, *d_pair) = results
+    assert (logps - truth).abs().max() < 1e-4
+    for mine, expected in zip(d_pair, d_truth, strict=True):
+        assert relative_error(mine, expected) < 5e-3
+
+
+def test_log_probs_are_those_of_an_eager_head_in_bf16():
+    batch = make_batch().to("cpu", torch.bfloat16)
+    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
+    targets = batch.targets.clamp(min=0)
+    logits = torch.nn.functional.linear(hidden, batch.weight)
+    assert logits.dtype == torch.bfloat16
+    eager = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    ours = linear_logprobs(hidden, batch.weight, targets, **ROUNDED).logps
+    unrounded = linear_logprobs(hidden, batch.weight, targets).logps
+    # A sum that lies between two bf16 numbers may go the other way.
+    gaps = (ours - eager).abs()
+    assert gaps.median() < 1e-5 and gaps.mean() < 0.05 * (unrounded - eager).abs().mean()
+
+
+def test_nothing_is_rounded_in_float32():
+    batch = make_batch()
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    assert torch.equal(fused_grpo_loss(*args).logps, fused_grpo_loss(*args, **ROUNDED).logps)
+
+
+def test_autocast_says_what_the_model_s_dtype_is():
+    batch = exact_batch()
+    args = (batch.hidden.float(), batch.weight.float(), batch.targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = linear_logprobs(*args, mask=batch.mask, **ROUNDED).logps
+    half = linear_logprobs(
+        batch.hidden, batch.weight, batch.targets, mask=batch.mask, **ROUNDED
+    ).logps
+    assert torch.equal(ours, half)
+
+
+def test_a_sampled_backward_of_rounded_logits():
+    """Unbiased for the gradient of the rounded ones: the mean of many draws comes close to it."""
+    batch = exact_batch(B=8, T=16)
+    args = (batch.targets, batch.advantages, batch.mask)
+
+    def d_hidden(**options):
+        hidden = batch.hidden.clone().requires_grad_()
+        fused_grpo_loss(hidden, batch.weight, *args, **ROUNDED, **options).loss.backward()
+        return hidden.grad.float()
+
+    exact = d_hidden()
+    draws = [d_hidden(backward="sampled", tolerance=0.3, seed=s) for s in range(30)]
+    one, mean = draws[0], torch.stack(draws).mean(0)
+    assert relative_error(mean, exact) < 0.5 * relative_error(one, exact) or torch.equal(one, exact)
+
+
+def test_words_of_a_support_are_rounded_too():
+    batch = exact_batch()
+    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
+    targets = batch.targets.clamp(min=0)
+    N, K = targets.numel(), 9
+    others = torch.stack([torch.randperm(1003)[:K] for _ in range(N)])
+    ids = torch.cat([targets.reshape(-1, 1), others], 1)
+    rows = [row.unique() for row in ids]
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    support = (torch.cat(rows), offsets)
+    options = {"bias": batch.bias, "support": support}
+    ours = linear_logprobs(hidden, batch.weight, targets, **ROUNDED, **options).logps
+    exact = reference.linear_logprobs(
+        hidden.double(), batch.weight.double(), targets, logits_dtype=torch.bfloat16,
+        bias=batch.bias.double(), support=support,
+    ).logps  # fmt: skip
+    assert (ours - exact).abs().max() < 1e-4
+    assert not torch.allclose(
+        ours, linear_logprobs(hidden, batch.weight, targets, **options).logps, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", ("bias", "entropy", "everything"))
+def test_rows_beyond_the_vocabulary_do_not_exist(option, backend):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(**config_options), "vocab_size": WORDS}
+    actual = expect_equal(
+        with_padding(make_batch(), WORDS),
+        {**options, "backend": backend, "chunk_bytes": CHUNK, "bias": True},
+    )
+    for name in ("weight", "bias"):
+        assert not actual.gradients[name][WORDS:].any() and actual.gradients[name][:WORDS].any()
+
+
+@pytest.mark.parametrize("objective", ("gspo", "top_entropy"))
+def test_rows_beyond_the_vocabulary_in_two_passes(objective):
+    options = {**objective_options(objective), "vocab_size": WORDS, "chunk_bytes": CHUNK}
+    expect_equal(with_padding(make_batch(), WORDS), options)
+
+
+@pytest.mark.parametrize("option", ("old_logps", "everything"))
+def test_rows_beyond_the_vocabulary_in_half_precision(option, monkeypatch):
+    imitate(monkeypatch, torch.bfloat16)
+    config_options, options = OPTIONS[option]
+    batch = with_padding(make_batch(), WORDS).to("cpu", torch.bfloat16)
+    options = {**options, "config": config(**config_options), "vocab_size": WORDS}
+    expect_equal(batch, {**options, "chunk_bytes": 24 * 1003 * 5}, tolerance=5e-3)
+
+
+def test_rows_beyond_the_vocabulary_of_an_adapter():
+    batch, rank = with_padding(make_batch(), WORDS), 4
+    g = torch.Generator().manual_seed(0)
+    pairs = []
+    for call, dtype, more in (
+        (reference.linear_logprobs, torch.float64, {}),
+        (linear_logprobs, torch.float32, {"entropy": True}),
+    ):
+        g.manual_seed(0)
+        a = torch.randn(*batch.targets.shape, rank, generator=g).to(dtype).requires_grad_()
+        b = torch.randn(len(batch.weight), rank, generator=g).to(dtype).requires_grad_()
+        out = call(
+            batch.hidden.to(dtype), batch.weight.to(dtype), batch.targets, mask=batch.mask,
+            low_rank=(a, b), vocab_size=WORDS, **more,
+        )  # fmt: skip
+        (out.logps.sum() + 0.3 * out.entropy.sum()).backward()
+        pairs.append((a.grad, b.grad))
+    for mine, truth in zip(*reversed(pairs), strict=True):
+        assert relative_error(mine, truth) < 2e-5
+    assert not pairs[1][1][WORDS:].any()
+
+
+def test_a_sampled_backward_keeps_words_alone():
+    batch = with_padding(make_batch(), WORDS)
+    weight = batch.weight.clone().requires_grad_()
+    out = fused_grpo_loss(
+        batch.hidden, weight, batch.targets, batch.advantages, batch.mask, vocab_size=WORDS,
+        backward="sampled", tolerance=0.3, seed=0,
+    )  # fmt: skip
+    out.loss.backward()
+    assert not weight.grad[WORDS:].any() and weight.grad[:WORDS].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
+        ({"vocab_size": 0}, ValueError, "vocab_size: expected 1 to 1003"),
+        ({"vocab_size": 1004}, ValueError, "vocab_size: expected 1 to 1003, the rows of weight"),
+        ({"vocab_size": 7.0}, TypeError, "vocab_size: expected an int"),
+        ({"vocab_size": 500}, ValueError, "targets: expected"),
+    ],
+)
+def test_errors(options, error, message):
+    batch = make_batch()
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    with pytest.raises(error, match=message):
+        fused_grpo_loss(*args, **options)

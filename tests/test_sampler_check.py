@@ -1,0 +1,116 @@
+"""Whether a sampler rounds its logits as the policy does, by its log-probs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_kernels import check_sampler, linear_logprobs
+from grpo_kernels.training.rollout import GenerateRollout
+from tests.support.batches import make_batch
+from tests.support.tiny_models import make_tokenizer
+from tests.support.trainer_runs import config_of, trainer_of
+
+HERE = "logits_dtype='model'"
+THERE = "--hf-overrides"
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Log-probs of a policy in bf16: from float32 logits, from rounded ones, of an eager head."""
+    batch = make_batch(B=8, T=32).to("cpu", torch.bfloat16)
+    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
+    targets = batch.targets.clamp(min=0)
+    fp32, model = (
+        linear_logprobs(hidden, batch.weight, targets, logits_dtype=dtype).logps
+        for dtype in ("fp32", "model")
+    )
+    logits = torch.nn.functional.linear(hidden, batch.weight)
+    log_p = logits.float().log_softmax(-1)
+    eager = log_p.gather(-1, targets[..., None])[..., 0]
+    return fp32, model, eager, batch.mask
+
+
+def test_a_sampler_that_rounds(scored):
+    fp32, model, eager, mask = scored
+    check = check_sampler(eager, fp32, model, mask)
+    assert check.closer == "model" and check.rms_model < 0.2 * check.rms_fp32
+    assert check.outside_fp32 >= check.outside_model and check.tokens == int(mask.sum())
+    assert HERE in check.advice and THERE in check.advice
+    assert check.advice in str(check) and f"{check.rms_fp32:.2g} nats RMS" in str(check)
+
+
+def test_a_sampler_in_float32(scored):
+    fp32, model, _, mask = scored
+    check = check_sampler(fp32 + 1e-5, fp32, model, mask)
+    assert check.closer == "fp32" and "keep logits_dtype='fp32'" in check.advice
+    assert check.rms_fp32 == pytest.approx(1e-5, rel=0.05)
+
+
+def test_another_difference_is_not_explained(scored):
+    fp32, model, eager, mask = scored
+    noise = 0.5 * torch.randn(fp32.shape, generator=torch.Generator().manual_seed(0))
+    check = check_sampler(eager + noise, fp32, model, mask)
+    assert check.closer is None and "does not explain" in check.advice
+    assert 0.5 < check.outside_fp32 < 1
+    assert check_sampler(fp32, fp32, fp32).closer is None
+
+
+def test_what_counts(scored):
+    fp32, model, eager, _ = scored
+    sampled = eager.clone()
+    sampled[0] = torch.nan
+    mask = torch.zeros_like(fp32, dtype=torch.bool)
+    mask[:2] = True
+    some = check_sampler(sampled, fp32, model, mask)
+    assert some == check_sampler(eager[1], fp32[1], model[1]) and some.tokens == fp32.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sampling_logps": [0.0]}, TypeError, "sampling_logps: expected a tensor; got list"),
+        ({"logps_model": torch.zeros(3)}, ValueError, r"logps_model: expected shape \[2\]"),
+        ({"logps_fp32": torch.zeros(2).long()}, TypeError, "logps_fp32: expected dtype float32"),
+        ({"mask": torch.zeros(2)}, ValueError, "expected a token that counts; got none"),
+        ({"mask": torch.zeros(3)}, ValueError, r"mask: expected shape \[2\]"),
+    ],
+)
+def test_errors(change, error, message):
+    names = ("sampling_logps", "logps_fp32", "logps_model")
+    with pytest.raises(error, match=message):
+        check_sampler(**{**{name: torch.zeros(2) for name in names}, **change})
+
+
+class RoundingSampler(GenerateRollout):
+    """Reports log-probs of a head that rounds its logits, or of one that does not."""
+
+    logits_dtype = "model"
+
+    def __call__(self, prompts, count, sampling):
+        completions = super().__call__(prompts, count, sampling)
+        model = self.policy.model
+        for i, completion in enumerate(completions):
+            ids = [*prompts[i // count], *completion.token_ids]
+            with torch.no_grad():
+                hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0]
+            n = len(completion.token_ids)
+            logps = linear_logprobs(
+                hidden[-n - 1 : -1], model.lm_head.weight, torch.tensor(completion.token_ids),
+                logits_dtype=self.logits_dtype,
+            ).logps  # fmt: skip
+            completions[i] = replace(completion, logps=logps.tolist())
+        return completions
+
+
+@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.parametrize("ours", ("fp32", "model"))
+@pytest.mark.parametrize("theirs", ("fp32", "model"))
+def test_the_trainer_warns_in_its_first_step(tiny_model, tmp_path, capsys, ours, theirs):
+    config = config_of(tiny_model, tmp_path, dtype="bf16", logits_dtype=ours)
+    sampler = type("Sampler", (RoundingSampler,), {"logits_dtype": theirs})
+    trainer_of(config, rollout=lambda policy: sampler(policy, make_tokenizer())).train()
+    told = capsys.readouterr().out
+    assert told.count("sampler to policy over") == (ours != theirs)
+    if ours != theirs:
+        assert (THERE if theirs == "model" else "keep logits_dtype='fp32'") in told
