@@ -8,6 +8,7 @@ differentiated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ def fused_grpo_loss(
     softcap: float | None = None,
     logits_dtype: str = "fp32",
     vocab_size: int | None = None,
+    batch_invariant: bool = False,
+    matmul: Callable[[Tensor, Tensor], Tensor] | None = None,
     skip_untrained: bool = False,
     backward: str = "exact",
     tolerance: float | None = None,
@@ -123,6 +126,13 @@ def fused_grpo_loss(
             what a sampler of that dtype saw. Gradients pass through the rounding.
         vocab_size: words of the vocabulary; rows of `weight`, `bias` and `lora_b` beyond it are
             padding: they are in no softmax, and their gradient is 0. None: there are none.
+        batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
+            whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
+            shape, 64 rows on a CPU and 256 on a GPU, padded where there are fewer. `weight`'s
+            gradient is a sum over tokens, which is as reproducible, and not invariant.
+        matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where
+            logits and the gradient of `hidden` are computed: that of a batch-invariant sampler,
+            say. What it rounds is rounded. None: torch's.
         skip_untrained: also leaves tokens whose gradient is known to be 0 beforehand (advantage or
             importance sampling weight 0, no KL, no entropy term; in two passes: whole sequences of
             advantage 0) out of the forward. The gradients are the same; the `logps` of these
@@ -213,6 +223,8 @@ def fused_grpo_loss(
         softcap=softcap,
         logits_dtype=logits_dtype,
         vocab_size=vocab_size,
+        batch_invariant=batch_invariant,
+        matmul=matmul,
         cu_seqlens=cu_seqlens,
         backward=backward,
         tolerance=tolerance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 # Noise of the sampled backward, relative to the gradient.
 DEFAULT_TOLERANCE = 5e-3
 LOGITS_DTYPES = ("fp32", "model")
+# Rows of every GEMM of a batch-invariant call: few lost in a call's last tile, and on a GPU enough
+# that the weight is not read too often.
+_CPU_TILE_ROWS, _GPU_TILE_ROWS = 64, 256
+
+Matmul = Callable[[Tensor, Tensor], Tensor]
 
 
 class HeadOperands(NamedTuple):
@@ -75,6 +81,8 @@ class HeadCall:
     chunk_bytes: int | None
     columns: int  # of the weight's rows, those that are words of the vocabulary
     rounding: torch.dtype | None  # what logits are rounded to; None: they are float32
+    tile: int | None  # rows of every GEMM whose result is of rows; None: any
+    matmul: Matmul | None  # the caller's own product; None: torch's
     support: Support | None = None  # of tokens that are then not in `mask`
     with_grad: Tensor | None = None  # bool [N], those of them that may have a gradient; None: all
     shard: VocabShard | None = None  # of the vocabulary, if ranks share it
@@ -112,6 +120,8 @@ def head_call(
     capturable: bool,
     logits_dtype: str = "fp32",
     vocab_size: int | None = None,
+    batch_invariant: bool = False,
+    matmul: Matmul | None = None,
     vocab_group: object = None,
     vocab_start: object = None,
     hidden_layout: str = "replicated",
@@ -135,6 +145,14 @@ def head_call(
         raise ValueError(
             "backward: expected 'exact' with capturable=True, as the other one reads how many "
             "columns it keeps; got 'sampled'"
+        )
+    tile = _tile(batch_invariant, hidden.device)
+    if matmul is not None and not callable(matmul):
+        raise TypeError(f"matmul: expected a function of two tensors, or None; got {matmul!r}")
+    if sampling is not None and (tile or matmul):
+        raise ValueError(
+            "backward: expected 'exact' with batch_invariant=True or a matmul, as which columns "
+            "are drawn depends on the whole batch; got 'sampled'"
         )
     (V, H), N = weight.shape, hidden.shape[:-1].numel()
     rounding = _rounding(logits_dtype, hidden, weight)
@@ -198,6 +216,8 @@ def head_call(
         chunk_bytes=chunk_bytes,
         columns=V,
         rounding=rounding,
+        tile=tile,
+        matmul=matmul,
         shard=shard,
         here=here,
     )
@@ -238,6 +258,14 @@ def _rounding(logits_dtype: object, hidden: Tensor, weight: Tensor) -> torch.dty
     if torch.is_autocast_enabled(device):
         own = torch.get_autocast_dtype(device)
     return None if own == torch.float32 else own
+
+
+def _tile(batch_invariant: object, device: torch.device) -> int | None:
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant: expected a bool; got {batch_invariant!r}")
+    if not batch_invariant:
+        return None
+    return _CPU_TILE_ROWS if device.type == "cpu" else _GPU_TILE_ROWS
 
 
 def _check_vocab_size(vocab_size: object, most: int | None) -> None:

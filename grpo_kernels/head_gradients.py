@@ -137,7 +137,8 @@ class HeadGradients:
         if self.d_hidden is not None:
             sums += self._put(self.d_hidden, rows, head.times_weight(d_logits), factors)
         if self.d_lora_a_out is not None and lora_b is not None:
-            sums += self._put(self.d_lora_a_out, rows, times_lora_b(d_logits, lora_b), factors)
+            share = head.times_lora_b(d_logits, lora_b)
+            sums += self._put(self.d_lora_a_out, rows, share, factors)
         if self.d_weight is not None:
             hidden = _times(rows.hidden, factors, head.dtype)
             for columns in head.column_slices():
@@ -219,13 +220,6 @@ def _times(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
     if factors is None:
         return x.to(dtype)
     return torch.mul(x, factors[:, None], out=torch.empty_like(x, dtype=dtype))
-
-
-def times_lora_b(d_logits: Tensor, lora_b: Tensor) -> Tensor:
-    """`d_logits @ lora_b`, float32 `[C, r]`, from `[C, K]`."""
-    out = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
-    mm(d_logits, lora_b.to(d_logits.dtype), out=out)
-    return out
 
 
 def put_rows(

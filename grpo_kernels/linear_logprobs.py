@@ -52,6 +52,8 @@ def linear_logprobs(
     softcap: float | None = None,
     logits_dtype: str = "fp32",
     vocab_size: int | None = None,
+    batch_invariant: bool = False,
+    matmul: Callable[[Tensor, Tensor], Tensor] | None = None,
     entropy: bool = False,
     backward: str = "exact",
     tolerance: float | None = None,
@@ -91,6 +93,9 @@ def linear_logprobs(
             `fused_grpo_loss`.
         vocab_size: words of the vocabulary, where rows of `weight` beyond it are padding, as in
             `fused_grpo_loss`.
+        batch_invariant: as in `fused_grpo_loss`; with it log-probs of the same weights are equal
+            bits, so that a ratio of them is exactly 1.
+        matmul: as in `fused_grpo_loss`.
         entropy: computes the entropy, too.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
             percent of the vocabulary's columns; exact ones where that is faster, or is predicted
@@ -146,6 +151,8 @@ def linear_logprobs(
         softcap=softcap,
         logits_dtype=logits_dtype,
         vocab_size=vocab_size,
+        batch_invariant=batch_invariant,
+        matmul=matmul,
         cu_seqlens=None,
         backward=backward,
         tolerance=tolerance,

@@ -68,7 +68,7 @@ class LMHead:
         self.dtype, self.operands, self.call = call.dtype, operands, call
         # A GEMM that rounds its result is enough where nothing is added to that.
         in_gemm = call.rounding == call.dtype and operands.bias is None and self.lora_b is None
-        self.buffer = self.new_rows(max_rows, call.dtype if in_gemm else torch.float32)
+        self.buffer = self.new_rows(self.padded(max_rows), call.dtype if in_gemm else torch.float32)
 
     @cached_property
     def weight(self) -> Tensor:
@@ -91,6 +91,15 @@ class LMHead:
         weight = self.operands.weight
         length = self.V if weight.device.type == "cpu" else -(-self.V // 64) * 64
         return weight.new_empty((count, length), dtype=dtype)[:, : self.V]
+
+    def padded(self, count: int) -> int:
+        """`count`, or what whole tiles of rows there are for it."""
+        tile = self.call.tile
+        return count if tile is None else -(-count // tile) * tile
+
+    def tiles(self, count: int) -> Iterator[slice]:
+        """Cuts `count` rows, padding included, into those of one GEMM each."""
+        return slices(0, count, self.call.tile or max(count, 1))
 
     def strips(self, count: int) -> Iterator[slice]:
         """Cuts `count` rows into as many as have their logits in the buffer at a time."""
@@ -124,18 +133,23 @@ class LMHead:
 
         Rounded, and with their bias, where the call asks for rounded ones; else float32.
         """
-        out = self.buffer[: len(rows.hidden)]
+        count = len(rows.hidden)
+        out = self.buffer[: self.padded(count)]
+        hidden = pad_rows(rows.hidden, len(out))
         at_once = self.V
         if out.device.type == "cpu":
             at_once = _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
         for columns, weight in self.weight_slices(at_once):
-            mm(rows.hidden, weight.t(), out=out[:, columns])
+            for tile in self.tiles(len(out)):
+                self._mm(hidden[tile], weight.t(), out=out[tile, columns])
         lora_b = self.lora_b
         if rows.lora_a_out is not None and lora_b is not None:
-            # In float32: it costs little, and an adapter's steps are smaller than bf16's.
-            addmm(out, rows.lora_a_out, lora_b.float().t())
+            a_out, lora_b = pad_rows(rows.lora_a_out, len(out)), lora_b.float()
+            for tile in self.tiles(len(out)):
+                # In float32: it costs little, and an adapter's steps are smaller than bf16's.
+                addmm(out[tile], a_out[tile], lora_b.t())
         bias = self.operands.bias
-        return self._rounded(out, None if bias is None else bias[: self.V])
+        return self._rounded(out[:count], None if bias is None else bias[: self.V])
 
     def columns(self, rows: Rows, ids: Tensor) -> Tensor:
         """Raw logits of the columns `ids`, float32 `[C, K]`, in memory of their own."""
@@ -162,10 +176,39 @@ class LMHead:
 
     def times_weight(self, d_logits: Tensor) -> Tensor:
         """`d_logits @ weight`, float32 `[C, H]`, from `[C, V]`."""
-        out = d_logits.new_empty((len(d_logits), self.H), dtype=torch.float32)
+        count = len(d_logits)
+        out = d_logits.new_empty((self.padded(count), self.H), dtype=torch.float32)
+        tiles = [(out[tile], self.tile_of(d_logits, tile)) for tile in self.tiles(len(out))]
         for index, (columns, weight) in enumerate(self.weight_slices(self.V)):
-            addmm(out, d_logits[:, columns], weight, beta=float(index > 0))
-        return out
+            for share, part in tiles:
+                self._addmm(share, part[:, columns], weight, beta=float(index > 0))
+        return out[:count]
+
+    def times_lora_b(self, d_logits: Tensor, lora_b: Tensor) -> Tensor:
+        """`d_logits @ lora_b`, float32 `[C, r]`, from `[C, K]`."""
+        count, lora_b = len(d_logits), lora_b.to(d_logits.dtype)
+        out = d_logits.new_empty((self.padded(count), lora_b.shape[1]), dtype=torch.float32)
+        for tile in self.tiles(len(out)):
+            mm(self.tile_of(d_logits, tile), lora_b, out=out[tile])
+        return out[:count]
+
+    def tile_of(self, x: Tensor, tile: slice) -> Tensor:
+        """The rows `tile` of x, padded where x ends within it."""
+        return pad_rows(x[tile], tile.stop - tile.start)
+
+    def _mm(self, a: Tensor, b: Tensor, *, out: Tensor) -> None:
+        if self.call.matmul is None:
+            mm(a, b, out=out)
+        else:
+            out.copy_(self.call.matmul(a, b))
+
+    def _addmm(self, acc: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:
+        if self.call.matmul is None:
+            addmm(acc, a, b, beta=beta)
+        elif beta:
+            acc.add_(self.call.matmul(a, b))
+        else:
+            acc.copy_(self.call.matmul(a, b))
 
     def weight_slices(self, at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """W in the GEMMs' dtype, at most so many rows at a time."""
@@ -203,6 +246,12 @@ def _unaligned_columns(weight: Tensor) -> int:
     if V % 8 == 0 or weight.device.type != "cuda" or weight.dtype == torch.float32:
         return 0
     return V % 64 if gpu(weight.device).major < 9 else 0
+
+
+def pad_rows(x: Tensor, count: int) -> Tensor:
+    """Adds rows of zeros to x, up to `count` in all."""
+    missing = count - len(x)
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def round_(x: Tensor, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ from .column_sampling import (
     row_blocks,
 )
 from .head_call import ColumnSampling, HeadCall, HeadOperands
-from .head_gradients import HeadGradients, put_rows, times_lora_b
+from .head_gradients import HeadGradients, put_rows
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
 from .row_plan import RowPlan
@@ -109,7 +109,8 @@ class KeptColumnGradients(HeadGradients):
     ) -> None:
         ids = kept.ids.long()
         if self.d_lora_a_out is not None:
-            put_rows(self.d_lora_a_out, rows.index, times_lora_b(d_logits, lora_b[ids]))
+            share = self.head.times_lora_b(d_logits, lora_b[ids])
+            put_rows(self.d_lora_a_out, rows.index, share)
         if self.d_lora_b is not None and rows.lora_a_out is not None:
             share = self.d_lora_b.new_empty((len(ids), lora_b.shape[1]))
             mm(d_logits.t(), rows.lora_a_out.to(d_logits.dtype), out=share)

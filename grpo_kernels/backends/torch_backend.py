@@ -48,7 +48,7 @@ def token_stats(
         in_place = may_overwrite and z.is_contiguous()
         p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
         # softmax adds up less exactly than sum: its probabilities are off by one factor per row.
-        total = p.sum(1)
+        total = _row_sums(p)
         # The largest of them is that factor over the sum of e^(z - peak).
         log_total = (total / p.amax(1)).log()
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
@@ -79,9 +79,14 @@ def _sum_of_products(p: Tensor, shifted: Tensor) -> Tensor:
     # A logit of -inf would give 0 * -inf.
     if p.device.type != "cpu":
         return (p * shifted.clamp(min=-1e4)).sum(1)
-    dot = shifted.mul_(p).sum(1)
+    dot = _row_sums(shifted.mul_(p))
     # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
-    return dot if not dot.isnan().any() else torch.where(p > 0, shifted, 0.0).sum(1)
+    return dot if not dot.isnan().any() else _row_sums(torch.where(p > 0, shifted, 0.0))
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """The sum of each row; of one as of many, where torch would cut a single one among threads."""
+    return x.sum(1) if len(x) > 1 else x.expand(2, -1).sum(1)[:1]
 
 
 def _softcap_slope(z: Tensor, transform: LogitTransform) -> Tensor | None:
@@ -277,9 +282,11 @@ def _slices(count: int, width: int) -> Iterator[slice]:
 def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
     if block_bytes is None:
         block_bytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
-    step = max(1, block_bytes // (4 * logits.shape[1]))
-    for start in range(0, logits.shape[0], step):
-        yield slice(start, min(start + step, logits.shape[0]))
+    count, step = len(logits), max(1, block_bytes // (4 * logits.shape[1]))
+    while step > 2 and count % step == 1:
+        step -= 1  # a block of one row would be worked through in another way
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
 
 
 def _transformed(raw: Tensor, transform: LogitTransform) -> Tensor:

@@ -23,12 +23,17 @@ EXAMPLE = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
     "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
 )
-# A small model follows examples rather than instructions, and gets less wrong in short ones.
+# A small model follows examples rather than instructions: one with two steps, and one of each kind
+# that it does not show.
 WORD_PROBLEM = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
     "<think>4 * 6 = 24, 24 - 5 = 19</think><answer>19</answer>\n\n"
     "Question: Bo has 7 stamps and finds 5 more. How many stamps does Bo have?\n"
-    "<think>7 + 5 = 12</think><answer>12</answer>\n\nQuestion: {}\n"
+    "<think>7 + 5 = 12</think><answer>12</answer>\n\n"
+    "Question: 12 plums are shared by 3 children. How many plums does each child get?\n"
+    "<think>12 / 3 = 4</think><answer>4</answer>\n\n"
+    "Question: There are 15 cars. 8 drive away. How many cars are left?\n"
+    "<think>15 - 8 = 7</think><answer>7</answer>\n\nQuestion: {}\n"
 )
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
 OFFLINE = "word_problems, additions, a task of reasoning-gym, or a file of your own"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +157,18 @@ class Trainer:
             self.reference.refresh(self.policy)
         clock = metrics.Clock(self.accelerator.device)
         samples = self._sample(problems, clock)
+        minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
-            self._score(samples)
+            self._score(samples, minibatches)
             rounds = self.step == 1 and ranks.gemm_dtype(self.config) != "float32"
             if rounds and samples.sampling_logps is not None:
                 self._check_sampler(samples, samples.sampling_logps)
-        minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("train"):
-            numbered = enumerate(minibatches * self.config.epochs_per_rollout)
-            updates = [self._update(samples, number, rows) for number, rows in numbered]
+            updates = [self._update(samples, 0, minibatches[0])]
+            if samples.old_logps is None and samples.logps is not None:
+                samples.old_logps = samples.logps.clone()  # of the policy that sampled
+            rest = (minibatches * self.config.epochs_per_rollout)[1:]
+            updates += [self._update(samples, number, rows) for number, rows in enumerate(rest, 1)]
         return self._row(samples, updates, clock), samples
 
     # Sampling and judging
@@ -241,17 +245,16 @@ class Trainer:
 
     # Log-probs by other policies, and by this one before its updates
 
-    def _score(self, samples: Samples) -> None:
+    def _score(self, samples: Samples, minibatches: Plan) -> None:
         config = self.config
         plan = self._plan(samples, range(len(samples.texts)))
-        # With one update per rollout the policy is still the one that sampled: the ratio is 1.
-        needs_old = config.updates_per_step > 1
-        needs_entropy = config.top_entropy_quantile < 1
-        if needs_old or needs_entropy:
-            old, entropy = self._logps(self.policy, samples, plan, entropy=needs_entropy)
-            samples.old_logps = old if needs_old else None
-            if needs_entropy:
-                samples.entropy_threshold = self._entropy_threshold(samples, entropy)
+        # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
+        if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
+            parts = [self._plan(samples, self._trained(samples, rows)) for rows in minibatches]
+            samples.old_logps, _ = self._logps(self.policy, samples, [*chain(*parts)])
+        if config.top_entropy_quantile < 1:
+            _, entropy = self._logps(self.policy, samples, plan, entropy=True)
+            samples.entropy_threshold = self._entropy_threshold(samples, entropy)
         if self.reference is not None:
             with self.reference.active(self.policy) as reference:
                 samples.ref_logps, _ = self._logps(reference, samples, plan)
@@ -301,7 +304,7 @@ class Trainer:
         rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        trained = [i for i in rows if self._has_gradient(samples, i)]
+        trained = self._trained(samples, rows)
         if number == 0 and samples.sampling_logps is not None and not trained:
             # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
             trained = [i for i in rows if samples.token_counts[i]][: config.micro_batch_size]
@@ -345,12 +348,12 @@ class Trainer:
             "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
         }  # fmt: skip
 
-    def _has_gradient(self, samples: Samples, row: int) -> bool:
-        """False for a completion that the update may leave out."""
+    def _trained(self, samples: Samples, rows: Sequence[int]) -> list[int]:
+        """The completions of `rows` that an update may not leave out."""
         c = self.config
         if not c.skip_untrained or c.beta or c.entropy_coef:
-            return True
-        return samples.has_advantage[row] and samples.token_counts[row] > 0
+            return list(rows)
+        return [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
 
     def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""

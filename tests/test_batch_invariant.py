@@ -1,0 +1,196 @@
+"""The bits of a token do not depend on what else is in the call, its order or its chunks."""
+
+import pytest
+import torch
+
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
+from tests.support.batches import config, make_batch, packed, relative_error
+from tests.support.half_gemms import imitate
+from tests.support.head_options import BACKENDS, OPTIONS, expect_equal, objective_options
+
+INVARIANT = {"batch_invariant": True}
+V, H, WORDS = 1003, 48, 1000
+N = 150  # three tiles, the last one short
+
+
+def tokens(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, H, generator=g).to(dtype)
+    targets = torch.randint(WORDS, (N,), generator=g)
+    hidden = 0.2 * weight[targets].float() + torch.randn(N, H, generator=g)
+    per_token = {
+        "advantages": torch.randn(N, generator=g), "old_logps": torch.randn(N, generator=g) - 5,
+        "temperature": 0.7 + torch.rand(N, generator=g),
+        "a_out": torch.randn(N, 4, generator=g), "d": torch.randn(3, N, generator=g),
+    }  # fmt: skip
+    lora_b, bias = 0.3 * torch.randn(V, 4, generator=g), torch.randn(V, generator=g)
+    return hidden.to(dtype), weight, targets, per_token, lora_b, bias
+
+
+def some_of(rows, call, dtype=torch.float32, adapter=True, **options):
+    """The results of a call over `rows` of the tokens, with their gradients."""
+    hidden, weight, targets, given, lora_b, bias = tokens(dtype)
+    hidden = hidden[rows].clone().requires_grad_()
+    a_out = given["a_out"][rows].clone().requires_grad_()
+    head = (hidden, weight, targets[rows])
+    options = {**INVARIANT, "temperature": given["temperature"][rows], "bias": bias, **options}
+    if adapter:
+        options["low_rank"] = (a_out, lora_b)
+    if call == "loss":
+        out = fused_grpo_loss(
+            *head, given["advantages"][rows], old_logps=given["old_logps"][rows], num_items=N,
+            config=GRPOLossConfig(loss_type="dapo"), **options,
+        )  # fmt: skip
+        out.loss.backward()
+        found = [out.logps, out.entropy]
+    else:
+        out = linear_logprobs(*head, entropy=True, **options)
+        sum((d * x).sum() for d, x in zip(given["d"][:, rows], out, strict=True)).backward()
+        found = [*out]
+    return [*found, hidden.grad, *([a_out.grad] if adapter else [])]
+
+
+def assert_same_bits(rows, call, **options):
+    rows = torch.as_tensor(rows)
+    whole = some_of(torch.arange(N), call, **{k: v for k, v in options.items() if k != "chunk"})
+    chunk = {} if options.pop("chunk", None) is None else {"chunk_bytes": 4 * V * 20}
+    for place, (part, all_of) in enumerate(
+        zip(some_of(rows, call, **options, **chunk), whole, strict=True)
+    ):
+        assert torch.equal(part, all_of[rows]), (place, (part - all_of[rows]).abs().max())
+
+
+PARTS = {
+    "one": [77], "two": [149, 3], "a tile": [*range(64)], "one more": [*range(80, 145)],
+    "backwards": [*range(N)][::-1], "twice": [5, 5, 9, 5] * 30, "some": [*range(0, N, 7)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@pytest.mark.parametrize("part", PARTS)
+def test_any_part_in_any_order(part, call, backend):
+    if backend == "triton" and part in ("twice", "one more", "a tile"):
+        pytest.skip("slow in the interpreter, and no case of its own")
+    assert_same_bits(PARTS[part], call, backend=backend)
+
+
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@pytest.mark.parametrize("threads", (1, 2))
+def test_chunks_and_threads(call, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed in range(3):
+            order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+            assert_same_bits(order, call, chunk=True)
+        assert_same_bits([11], call)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+@pytest.mark.parametrize("options", (
+    {"softcap": 8.0}, {"logits_dtype": "model"}, {"vocab_size": WORDS}, {"adapter": False},
+), ids=lambda x: next(iter(x)))  # fmt: skip
+def test_options(options, call):
+    options = {"dtype": torch.bfloat16, **options}
+    for rows in ([77], [*range(N)][::-1]):
+        assert_same_bits(rows, call, **options)
+
+
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+def test_half_precision_gemms(call, monkeypatch):
+    imitate(monkeypatch, torch.bfloat16)
+    for rows in ([77], [*range(N)][::-1]):
+        assert_same_bits(rows, call, dtype=torch.bfloat16, adapter=False, chunk=True)
+
+
+@pytest.mark.parametrize("option", ("everything", "entropy", "bias"))
+def test_it_is_still_right(option):
+    config_options, options = OPTIONS[option]
+    expect_equal(
+        make_batch(B=8, T=16), {**options, **INVARIANT, "config": config(**config_options)}
+    )
+
+
+def test_it_is_still_right_in_two_passes():
+    expect_equal(packed(make_batch()), {**objective_options("gspo"), **INVARIANT})
+
+
+def test_masked_rows_make_no_difference():
+    batch = make_batch()
+    args = (batch.weight, batch.targets)
+    scored = linear_logprobs(batch.hidden, *args, mask=batch.mask, **INVARIANT).logps
+    rows = batch.mask.nonzero()
+    for b, t in rows[::5].tolist():
+        alone = linear_logprobs(
+            batch.hidden[b, t : t + 1], batch.weight, batch.targets[b, t : t + 1], **INVARIANT
+        ).logps
+        assert torch.equal(alone[0], scored[b, t])
+
+
+def test_the_ratio_of_equal_weights_is_exactly_1():
+    """Old log-probs in one call over all, the loss in parts: nothing is clipped or off."""
+    batch = make_batch(B=8, T=16)
+    args = (batch.hidden, batch.weight, batch.targets)
+    old = linear_logprobs(*args, mask=batch.mask, **INVARIANT).logps
+    assert old[batch.mask].unique().numel() > 20
+    for size in (1, 3, 8):
+        for start in range(0, 8, size):
+            part = slice(start, start + size)
+            out = fused_grpo_loss(
+                batch.hidden[part], batch.weight, batch.targets[part], batch.advantages[part],
+                batch.mask[part], old_logps=old[part], **INVARIANT,
+            )  # fmt: skip
+            if batch.mask[part].any():
+                assert out.metrics["ratio_mean"] == 1.0 and out.metrics["ratio_max"] == 1.0
+            assert torch.equal(out.logps, old[part])
+
+
+class Product:
+    """A product of the caller's own, as exact as float64 makes it."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, a, b):
+        self.shapes.append((*a.shape, b.shape[1]))
+        return (a.double() @ b.double()).float()
+
+
+@pytest.mark.parametrize("call", ("loss", "logprobs"))
+def test_a_product_of_the_callers_own(call):
+    product = Product()
+    mine = some_of(torch.arange(N), call, matmul=product)
+    for ours, theirs in zip(some_of(torch.arange(N), call), mine, strict=True):
+        assert not torch.equal(ours, theirs)
+        assert relative_error(theirs, ours) < 1e-5
+    # Logits and the gradient of the states, tile by tile.
+    assert {shape[0] for shape in product.shapes} == {64}
+    assert {shape[2] for shape in product.shapes} > {H}
+    alone = some_of(torch.arange(N), call, matmul=Product(), batch_invariant=False)
+    for ours, theirs in zip(alone, mine, strict=True):
+        assert relative_error(theirs, ours) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool; got 1"),
+        ({"matmul": "mm"}, TypeError, "matmul: expected a function of two tensors"),
+        ({**INVARIANT, "backward": "sampled"}, ValueError, "backward: expected 'exact' with"),
+    ],
+)
+def test_errors(options, error, message):
+    batch = make_batch()
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    with pytest.raises(error, match=message):
+        fused_grpo_loss(*args, **options)
+
+
+def test_the_loss_over_equal_log_probs():
+    """The ratio of equal bits is 1, whatever the objective makes of it."""
+    logps = torch.randn(3, 5)
+    out = grpo_loss(logps, torch.ones(3), old_logps=logps.clone())
+    assert out.metrics["ratio_max"] == 1.0
