@@ -53,6 +53,7 @@ def fused_grpo_loss(
     num_items: float | Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    seq_group: ProcessGroup | None = None,
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -117,6 +118,10 @@ def fused_grpo_loss(
             quantile over this call's tokens.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
+        seq_group: a process group whose ranks have other tokens of the same B sequences, in any
+            cut, a rank perhaps none: sums over sequences and tokens are over all of them. The loss
+            is this rank's share, so that the ranks' losses and gradients add up to the whole's;
+            metrics are the whole's (`docs/distributed.md`). Every rank has to call.
         temperature: overrides `config.temperature`: a number, or one value per token in the shape
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
@@ -226,6 +231,7 @@ def fused_grpo_loss(
         batch_invariant=batch_invariant,
         matmul=matmul,
         cu_seqlens=cu_seqlens,
+        seq_group=seq_group,
         backward=backward,
         tolerance=tolerance,
         seed=seed,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import check_number
-from .objective import Sequences
+from .sequences import Sequences
 
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

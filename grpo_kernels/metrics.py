@@ -41,7 +41,6 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where it was not computed.
     """
     tokens = Tokens.of(inputs, logps, entropy)
-    masked = tokens.mask == 0
     log_ratio = log_importance_ratio(config, tokens)
     ratio = log_ratio.exp()
     # Per token `[N]`, by name: to be averaged over tokens, over sequences, and to be maximized.
@@ -78,11 +77,11 @@ def loss_metrics(
         maxima[f"{_WEIGHT}/min"] = -rho
 
     tiny = torch.finfo(ratio.dtype).tiny
-    metrics = {"tokens": inputs.count, **_maxima(maxima, masked)}
+    metrics = {"tokens": inputs.count, **_maxima(maxima, tokens)}
     # Relative to the largest, so that no square overflows.
     parts["ratio"] = ratio / metrics["ratio_max"].clamp(min=tiny)
     parts["square"] = parts["ratio"].square()
-    averages = _means(means | parts, masked, tokens.mask.sum())
+    averages = _means(means | parts, tokens)
     metrics |= {name: averages[name] for name in means} | _means_of_sequences(by_sequence, tokens)
     metrics["ess"] = averages["ratio"].square() / averages["square"].clamp(min=tiny)
     if "scored" in parts:
@@ -90,7 +89,7 @@ def loss_metrics(
     if rho is not None:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
     if inputs.ce_weights is not None:
-        metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
+        metrics |= cross_entropy_metrics(inputs.ce_weights, logps, inputs.sequences)
     return metrics | _clip_metrics(config, tokens, metrics, low, high)
 
 
@@ -98,11 +97,10 @@ def loss_metrics(
 def full_metrics(tokens: Tokens, kl: Tensor | None) -> dict[str, Tensor]:
     """The metrics of the whole softmax, beside those of a truncated policy."""
     assert tokens.entropy is not None
-    masked, named = tokens.mask == 0, {"full/entropy": tokens.entropy}
+    named = {"full/entropy": tokens.entropy}
     if kl is None:
-        return _means(named, masked, tokens.mask.sum())
-    means = _means({**named, "full/kl": kl}, masked, tokens.mask.sum())
-    return means | _maxima({"full/kl_max": kl}, masked)
+        return _means(named, tokens)
+    return _means({**named, "full/kl": kl}, tokens) | _maxima({"full/kl_max": kl}, tokens)
 
 
 def _clip_metrics(
@@ -127,15 +125,22 @@ def _clip_metrics(
     return named
 
 
-def _means(named: dict[str, Tensor], masked: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """The mean of each over the `count` tokens that are not masked, 0 over none; all in one sum."""
-    sums = _stack(named, masked, 0.0).sum(1)
-    return dict(zip(named, (sums / count.clamp(min=1)).unbind(), strict=True))
+def _means(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
+    """The mean of each over the tokens that are not masked, 0 over none; all in one sum."""
+    # With the tokens themselves, whose sum is their number.
+    sums = _stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0).sum(1)
+    if tokens.sequences is not None:
+        sums = tokens.sequences.over_ranks(sums)
+    return dict(zip(named, (sums[:-1] / sums[-1].clamp(min=1)).unbind(), strict=True))
 
 
-def _maxima(named: dict[str, Tensor], masked: Tensor) -> dict[str, Tensor]:
-    largest = _largest(_stack(named, masked, -torch.inf))
-    return dict(zip(named, largest.unbind(), strict=True))
+def _maxima(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
+    values = _stack(named, tokens.mask == 0, -torch.inf)
+    if tokens.sequences is not None and tokens.sequences.group is not None:
+        # Of all ranks, one of which may have no token.
+        most = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
+        values = tokens.sequences.largest(most)[:, None]
+    return dict(zip(named, _largest(values).unbind(), strict=True))
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -38,33 +38,12 @@ import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig
+from .sequences import Sequences, widened
 
 # Largest log-ratio: e^80 is far beyond any use, and still no infinity that 0 turns into NaN.
 _MAX_LOG_RATIO = 80.0
 _KL_LOG_RATIO = 20.0
 _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`."""
-
-    ids: Tensor
-    count: int
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sums `x [..., N]` over each sequence, `[..., B]`.
-
-        In float64 where there is one: a GPU adds in any order, and the differences that makes are
-        then rounded away.
-        """
-        wide = _wide(x)
-        total = wide.new_zeros(*x.shape[:-1], self.count)
-        return total.index_add_(-1, self.ids, wide).to(x.dtype)
-
-    def spread(self, per_sequence: Tensor) -> Tensor:
-        """Gives every token its sequence's value, `[N]` from `[B]`."""
-        return per_sequence[self.ids]
 
 
 @dataclass(frozen=True)
@@ -217,6 +196,8 @@ def policy_loss(
         entropy = tokens.entropy
         if chosen is not None:
             count, entropy = chosen.sum(), _select(chosen, entropy)
+            if inputs.sequences is not None:
+                count = inputs.sequences.over_ranks(count)
         loss = loss - config.entropy_coef * entropy.sum() / count.clamp(min=1)
     return loss
 
@@ -372,7 +353,7 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     if not x.numel():
         return x.new_zeros(())
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
-    position = q * (_wide(mask).sum() - 1).clamp(min=0)
+    position = q * (widened(mask).sum() - 1).clamp(min=0)
     below = position.floor()
     # Not ordered[below], which would read the index from the device.
     ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())
@@ -457,11 +438,6 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
     return kl
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Widens to float64, except on devices that have none."""
-    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
-
-
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=_MAX_LOG_RATIO).exp()
 
@@ -478,17 +454,20 @@ def _select(mask: Tensor, x: Tensor) -> Tensor:
 def aggregation_weights(
     config: GRPOLossConfig,
     mask: Tensor,
+    count: Tensor,
     sequences: Sequences | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
-    """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype."""
-    if config.effective_aggregation == "dapo":
+    """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype.
+
+    `count`: the tokens that are not masked, 0-d.
+    """
+    if config.effective_aggregation == "dapo" and num_items is not None:
         if isinstance(num_items, (int, float)):
             return mask / max(num_items, 1)
-        total = mask.sum() if num_items is None else num_items.to(mask)
-        return mask / total.clamp(min=1)
-    if config.effective_aggregation == "bnpo":
-        return mask / mask.sum().clamp(min=1)
+        return mask / num_items.to(mask).clamp(min=1)
+    if config.effective_aggregation in ("dapo", "bnpo"):
+        return mask / count.clamp(min=1)
     assert sequences is not None
     if config.effective_aggregation == "dr_grpo":
         assert config.max_completion_length is not None

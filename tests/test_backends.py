@@ -8,7 +8,8 @@ import torch
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
 from grpo_kernels.grpo_loss import policy_loss
 from grpo_kernels.head_gradients import row_factors
-from grpo_kernels.objective import LossInputs, Sequences, with_known_weights
+from grpo_kernels.objective import LossInputs, with_known_weights
+from grpo_kernels.sequences import Sequences
 from tests.support.batches import OBJECTIVES, config, relative_error
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -187,6 +187,9 @@ class TrainingConfig:
         "fp32", "logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by "
         "a sampler whose head does so; the first step warns where the two differ"
     )  # fmt: skip
+    batch_invariant: bool = _option(
+        False, "a token's log-prob is the same bits whatever else is in its micro-batch"
+    )
     backward: str = _option(
         "exact", "backward of the head: exact, or sampled (docs/sampled_backward.md)"
     )
@@ -269,6 +272,10 @@ class TrainingConfig:
         if (self.aggregation or self.loss_type) == "dr_grpo":
             options["max_completion_length"] = self.max_completion_length
         return GRPOLossConfig(**options)
+
+    def head(self) -> dict[str, Any]:
+        """The options of every call over the head."""
+        return {"logits_dtype": self.logits_dtype, "batch_invariant": self.batch_invariant}
 
     @property
     def folder(self) -> Path:
@@ -355,6 +362,8 @@ class TrainingConfig:
             refuse("levels", "none where dataset is not word_problems")
         if not set(self.levels) <= set(LEVELS):
             refuse("levels", f"some of {LEVELS}")
+        if self.batch_invariant and self.backward == "sampled":
+            refuse("batch_invariant", "false with backward sampled, which draws for a whole batch")
         if self.curriculum and self.resample_equal_groups:
             refuse(
                 "curriculum",

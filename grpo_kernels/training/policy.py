@@ -88,15 +88,12 @@ class Policy(nn.Module):
         return out.loss, out.metrics, out.logps
 
     @torch.no_grad()
-    def logps(
-        self, batch: Batch, temperature: float, entropy: bool = False, logits_dtype: str = "fp32"
-    ) -> Any:
+    def logps(self, batch: Batch, temperature: float, entropy: bool = False, **options: Any) -> Any:
         """`[B, T]` log-probs of the completions, and their entropy if it is wanted."""
         hidden, head = self.hidden(batch), head_of(self.model)
         out = linear_logprobs(
             hidden, head.weight, batch.completions, mask=batch.mask, temperature=temperature,
-            entropy=entropy, support=batch.support, logits_dtype=logits_dtype,
-            **head.arguments(hidden),
+            entropy=entropy, support=batch.support, **head.arguments(hidden), **options,
         )  # fmt: skip
         return out.logps, out.entropy
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor
 
+from ..objective import masked_quantile
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
@@ -81,6 +82,12 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
     if accelerator.num_processes == 1:
         return value
     return function(gather_object([value]))
+
+
+def top_quantile(accelerator: Accelerator, values: Tensor, share: float) -> Tensor:
+    """The value, 0-d, from which on the top `share` of all processes' values `[N]` lies."""
+    everywhere = reduce(accelerator, values.cpu(), torch.cat)
+    return masked_quantile(everywhere, torch.ones_like(everywhere), 1 - share).to(values.device)
 
 
 def mixed_precision(config: TrainingConfig) -> str:

@@ -21,7 +21,6 @@ from .. import check_sampler, group_advantages
 from ..head_call import LOGITS_DTYPES
 from ..hf_head import check_logits
 from ..layout import to_device
-from ..objective import masked_quantile
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
@@ -254,21 +253,24 @@ class Trainer:
             samples.old_logps, _ = self._logps(self.policy, samples, [*chain(*parts)])
         if config.top_entropy_quantile < 1:
             _, entropy = self._logps(self.policy, samples, plan, entropy=True)
-            samples.entropy_threshold = self._entropy_threshold(samples, entropy)
+            share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
+            samples.entropy_threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
         if self.reference is not None:
             with self.reference.active(self.policy) as reference:
                 samples.ref_logps, _ = self._logps(reference, samples, plan)
 
     def _logps(
-        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, dtype: str = ""
+        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, **head: Any
     ) -> tuple[Tensor, Tensor]:
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
-        how = (self.config.temperature, entropy, dtype or self.config.logits_dtype)
+        head = {**self.config.head(), **head}
         for part in plan:
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             with self.accelerator.autocast():
-                part_logps, part_entropy = policy("logps", batch, *how)
+                part_logps, part_entropy = policy(
+                    "logps", batch, self.config.temperature, entropy, **head
+                )
             if part:
                 logps[where, : part_logps.shape[1]] = part_logps
             if part and entropy:
@@ -278,17 +280,13 @@ class Trainer:
     def _check_sampler(self, samples: Samples, logps: Tensor) -> None:
         """Warns where the sampler rounds its logits and the policy does not, or the reverse."""
         some = self._plan(samples, range(len(samples.texts)))[:1]
-        by_policy = [self._logps(self.policy, samples, some, dtype=x)[0] for x in LOGITS_DTYPES]
+        by_policy = [
+            self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
+        ]
         sampled, fp32, model, mask = (x[some[0]] for x in (logps, *by_policy, samples.mask))
         check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
         if check is not None and check.closer not in (None, self.config.logits_dtype):
             self.log.warn(str(check))
-
-    def _entropy_threshold(self, samples: Samples, entropy: Tensor) -> Tensor:
-        """The quantile of entropies over all processes, which no micro-batch knows by itself."""
-        values = ranks.reduce(self.accelerator, entropy[samples.mask != 0].cpu(), torch.cat)
-        q = 1 - self.config.top_entropy_quantile
-        return masked_quantile(values, torch.ones_like(values), q).to(entropy.device)
 
     # Updates
 
@@ -357,7 +355,7 @@ class Trainer:
 
     def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""
-        config, options = self.config, dict[str, Any](logits_dtype=self.config.logits_dtype)
+        config, options = self.config, self.config.head()
         if config.loss().effective_aggregation == "dapo":
             options["num_items"] = tokens / self.accelerator.num_processes
         if config.top_entropy_quantile < 1:
