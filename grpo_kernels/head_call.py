@@ -86,7 +86,8 @@ class HeadCall:
     support: Support | None = None  # of tokens that are then not in `mask`
     with_grad: Tensor | None = None  # bool [N], those of them that may have a gradient; None: all
     shard: VocabShard | None = None  # of the vocabulary, if ranks share it
-    here: Tensor | None = None  # bool [N], the targets in the shard; column 0 stands for others
+    # bool [N], the targets in the shard, for which column 0 stands; None: they have not been placed
+    here: Tensor | None = None
 
     @property
     def support_rows(self) -> int:
@@ -172,8 +173,9 @@ def head_call(
         whole = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
         refused = {"backward": ("exact", backward), "capturable": (False, capturable)}
         shard = shard_of(
-            vocab_group, vocab_start, hidden_layout, whole, flat_targets, dtype, refused, vocab_size
-        )
+            vocab_group, vocab_start, hidden_layout, whole, flat_targets, dtype, refused,
+            vocab_size, isinstance(temperature, Tensor),
+        )  # fmt: skip
         V = shard.columns
     elif vocab_start is not None or hidden_layout != "replicated":
         raise ValueError(
@@ -183,7 +185,7 @@ def head_call(
     elif vocab_size is not None:
         V = vocab_size
     check_target_ids(flat_targets, flat_mask, V if shard is None else shard.size, checks)
-    if shard is not None:
+    if shard is not None and not shard.own_rows:
         flat_targets, here = shard.place(flat_targets, V)
     transform = LogitTransform(
         # Rounded logits have it from the head.

@@ -109,10 +109,12 @@ class HeadGradients:
         """Adds the share of `rows`, whose logits are computed again."""
         d_logits = self._gradient_rows(len(rows.hidden))
         for part in self.head.strips(len(rows.hidden)):
-            strip = rows.at(part)
+            strip, of_strip = rows.at(part), grads.at(part)
             logits = self.head.logits(strip)
+            if rows.of_ranks is not None and self.shard is not None and strip.here is not None:
+                of_strip = self.shard.stand_ins(of_strip, strip.transform, logits, strip.here)
             self.backend.logit_grads_(
-                logits, strip.targets, strip.transform, grads.at(part), out=d_logits[part]
+                logits, strip.targets, strip.transform, of_strip, out=d_logits[part]
             )
         self._multiply(rows, d_logits)
 
@@ -160,12 +162,12 @@ class HeadGradients:
 
         Returns what is under way: the gradient, its share, and what to wait for.
         """
-        if self.shard is None or not self.shard.adds_up:
+        if self.shard is None or self.shard.layout == "partial":
             put_rows(grad, rows.index, share, factors)
             return []
         if factors is not None:
             share.mul_(factors[:, None])
-        return [(grad, share, self.shard.sum(share))]
+        return [(grad, *self.shard.sum(share, rows.of_ranks))]
 
     def _add_bias(self, d_logits: Tensor, factors: Tensor | None) -> None:
         assert self.d_bias is not None

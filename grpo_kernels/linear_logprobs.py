@@ -236,11 +236,12 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in plan.chunks():
                 index = chunk.index
-                rows = head.rows(index)
+                rows = head.rows(index, chunk.of_ranks)
                 logits = head.logits(rows)  # [C, V], not yet transformed
                 stats, own = head.stats(rows, logits, entropy=wants_entropy)
                 if own is not stats:
-                    own_logps[index] = own.logps
+                    own_logps[index] = (own if call.here is not None else stats).logps[rows.mine]
+                stats = stats.at(rows.mine)
                 logps[index], logsumexp[index] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[index] = stats.entropy
@@ -292,6 +293,8 @@ class _LinearLogprobs(torch.autograd.Function):
         else:
             counts = needed if words is None else needed | words.support.tokens
             scale = _power_of_two_scale_of(given, counts)
+            if call.shard is not None and call.shard.own_rows:
+                scale = call.shard.least(scale)
         grads = RowGrads.of(
             TokenStats(logps, logsumexp, entropy),
             scale * d_logps,
@@ -310,9 +313,14 @@ class _LinearLogprobs(torch.autograd.Function):
                     return (*words.gathered_gradients(d_words, wanted), None, None, None, None)
                 also = partial(words.add_to, d_words)
                 gradients = compute(operands, call, grads, needed, wanted, also)
+        factors = [1 / scale] * len(gradients)
+        if call.shard is not None:
+            factors = call.shard.factors(1 / scale)
         unscaled = (
-            scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
-            for gradient, dtype in zip(gradients, dtypes_of(*operands), strict=True)
+            scaled_gradient(gradient, factor, dtype, fresh=True)
+            for gradient, factor, dtype in zip(
+                gradients, factors, dtypes_of(*operands), strict=True
+            )
         )
         return (*unscaled, None, None, None, None)
 
@@ -345,7 +353,11 @@ def _exact_gradients(
     largest = max(plan.largest_chunk, call.support_rows)
     gradients = HeadGradients(head, call.backend, wanted, largest, every_row=every_row)
     for chunk in plan.chunks():
-        gradients.add_again(head.rows(chunk.index), grads.at(chunk.index))
+        rows = head.rows(chunk.index, chunk.of_ranks)
+        of_rows = grads.at(chunk.index)
+        if chunk.of_ranks is not None:
+            of_rows = RowGrads(*(None if x is None else head.of_all(rows, x) for x in of_rows))  # type: ignore[arg-type]
+        gradients.add_again(rows, of_rows)
     if also is not None:
         also(gradients)
     return gradients.finish()

@@ -6,7 +6,7 @@ The operands of every GEMM share one dtype, `HeadCall.dtype`; results are float3
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -39,11 +39,21 @@ class Rows:
     targets: Tensor  # int64 [C]
     transform: LogitTransform
     here: Tensor | None = None  # bool [C], the targets among this rank's columns; None: all
+    # Where C are the rows of all ranks: how many each has, and begin and end of this one's.
+    of_ranks: tuple[int, ...] | None = None
+    own: tuple[int, int | None] = (0, None)
+
+    @property
+    def mine(self) -> slice:
+        """The rows of this rank."""
+        return slice(*self.own)
 
     def at(self, part: slice) -> Rows:
         """Some of them, counted from the first."""
         index = self.index
-        if isinstance(index, slice):
+        if self.of_ranks is not None:
+            pass  # those of this rank alone, wherever the part lies
+        elif isinstance(index, slice):
             index = slice(index.start + part.start, index.start + part.stop)
         else:
             index = index[part]
@@ -105,10 +115,13 @@ class LMHead:
         """Cuts `count` rows into as many as have their logits in the buffer at a time."""
         return even_slices(0, count, len(self.buffer))
 
-    def rows(self, index: slice | Tensor) -> Rows:
-        """The rows `index` of the call, ready for the GEMMs."""
+    def rows(self, index: slice | Tensor, of_ranks: tuple[int, ...] | None = None) -> Rows:
+        """The rows `index` of the call, ready for the GEMMs.
+
+        `of_ranks`: together with those of other ranks, which have so many.
+        """
         a_out = self.operands.lora_a_out
-        return Rows(
+        rows = Rows(
             index,
             self.operands.hidden[index].to(self.dtype),
             None if a_out is None else a_out[index].float(),
@@ -116,6 +129,26 @@ class LMHead:
             self.call.transform.at(index),
             None if self.call.here is None else self.call.here[index],
         )
+        shard = self.call.shard
+        if of_ranks is None or shard is None:
+            return rows
+        begin, transform, a_out = sum(of_ranks[: shard.group.rank()]), rows.transform, None
+        if isinstance(transform.temperature, Tensor):
+            temperature = shard.gather_rows(transform.temperature, of_ranks)
+            transform = replace(transform, temperature=temperature)
+        if rows.lora_a_out is not None:
+            a_out = shard.gather_rows(rows.lora_a_out, of_ranks)
+        targets, here = shard.place(shard.gather_rows(rows.targets, of_ranks), self.V)
+        return Rows(
+            index, shard.gather_rows(rows.hidden, of_ranks), a_out, targets, transform, here,
+            of_ranks, (begin, begin + len(rows.targets)),
+        )  # fmt: skip
+
+    def of_all(self, rows: Rows, x: Tensor) -> Tensor:
+        """Values `[C]` of all of `rows`, from those of this rank's."""
+        if rows.of_ranks is None or self.call.shard is None:
+            return x
+        return self.call.shard.gather_rows(x, rows.of_ranks)
 
     def whole(self, rows: Rows, stats: TokenStats) -> tuple[TokenStats, TokenStats]:
         """The statistics of whole rows, twice; where ranks share the vocabulary see `merge`."""

@@ -64,19 +64,22 @@ class OnePassLoss(torch.autograd.Function):
         losses = [logps.new_zeros(())]
         with torch.autocast(hidden.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
+            if call.shard is not None and call.shard.own_rows:
+                scale = call.shard.least(scale)  # what is added up over ranks has one
             # With a cross-entropy term there are rows outside the policy's mask.
             masked = call.capturable or inputs.ce_weights is not None
             head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
             gradients = _new_gradients(head, plan, wanted)
             for chunk in plan.chunks():
                 index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
-                rows = head.rows(index)
+                rows = head.rows(index, chunk.of_ranks)
                 swept = wants_grad and gradients.sweeps_once and one_sweep(config, call)
                 if swept:
                     stats, own = gradients.sweep(rows)
                 else:
                     logits = head.logits(rows)  # [C, V], not yet transformed
                     stats, own = head.stats(rows, logits, entropy=True)
+                stats = stats.at(rows.mine)
                 policy = policy_loss(
                     config,
                     inputs.at(index, masked=masked),
@@ -94,17 +97,19 @@ class OnePassLoss(torch.autograd.Function):
                 e = None
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
+                g = head.of_all(rows, g)
                 if swept:
                     gradients.add_swept(rows, own, g)
-                else:
-                    gradients.add(rows, logits, RowGrads.of(own, g, None, e, rows.here))
+                    continue
+                e = None if e is None else head.of_all(rows, e)
+                gradients.add(rows, logits, RowGrads.of(own, g, None, e, rows.here))
             if call.support is not None:
                 per_token = (logps, entropy, d_logps, d_entropy)
                 losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))
             call.zeroed(logps, entropy)
             ctx.save_for_backward(scale, *gradients.finish())
             sampled = gradients.metrics()
-        ctx.dtypes = dtypes_of(*operands)
+        ctx.dtypes, ctx.shard = dtypes_of(*operands), call.shard
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
         of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)
         return torch.stack(losses).sum(), logps, entropy, *of_loss, sampled
@@ -114,9 +119,13 @@ class OnePassLoss(torch.autograd.Function):
         refuse_double_backward("fused_grpo_loss")
         scale, *gradients = ctx.saved_tensors
         factor = d_loss / scale
+        factors = [factor] * len(gradients)
+        if ctx.shard is not None and ctx.shard.own_rows:
+            ctx.shard.check_equal(d_loss)
+            factors = ctx.shard.factors(factor)
         scaled = (
-            scaled_gradient(stored, factor, dtype)
-            for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
+            scaled_gradient(stored, f, dtype)
+            for stored, f, dtype in zip(gradients, factors, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None, None)
 

@@ -10,7 +10,7 @@ multiplied at a time, the less often the weight's gradient is read and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from .layout import ValueChecks
 
 if TYPE_CHECKING:
-    from .vocab_shards import VocabShard
+    from .vocab_shards import Counts, VocabShard
 
 # 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
 _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
@@ -40,6 +40,7 @@ class Chunk:
     index: slice | Tensor
     size: int
     needs_grad: bool
+    of_ranks: tuple[int, ...] | None = None  # sizes, where ranks work on the rows of all of them
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class RowPlan:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
+        ranks: where ranks work on the rows of all of them, what each has of rows with a gradient
+            and of all. Every chunk then has a part of each rank's rows.
     """
 
     order: Tensor | None
@@ -58,18 +61,41 @@ class RowPlan:
     max_chunk_rows: int
     max_logit_rows: int
     tiles: tuple[int, int] | None = None
+    ranks: Counts | None = None
+    rank: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        for rows, needs_grad in self._parts():
+        for rows, needs_grad, of_ranks in self._parts():
             index = rows if self.order is None else self.order[rows]
-            yield Chunk(index, rows.stop - rows.start, needs_grad)
+            yield Chunk(index, rows.stop - rows.start, needs_grad, of_ranks)
 
-    def _parts(self) -> Iterator[tuple[slice, bool]]:
+    def _parts(self) -> Iterator[tuple[slice, bool, tuple[int, ...] | None]]:
+        if self.ranks is not None:
+            grad_rows = [(0, grad) for grad, _ in self.ranks]
+            yield from self._shared(grad_rows, self.max_chunk_rows, True)
+            yield from self._shared(self.ranks, self.max_logit_rows, False)
+            return
         for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
-            yield rows, True
+            yield rows, True, None
         for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
-            yield rows, False
+            yield rows, False, None
+
+    def _shared(
+        self, ranges: Sequence[tuple[int, int]], most: int, needs_grad: bool
+    ) -> Iterator[tuple[slice, bool, tuple[int, ...]]]:
+        """Cuts each rank's range of rows into as many parts as leave `most` at a time in all."""
+        # Each rank's part may be rounded up.
+        total, most = sum(end - begin for begin, end in ranges), most - len(ranges)
+        count = -(-total // max(1, most))
+        for place in range(count):
+            parts = []
+            for begin, end in ranges:
+                step = -(-(end - begin) // count)
+                start = min(begin + place * step, end)
+                parts.append(slice(start, min(start + step, end)))
+            sizes = tuple(part.stop - part.start for part in parts)
+            yield parts[self.rank], needs_grad, sizes
 
     def _rows_per_chunk(self) -> int:
         """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
@@ -87,13 +113,18 @@ class RowPlan:
 
     @property
     def largest_chunk(self) -> int:
-        """The rows of the largest chunk."""
-        return max((rows.stop - rows.start for rows, _ in self._parts()), default=0)
+        """The rows of the largest chunk, those of other ranks included."""
+        sizes = (
+            rows.stop - rows.start if of_ranks is None else sum(of_ranks)
+            for rows, _, of_ranks in self._parts()
+        )
+        return max(sizes, default=0)
 
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        return min(self.max_logit_rows, self.largest_chunk)
+        least = 0 if self.ranks is None else len(self.ranks)
+        return min(max(self.max_logit_rows, least), self.largest_chunk)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -144,25 +175,45 @@ def plan_rows(
     if weight.device.type == "cuda":
         tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
     checks = checks or ValueChecks()
+    own_rows = shard is not None and shard.own_rows
     if shard is not None:
         tiles = None
+    if shard is not None and not own_rows:
         shard.check_plan(checks, (torch.tensor(sizes, device=weight.device), active, with_grad))
     if capturable:
         checks.check_without_sync()
         return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)
     if active is not None and with_grad is not None:
         with_grad = with_grad & active
-    counts = iter(checks.read(*(x.sum() for x in (active, with_grad) if x is not None)))
+    try:
+        counts = iter(checks.read(*(x.sum() for x in (active, with_grad) if x is not None)))
+    except ValueError:
+        if shard is not None and own_rows:
+            shard.agree(0, 0, sizes, failed=True)
+        raise
     num_rows = num_tokens if active is None else next(counts)
     num_grad_rows = num_rows if with_grad is None else next(counts)
+    if shard is not None and own_rows:
+        ranks, sizes = shard.agree(num_grad_rows, num_rows, sizes, failed=False)
+        order = _order(active, with_grad, num_tokens, num_rows, num_grad_rows, weight.device)
+        rank = shard.group.rank()
+        return RowPlan(order, num_grad_rows, num_rows, *sizes, None, ranks, rank)
+    order = _order(active, with_grad, num_tokens, num_rows, num_grad_rows, weight.device)
+    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles)
+
+
+def _order(
+    active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
+    num_grad_rows: int, device: torch.device,
+) -> Tensor | None:  # fmt: skip
+    """The ids of the rows that take part, those with a gradient first; None: as they lie."""
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
-        return RowPlan(None, num_grad_rows, num_rows, *sizes, tiles)
-    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=weight.device)
+        return None
+    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
     for group in (active, with_grad):
         if group is not None:
             rank += ~group
-    order = rank.argsort(stable=True)[:num_rows]
-    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles)
+    return rank.argsort(stable=True)[:num_rows]
 
 
 def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .backends import LogitTransform, TokenStats
+from .backends import LogitTransform, RowGrads, TokenStats
 from .config import check_choice
 from .layout import HEAD_DTYPES, ValueChecks
 
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.
 _LEAST_SHARE = 2.0**-24
-LAYOUTS = ("replicated", "partial")
+# Rows with a gradient, and all that take part, of each rank.
+Counts = tuple[tuple[int, int], ...]
+# Where rows are: all on every rank, their gradients added up here or by the caller; or each rank
+# has its own, of one batch or of a batch of its own.
+LAYOUTS = ("replicated", "partial", "sequence", "data")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class VocabShard:
         columns: of this rank.
         size: columns of all ranks.
         most: columns of the rank that has the most.
-        adds_up: the gradients of rows; else the caller does.
+        layout: of the rows, one of `LAYOUTS`.
     """
 
     group: dist.ProcessGroup
@@ -57,7 +61,17 @@ class VocabShard:
     columns: int
     size: int
     most: int
-    adds_up: bool
+    layout: str
+
+    @property
+    def own_rows(self) -> bool:
+        """Whether each rank has rows of its own."""
+        return self.layout in LAYOUTS[2:]
+
+    @property
+    def share(self) -> float:
+        """What gradients of the head are multiplied with: means are over batches."""
+        return 1 / self.group.size() if self.layout == "data" else 1.0
 
     def check_plan(self, checks: ValueChecks, decisive: Sequence[Any]) -> None:
         """Asks whether all ranks have the same of what decides on the chunks they compute."""
@@ -68,6 +82,50 @@ class VocabShard:
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
             "vocabulary, as each has other columns for the same tokens; got others",
         )
+
+    def agree(
+        self, grad_rows: int, rows: int, sizes: tuple[int, int], failed: bool
+    ) -> tuple[Counts, tuple[int, int]]:
+        """What each rank has of rows with a gradient and of all; the smallest `sizes` of chunks.
+
+        Raises:
+            ValueError: on all ranks but it, if one has failed.
+        """
+        mine = torch.tensor([grad_rows, rows, *sizes, failed], device=self._device)
+        told = _gathered(mine, self.group).tolist()
+        lost = [rank for rank, row in enumerate(told) if row[4]]
+        if lost and not failed:
+            raise ValueError(f"vocab_group: expected all ranks to call; rank {lost[0]} refused")
+        smallest = min(row[2] for row in told), min(row[3] for row in told)
+        return tuple((row[0], row[1]) for row in told), smallest
+
+    @property
+    def _device(self) -> torch.device:
+        backend = dist.get_backend(self.group)
+        return torch.device("cuda" if backend == "nccl" else "cpu")
+
+    def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The rows of all ranks, `[M, ...]`, from this one's; `sizes` has how many each has."""
+        padded = x.new_zeros((max(sizes), *x.shape[1:]))
+        padded[: len(x)] = x
+        ranks = _gathered(padded, self.group)
+        return torch.cat([ranks[rank, :size] for rank, size in enumerate(sizes)])
+
+    def check_equal(self, d_loss: Tensor) -> None:
+        """Raises if ranks scale their losses differently, whose gradients are one sum by now."""
+        equal = (_gathered(d_loss[None], self.group) == d_loss).all()
+        torch._assert_async(
+            equal, "hidden_layout: expected all ranks to scale the loss alike; some do not"
+        )
+
+    def factors(self, factor: Tensor) -> list[Tensor]:
+        """What the gradients are multiplied with, in the order of `HeadOperands`."""
+        of_head = factor * self.share
+        return [factor, of_head, of_head, factor, of_head]
+
+    def least(self, x: Tensor) -> Tensor:
+        """The smallest of the ranks' values, 0-d."""
+        return _gathered(x[None], self.group).amin()
 
     def place(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Places of targets among this rank's columns, and whether they are there.
@@ -141,11 +199,48 @@ class VocabShard:
         if biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
-    def sum(self, share: Tensor) -> dist.Work:
-        """Begins to add up the ranks' shares in a gradient, in place."""
-        work = dist.all_reduce(share, group=self.group, async_op=True)
-        assert work is not None
-        return work
+    def sum(self, share: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, dist.Work]:
+        """Begins to add up the ranks' shares in a gradient of rows; returns where the sum will be.
+
+        `sizes`: where each rank has rows of its own, how many; it gets the sum of these alone.
+        """
+        if sizes is None:
+            return share, _begun(dist.all_reduce(share, group=self.group, async_op=True))
+        parts = share.new_zeros((len(sizes), max(sizes), *share.shape[1:]))
+        begin = 0
+        for rank, size in enumerate(sizes):
+            parts[rank, :size] = share[begin : begin + size]
+            begin += size
+        mine = torch.empty_like(parts[0])
+        work = dist.reduce_scatter_tensor(
+            mine, parts.flatten(0, 1), group=self.group, async_op=True
+        )
+        return mine[: sizes[self.group.rank()]], _begun(work)
+
+    def stand_ins(
+        self, grads: RowGrads, transform: LogitTransform, logits: Tensor, here: Tensor
+    ) -> RowGrads:
+        """The gradient of rows, some of whose targets other ranks have.
+
+        Args:
+            grads: of rows that have their targets here.
+            transform: of the logits.
+            logits: raw `[C, V]`; the first column stands for targets elsewhere.
+            here: bool `[C]`, whether the rank has the target.
+        """
+        first = transform.of_columns(slice(0, 1)).apply(logits[:, :1]).squeeze(1)
+        stats = TokenStats(first - grads.logsumexp, grads.logsumexp, grads.entropy)
+        nothing = torch.zeros_like(grads.d_logps)
+        other = RowGrads.of(stats, nothing, grads.d_softmax, grads.d_entropy)
+        return grads._replace(
+            d_logps=torch.where(here, grads.d_logps, 0.0),
+            at_target=torch.where(here, grads.at_target, other.at_target),
+        )
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
 
 
 def local_parts(
@@ -187,6 +282,7 @@ def shard_of(
     dtype: torch.dtype,
     refused: Mapping[str, tuple[object, object]],
     vocab_size: int | None,
+    per_token: bool,
 ) -> VocabShard:
     """Which of the group's columns the rows of `weight` are; asks the other ranks.
 
@@ -199,6 +295,7 @@ def shard_of(
         dtype: of the GEMMs.
         refused: options that are not for shards: what is expected instead, and what came.
         vocab_size: columns of all ranks, if not all rows are; None: they are.
+        per_token: whether each token has a temperature of its own.
 
     Raises:
         ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
@@ -222,18 +319,19 @@ def shard_of(
     flags = {
         "vocab_start": start is not None, "bias": bias is not None, "low_rank": rank > 0,
         "gradient of hidden": wanted[0], "gradient of low_rank[0]": wanted[3],
-        "hidden_layout='partial'": layout == LAYOUTS[1],
+        "temperature per token": per_token,
     }  # fmt: skip
     dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}
+    own_rows = layout in LAYOUTS[2:]
     numbers = {
-        "H": weight.shape[1], "rank of low_rank": rank, "tokens": len(targets),
-        "vocab_size (0: none)": vocab_size or 0,
+        "hidden_layout": LAYOUTS.index(layout), "H": weight.shape[1], "rank of low_rank": rank,
+        "tokens": 0 if own_rows else len(targets), "vocab_size (0: none)": vocab_size or 0,
     }  # fmt: skip
     mine = [
         start or 0, len(weight), *map(int, flags.values()),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
     ]  # fmt: skip
-    ids = _checksum(targets)[None]
+    ids = _checksum(targets[:0] if own_rows else targets)[None]
     told = _gathered(torch.cat([torch.tensor(mine, device=ids.device), ids]), group)
     begins, counts, *columns, of_ids = told.T.tolist()
     for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
@@ -244,12 +342,15 @@ def shard_of(
             raise ValueError(f"{name}: expected on all ranks or on none; got it on ranks {having}")
         if name in dtypes:
             values = [str(HEAD_DTYPES[x]).removeprefix("torch.") for x in values]
+        if name == "hidden_layout":
+            values = [LAYOUTS[x] for x in values]
         raise ValueError(f"{name}: expected the same on all ranks; got {values}")
     if len(set(of_ids)) > 1:
         raise ValueError(
             "targets: expected the same on all ranks that share the vocabulary, as each has other "
-            "columns for the same tokens; got others. A weight that FSDP shards over ranks with "
-            "data of their own is whole inside the wrapped module's forward: call this there"
+            "columns for the same tokens; got others. Ranks with tokens of their own say so: "
+            "hidden_layout='data' or 'sequence'. A weight that FSDP shards is whole inside the "
+            "wrapped module's forward: call this there"
         )
     if min(counts) < 1:
         raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
@@ -269,7 +370,7 @@ def shard_of(
     size = sum(counts) if vocab_size is None else vocab_size
     begin = begins[group.rank()]
     own = min(counts[group.rank()], size - begin)
-    return VocabShard(group, begin, own, size, max(counts), layout == LAYOUTS[0])
+    return VocabShard(group, begin, own, size, max(counts), layout)
 
 
 def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -36,6 +36,25 @@ class LogitTransform:
     softcap: float | None = None
     temperature: float | Tensor = 1.0
 
+    @property
+    def per_row(self) -> float | Tensor:
+        """The temperature, as it goes with logits `[C, V]`."""
+        t = self.temperature
+        return t[:, None] if isinstance(t, Tensor) else t
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """The logits, float32 `[C, V]`; `raw` itself where there is nothing to do."""
+        z = raw.float()
+        if self.bias is not None:
+            z = z + self.bias
+        if self.logit_scale != 1.0:
+            z = z * self.logit_scale
+        if self.softcap is not None:
+            z = (z / self.softcap).tanh_().mul_(self.softcap)
+        if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
+            z = z / self.per_row
+        return z
+
     def at(self, rows: Tensor | slice) -> LogitTransform:
         """The transform of some rows."""
         temperature = self.temperature
@@ -43,7 +62,7 @@ class LogitTransform:
             temperature = temperature[rows]
         return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
 
-    def of_columns(self, ids: Tensor) -> LogitTransform:
+    def of_columns(self, ids: Tensor | slice) -> LogitTransform:
         """The transform of some columns."""
         bias = None if self.bias is None else self.bias[ids]
         return LogitTransform(bias, self.logit_scale, self.softcap, self.temperature)

@@ -36,7 +36,7 @@ def token_stats(
     scratch: list[Tensor] = []
     for rows in _row_blocks(logits, block_bytes):
         local, block = transform.at(rows), logits[rows]
-        z = _transformed(block, local)
+        z = local.apply(block)
         chain = _softcap_slope(z, local) if exps is not None else None
         if not scratch:
             scratch = [torch.empty_like(z) for _ in range(2)]
@@ -93,7 +93,7 @@ def _softcap_slope(z: Tensor, transform: LogitTransform) -> Tensor | None:
     """The slope of the softcap at the logits `z`, None where there is no softcap."""
     if transform.softcap is None:
         return None
-    return 1 - (z * _column(transform.temperature) / transform.softcap).square()
+    return 1 - (z * transform.per_row / transform.softcap).square()
 
 
 def logit_grads_(
@@ -108,7 +108,7 @@ def logit_grads_(
 ) -> None:
     for rows in _row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
-        z = _transformed(block, local)
+        z = local.apply(block)
         # Where nothing was transformed z is the logits themselves: work there only if they are
         # also where the result goes.
         if z.data_ptr() == block.data_ptr() and not _same_memory(target, block):
@@ -126,7 +126,7 @@ def logit_grads_(
         d_logits.scatter_(1, targets[rows, None], grads.at_target[rows, None])
         if chain is not None:
             d_logits.mul_(chain)
-        slope = local.logit_scale / _column(local.temperature)
+        slope = local.logit_scale / local.per_row
         if isinstance(slope, Tensor) or slope != 1.0:
             d_logits.mul_(slope)
         if column_weights is not None:
@@ -181,7 +181,7 @@ def word_dots(x: Tensor, rows: Tensor, words: Words, out: Tensor) -> None:
 
 
 def word_stats(logits: Tensor, words: Words, transform: LogitTransform, out: TokenStats) -> None:
-    z = _transformed(logits[:, None], transform.at(words.tokens))
+    z = transform.at(words.tokens).apply(logits[:, None])
     for tokens, padded, _ in _by_length(z, words):
         stats = token_stats(
             padded, words.positions[tokens], LogitTransform(), entropy=out.entropy is not None
@@ -193,7 +193,7 @@ def word_stats(logits: Tensor, words: Words, transform: LogitTransform, out: Tok
 
 def word_grads(logits: Tensor, words: Words, transform: LogitTransform, grads: RowGrads) -> Tensor:
     local = transform.at(words.tokens)
-    z = _transformed(logits[:, None], local)
+    z = local.apply(logits[:, None])
     d_logits = torch.empty_like(z)
     for tokens, padded, places in _by_length(z, words):
         targets = words.positions[tokens]
@@ -203,7 +203,7 @@ def word_grads(logits: Tensor, words: Words, transform: LogitTransform, grads: R
     chain = _softcap_slope(z, local)
     if chain is not None:
         d_logits *= chain
-    return (d_logits * (local.logit_scale / _column(local.temperature))).squeeze(1)
+    return (d_logits * (local.logit_scale / local.per_row)).squeeze(1)
 
 
 def _by_length(z: Tensor, words: Words) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -287,21 +287,3 @@ def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
         step -= 1  # a block of one row would be worked through in another way
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
-
-
-def _transformed(raw: Tensor, transform: LogitTransform) -> Tensor:
-    """Maps raw logits to logits, float32; returns `raw` itself where there is nothing to do."""
-    z = raw.float()
-    if transform.bias is not None:
-        z = z + transform.bias
-    if transform.logit_scale != 1.0:
-        z = z * transform.logit_scale
-    if transform.softcap is not None:
-        z = (z / transform.softcap).tanh_().mul_(transform.softcap)
-    if isinstance(transform.temperature, Tensor) or transform.temperature != 1.0:
-        z = z / _column(transform.temperature)
-    return z
-
-
-def _column(temperature: float | Tensor) -> float | Tensor:
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature

@@ -45,6 +45,63 @@ def loss(cuts, options):
     return result, counted.calls
 
 
+def sequences_of(batch, places):
+    """Some sequences of a batch, which has `[B, ...]` tensors; perhaps none."""
+    names = (
+        "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
+        "advantages", "ce_weights",
+    )  # fmt: skip
+    parts = {name: x[list(places)] for name in names if (x := getattr(batch, name)) is not None}
+    return replace(batch, **parts)
+
+
+def own_rows(cases):
+    """The result of every case, on sequences that this rank alone has."""
+    found = []
+    for cuts, places, options in cases:
+        batch = sequences_of(batch_of(options), places[dist.get_rank()])
+        part = part_of(batch, cuts)
+        found.append(run_fused(part, exact=False, vocab_group=dist.group.WORLD, **options))
+    return found
+
+
+def own_logprobs(cuts, places, layout, options):
+    """`linear_logprobs` over tokens that this rank alone has, and the gradients."""
+    batch, options = sequences_of(make_batch(), places[dist.get_rank()]), dict(options)
+    part = part_of(batch, cuts)
+    leaves = {
+        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0), "weight": part.weight,
+        "bias": part.bias,
+    }  # fmt: skip
+    leaves = {k: x.detach().clone().requires_grad_() for k, x in leaves.items()}
+    bias = leaves["bias"] if options.pop("bias", False) else None
+    out = linear_logprobs(
+        leaves["hidden"], leaves["weight"], batch.targets, mask=batch.mask, bias=bias, entropy=True,
+        vocab_group=dist.group.WORLD, hidden_layout=layout, **options,
+    )  # fmt: skip
+    (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum().backward()
+    return {
+        "logps": out.logps.detach(), "entropy": out.entropy.detach(),
+        **{f"d_{k}": x.grad for k, x in leaves.items() if x.grad is not None},
+    }  # fmt: skip
+
+
+def scales_apart() -> str:
+    """The error of ranks that scale their losses differently."""
+    batch, rank = make_batch(), dist.get_rank()
+    part = part_of(sequences_of(batch, [(0, 1), (2, 3)][rank]), (0, 300, 1003))
+    weight = part.weight.clone().requires_grad_()
+    out = fused_grpo_loss(
+        part.hidden, weight, part.targets, part.advantages, part.mask,
+        vocab_group=dist.group.WORLD, hidden_layout="data",
+    )  # fmt: skip
+    try:
+        (out.loss * (1 + rank)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 class Counted:
     """Counts collectives."""
 
@@ -248,7 +305,12 @@ def refused(kind: str) -> str:
     elif kind == "no group":
         options = {"vocab_start": 3}
     elif kind == "layout":
-        options["hidden_layout"] = "sequence"
+        options["hidden_layout"] = "tokens"
+    elif kind == "layouts":
+        options["hidden_layout"] = ["data", "replicated"][rank]
+    elif kind == "a rank refused":
+        options["hidden_layout"] = "data"
+        targets = targets.clamp(min=0) + 2000 * rank
     elif kind == "layout alone":
         options = {"hidden_layout": "partial"}
     elif kind == "vocab_size":

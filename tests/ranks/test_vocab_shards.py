@@ -1,5 +1,7 @@
 """A head whose vocabulary lies on several ranks, compared with float64 on one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.support.batches import (
     Result,
     assert_matches,
     config,
+    make_batch,
     relative_error,
     run_fused,
 )
@@ -185,6 +188,91 @@ def test_parts_that_the_caller_adds_up(ranks):
         assert relative_error(first["part"][name], whole) > 0.1
 
 
+# Sequences of each rank: as many as the other, unlike many, none.
+PLACES = {"even": ((0, 1), (2, 3)), "uneven": ((3,), (2, 0, 1)), "none": ((1, 0, 2, 3), ())}
+
+
+def check_own_rows(session, cases):
+    answers = session("tests.ranks.shard_jobs:own_rows", cases)
+    for (_, places, options), *results in zip(cases, *answers, strict=True):
+        given = {k: v for k, v in options.items() if k != "hidden_layout"}
+        batch, exact = shard_jobs.batch_of(options), []
+        for mine, result in zip(places, results, strict=True):
+            expected = run_fused(shard_jobs.sequences_of(batch, mine), exact=True, **given)
+            exact.append(expected)
+            own = {"hidden": result.gradients["hidden"]}
+            alone = {"hidden": expected.gradients["hidden"]}
+            assert_matches(
+                replace(result, gradients=own), replace(expected, gradients=alone), 2e-5, logps=1e-4
+            )
+        for name in ("weight", "bias"):
+            if exact[0].gradients[name] is None:
+                continue
+            total = sum(x.gradients[name] for x in exact)
+            if options["hidden_layout"] == "data":
+                total = total / len(places)
+            mine = torch.cat([result.gradients[name] for result in results])
+            assert relative_error(mine, total) < 2e-5, (name, options)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_ranks_with_tokens_of_their_own(ranks, places):
+    """Every objective, in one pass and in two; the layout says whether gradients are a mean."""
+    cases = [
+        (UNEVEN, PLACES[places], {**objective_options(name), "hidden_layout": layout})
+        for place, name in enumerate(OBJECTIVES) for layout in (("sequence", "data")[place % 2],)
+    ]  # fmt: skip
+    check_own_rows(ranks, cases)
+
+
+@pytest.mark.parametrize("layout", ("sequence", "data"))
+def test_options_of_the_head_with_tokens_of_their_own(ranks, layout):
+    cases = []
+    for config_options, options in OPTIONS.values():
+        given = {"config": config(**config_options), **options, "hidden_layout": layout}
+        cases += [(EVEN, PLACES["uneven"], {**given, "chunk_bytes": chunk})
+                  for chunk in (None, CHUNK)]  # fmt: skip
+    cases.append((LITTLE, PLACES["even"], {"vocab_size": 1003, "hidden_layout": layout}))
+    check_own_rows(ranks, cases)
+
+
+def test_four_ranks_with_tokens_of_their_own(four_ranks):
+    places = ((3,), (), (0, 2), (1,))
+    cases = [
+        (FOUR, places, {**objective_options(name), "hidden_layout": "data", "chunk_bytes": CHUNK})
+        for name in ("everything", "gspo", "entropy")
+    ]
+    check_own_rows(four_ranks, cases)
+
+
+@pytest.mark.parametrize("layout", ("sequence", "data"))
+@pytest.mark.parametrize("options", ({"bias": True, "softcap": 6.0}, {"chunk_bytes": CHUNK}),
+                         ids=("softcap", "chunks"))  # fmt: skip
+def test_logprobs_of_tokens_of_their_own(ranks, options, layout):
+    for places in PLACES.values():
+        found = ranks("tests.ranks.shard_jobs:own_logprobs", UNEVEN, places, layout, options)
+        batch, d_weight = make_batch(), 0.0
+        for mine, result in zip(places, found, strict=True):
+            part = shard_jobs.sequences_of(batch, mine)
+            hidden = torch.where(part.mask[..., None], part.hidden, 0.0).double().requires_grad_()
+            weight = part.weight.double().requires_grad_()
+            bias = part.bias.double() if "bias" in options else None
+            out = reference.linear_logprobs(
+                hidden, weight, part.targets, mask=part.mask, bias=bias,
+                softcap=options.get("softcap"),
+            )  # fmt: skip
+            (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum().backward()
+            if mine:
+                assert (result["logps"] - out.logps).abs().max() < 1e-4
+                assert (result["entropy"] - out.entropy).abs().max() < 1e-4
+                assert relative_error(result["d_hidden"], hidden.grad) < 2e-5
+            d_weight = d_weight + weight.grad
+        if layout == "data":
+            d_weight = d_weight / 2
+        whole = torch.cat([result["d_weight"] for result in found])
+        assert relative_error(whole, d_weight) < 2e-5
+
+
 def test_dtensors(ranks):
     found = ranks("tests.ranks.shard_jobs:of_dtensor")
     assert_scores(found, {"low_rank": True, "bias": True}, parts=())
@@ -207,7 +295,8 @@ def test_dtensors(ranks):
     "target ids": "targets: expected ids in [0, 1003)",
     "group": "vocab_group: expected a torch.distributed process group that this rank is in",
     "no group": "expected None and 'replicated' without a vocab_group; got 3 and 'replicated'",
-    "layout": "hidden_layout: expected one of replicated, partial; got 'sequence'",
+    "layout": "hidden_layout: expected one of replicated, partial, sequence, data; got 'tokens'",
+    "layouts": "hidden_layout: expected the same on all ranks; got ['data', 'replicated']",
     "layout alone": "expected None and 'replicated' without a vocab_group; got None and 'partial'",
     "mask on one": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
     "vocab_size": "vocab_size: expected 503 to 1003, as every rank has a word of the vocabulary",
@@ -223,6 +312,17 @@ def test_dtensors(ranks):
 def test_refused_on_all_ranks(ranks, kind, message):
     answers = ranks("tests.ranks.shard_jobs:refused", kind)
     assert all(message in answer for answer in answers), answers
+
+
+def test_a_rank_whose_input_is_refused_says_so_to_the_others(ranks):
+    first, second = ranks("tests.ranks.shard_jobs:refused", "a rank refused")
+    assert "vocab_group: expected all ranks to call; rank 1 refused" in first
+    assert "targets: expected ids in [0, 1003)" in second
+
+
+def test_losses_that_are_scaled_apart_are_refused(ranks):
+    for answer in ranks("tests.ranks.shard_jobs:scales_apart"):
+        assert "expected all ranks to scale the loss alike" in answer
 
 
 def test_a_rank_that_is_gone_does_not_hang_the_other(ranks):
