@@ -177,8 +177,11 @@ def fused_grpo_loss(
             `hidden` and `lora_a_out` are whole on every rank. Or `weight` is a DTensor with
             `Shard(0)`. For the exact backward, without a support (`docs/distributed.md`).
         vocab_start: the id of this rank's first column; None: columns are in the ranks' order.
-        hidden_layout: with a `vocab_group`, `"replicated"`, or `"partial"`: gradients of `hidden`
-            and `lora_a_out` are this rank's part, which the caller adds up.
+        hidden_layout: with a `vocab_group`, where the rows of `hidden` are. `"replicated"`: all on
+            every rank. `"partial"`: likewise, but gradients of `hidden` and `lora_a_out` are this
+            rank's part, which the caller adds up. `"sequence"`: each rank has tokens of its own,
+            with all that belongs to them, in any number; the loss is theirs, and gradients of the
+            head are sums over the ranks. `"data"`: likewise, but those gradients are means.
 
     Returns:
         `loss`: float32 scalar.

@@ -7,6 +7,7 @@ from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logp
 from tests.support.batches import config, make_batch, packed, relative_error
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, OPTIONS, expect_equal, objective_options
+from tests.support.trainer_runs import config_of, rows_of, trainer_of
 
 INVARIANT = {"batch_invariant": True}
 V, H, WORDS = 1003, 48, 1000
@@ -194,3 +195,17 @@ def test_the_loss_over_equal_log_probs():
     logps = torch.randn(3, 5)
     out = grpo_loss(logps, torch.ones(3), old_logps=logps.clone())
     assert out.metrics["ratio_max"] == 1.0
+
+
+@pytest.mark.usefixtures("real_memory", "curves")
+@pytest.mark.parametrize("size", (1, 3, 16))
+def test_the_trainers_first_ratios_are_exactly_1(tiny_model, tmp_path, size):
+    """Weights stand still, old log-probs are taken before: every ratio of both updates is 1."""
+    config = config_of(
+        tiny_model, tmp_path, batch_invariant=True, minibatches=2, micro_batch_size=size,
+        learning_rate=1e-30,
+    )  # fmt: skip
+    trainer_of(config).train()
+    rows = rows_of(tmp_path / "t")
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["ratio_mean"] == row["ratio_max"] == 1.0 for row in rows)

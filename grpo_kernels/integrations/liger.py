@@ -74,7 +74,8 @@ class FusedLinearGRPOLoss(nn.Module):
         delta, use_bias_correction_kl: as in `GRPOLossConfig`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
         head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
-            `chunk_bytes`, `support_fallback` of `fused_grpo_loss`.
+            `chunk_bytes`, `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`,
+            `matmul` of `fused_grpo_loss`.
 
     Raises:
         TypeError: an unknown option.

@@ -101,8 +101,8 @@ class Objective:
         support: `(token_ids, offsets)`, the words kept for each token, as in `fused_grpo_loss`,
             with the tokens in the row-major order of the log-probs. Also without advantages.
         head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback` of this call; they take precedence over those of
-            `attach_fused_head`.
+            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of this
+            call; they take precedence over those of `attach_fused_head`.
 
     Raises:
         TypeError: an unknown option.
@@ -197,7 +197,8 @@ def attach_fused_head(
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
             if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
         options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback` of `linear_logprobs` for all calls. `seed` is a `torch.Generator`
+            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of
+            `linear_logprobs` for all calls. `seed` is a `torch.Generator`
             here, as an int would draw the same columns in every call.
 
     Raises:

@@ -94,7 +94,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
         head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback` of `linear_logprobs`; None leaves all at their defaults.
+            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of
+            `linear_logprobs`; None leaves all at their defaults.
         replay_support: record which words `top_p`, `top_k` and `min_p` kept for each sampled token.
             Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
             those of the truncated policy, which is the one that acted.

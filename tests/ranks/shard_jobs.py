@@ -86,6 +86,40 @@ def own_logprobs(cuts, places, layout, options):
     }  # fmt: skip
 
 
+def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
+    """Bytes that a call on tokens of this rank alone gets from others, by the shape of a row."""
+    H, V, rank, world = 64, 400, dist.get_rank(), dist.get_world_size()
+    g = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(tokens[rank], H, generator=g).requires_grad_()
+    weight = torch.randn(V // world, H, generator=g).requires_grad_()
+    targets = torch.randint(V, (tokens[rank],), generator=g)
+    found: dict[str, int] = {}
+    gather, scatter = dist.all_gather, dist.reduce_scatter_tensor
+
+    def note(kind: str, rows: torch.Tensor) -> None:
+        name = f"{kind} {rows.dtype} {list(rows.shape[1:])}"
+        found[name] = found.get(name, 0) + (world - 1) * rows.nbytes
+
+    def all_gather(out, mine, **options):
+        note("gather", mine)
+        return gather(out, mine, **options)
+
+    def reduce_scatter_tensor(mine, parts, **options):
+        note("scatter", mine)
+        return scatter(mine, parts, **options)
+
+    dist.all_gather, dist.reduce_scatter_tensor = all_gather, reduce_scatter_tensor
+    try:
+        advantages = torch.randn(tokens[rank], generator=g)
+        fused_grpo_loss(
+            hidden, weight, targets, advantages, vocab_group=dist.group.WORLD,
+            hidden_layout="data", chunk_bytes=4 * V * 50,
+        ).loss.backward()  # fmt: skip
+    finally:
+        dist.all_gather, dist.reduce_scatter_tensor = gather, scatter
+    return found
+
+
 def scales_apart() -> str:
     """The error of ranks that scale their losses differently."""
     batch, rank = make_batch(), dist.get_rank()

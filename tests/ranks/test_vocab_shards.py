@@ -273,6 +273,21 @@ def test_logprobs_of_tokens_of_their_own(ranks, options, layout):
         assert relative_error(whole, d_weight) < 2e-5
 
 
+def test_bytes_that_move_with_tokens_of_their_own(ranks):
+    """As the page on ranks says: rows of hidden states and of their gradients, and few numbers."""
+    tokens, H = [600, 600], 64
+    for found in ranks("tests.ranks.shard_jobs:bytes_of_rows", tokens):
+        rows = tokens[0]
+        large = {k: v for k, v in found.items() if f"[{H}]" in k}
+        assert large == {
+            f"gather torch.float32 [{H}]": 4 * H * rows,
+            f"scatter torch.float32 [{H}]": 4 * H * rows,
+        }
+        # Statistics of all rows (12 bytes each), targets (8), and the gradient of the log-prob (4).
+        small = sum(found.values()) - sum(large.values())
+        assert 36 * rows <= small <= 36 * rows + 400
+
+
 def test_dtensors(ranks):
     found = ranks("tests.ranks.shard_jobs:of_dtensor")
     assert_scores(found, {"low_rank": True, "bias": True}, parts=())
