@@ -6,8 +6,8 @@
 `sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
 log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
-`accumulation`, `updates`, `spikes` and `processes` show what docs/gsm8k.md says of them. What comes
-after `--options` is added to all settings.
+`accumulation`, `updates`, `spikes`, `processes` and `word_problems` (22 steps) show what
+docs/gsm8k.md says of them. What comes after `--options` is added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +33,30 @@ import torch
 from benchmarks.measure import header
 from benchmarks.trainers import MODEL, additions
 from grpo_kernels import batch_support
-from grpo_kernels.training import Samples, Trainer, load_model, load_problems
+from grpo_kernels.training import (
+    Samples,
+    Trainer,
+    TrainingConfig,
+    load_model,
+    load_problems,
+    parse_config,
+    upper_half,
+)
 from grpo_kernels.training.rollout import GenerateRollout
 
 LAST = 5
 KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm", "loss")
+
+
+def word_problems(argv: Sequence[str]) -> TrainingConfig:
+    """The settings of examples/train_gsm8k.py, and options that override them."""
+    config = parse_config(
+        argv, model=MODEL, dataset="word_problems", levels=[1, 2], stop=["</answer>"], steps=22,
+        prompts_per_step=12, temperature=0.9, rewards=["answer"], epochs_per_rollout=2,
+        learning_rate=5e-6, warmup_steps=2, max_completion_length=32, micro_batch_size=24,
+        eval_size=200, save_model=False,
+    )  # fmt: skip
+    return replace(config, trainable=config.trainable or upper_half(config.model))
 
 
 class Study(NamedTuple):
@@ -45,6 +64,7 @@ class Study(NamedTuple):
 
     settings: dict[str, list[str]]
     columns: dict[str, tuple[str, str]]
+    config: Callable[[Sequence[str]], TrainingConfig] = additions
     observes_ratios: bool = False
     curves: tuple[str, str] = ("reward", "accuracy")
     smooth: bool = True
@@ -96,6 +116,12 @@ STUDIES = {
         {"one process": [], "two processes": []},
         {"loss": ("loss", ".6f"), "gradient's norm": ("grad_norm", ".5f")},
         curves=("reward", "grad_norm"), smooth=False,
+    ),
+    "word_problems": Study(
+        {"as the example": []},
+        {"equal groups": ("groups_equal", ".0%"), "entropy": ("entropy", ".2f"),
+         "seconds per step": ("seconds", ".0f")},
+        config=word_problems, curves=("accuracy", "entropy"),
     ),
 }  # fmt: skip
 
@@ -153,7 +179,7 @@ def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[d
         options += [] if study == "processes" else ["--resume"]
         options += ["--model", args.model, "--save_every", "10"]
         options += ["--eval_every", str(args.steps), *STUDIES[study].settings[setting]]
-        config = additions([*options, *args.options])
+        config = STUDIES[study].config([*options, *args.options])
         if args.train_head:
             config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
         if setting == "two processes" and "RANK" not in os.environ:
@@ -234,7 +260,7 @@ def plot(study: str, runs: Runs, path: Path) -> None:
     titles = {
         "reward": "reward", "accuracy": "accuracy while sampling", "loss": "loss",
         "kl_max": "largest KL of a token", "grad_norm": "norm of the gradient",
-        "clip_ratio/region_mean": "share of tokens clipped",
+        "clip_ratio/region_mean": "share of tokens clipped", "entropy": "entropy per token, nats",
     }  # fmt: skip
     smooth = STUDIES[study].smooth
     for panel, name in zip(panels, STUDIES[study].curves, strict=True):

@@ -26,8 +26,9 @@ from grpo_kernels.training import (
 
 # For a model of 135M parameters on two CPU cores (docs/gsm8k.md).
 SMALL: dict[str, Any] = dict(
-    name="word_problems", steps=40, prompts_per_step=8, temperature=0.8, scale_rewards="batch",
-    beta=0.01, learning_rate=1e-5, max_completion_length=40, micro_batch_size=64, eval_size=120,
+    name="word_problems", levels=[1, 2], steps=22, prompts_per_step=12, temperature=0.9,
+    rewards=["answer"], epochs_per_rollout=2, learning_rate=5e-6, warmup_steps=2,
+    max_completion_length=32, micro_batch_size=24, eval_size=200,
 )  # fmt: skip
 OTHERS: dict[str, Any] = dict(
     name="gsm8k", learning_rate=1e-5, max_completion_length=128, eval_size=32
@@ -38,9 +39,10 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
     defaults: dict[str, Any] = dict(
         model="smollm2-135m", dataset="word_problems", stop=["</answer>"]
     )
-    config = parse_config(argv, **defaults, **SMALL)
+    config = parse_config(argv, **defaults, **OTHERS)
     if config.dataset != defaults["dataset"]:
-        return parse_config(argv, **defaults, **OTHERS)
+        return config
+    config = parse_config(argv, **defaults, **SMALL)
     if config.model == defaults["model"] and config.trainable is None and not config.lora_rank:
         # Half of the layers are enough here, and take half the time.
         config = replace(config, trainable=upper_half(config.model))

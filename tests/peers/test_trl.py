@@ -83,6 +83,17 @@ def test_the_same_run(case, tmp_path, one_pass):
         assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)
 
 
+@pytest.mark.parametrize("size", (2, 4))
+def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path, one_pass):
+    """Old log-probs by TRL, over another batch than the loss; the weights stand still."""
+    options = {"learning_rate": 0.0, "per_device_train_batch_size": size, **TWICE}
+    head_options = {"batch_invariant": True}
+    trained(FusedGRPOTrainer, tmp_path, head_options=head_options, **options)
+    metrics = [objective.output.metrics for _, objective, _ in one_pass]
+    assert len(metrics) >= 6
+    assert all(of["ratio_max"] == of["ratio_mean"] == 1.0 for of in metrics)
+
+
 @pytest.mark.parametrize("family", ("gemma2", "cohere", "granite", "gpt2"))
 def test_models_that_scale_or_cap(family, tmp_path):
     compare(tmp_path, family=family)
