@@ -121,7 +121,8 @@ def fused_grpo_loss(
         seq_group: a process group whose ranks have other tokens of the same B sequences, in any
             cut, a rank perhaps none: sums over sequences and tokens are over all of them. The loss
             is this rank's share, so that the ranks' losses and gradients add up to the whole's;
-            metrics are the whole's (`docs/distributed.md`). Every rank has to call.
+            metrics are the whole's, but for those of a support and of a sampled backward
+            (`docs/distributed.md`). Every rank has to call.
         temperature: overrides `config.temperature`: a number, or one value per token in the shape
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
@@ -134,10 +135,11 @@ def fused_grpo_loss(
         batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
             whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
             shape, 64 rows on a CPU and 256 on a GPU, padded where there are fewer. `weight`'s
-            gradient is a sum over tokens, which is as reproducible, and not invariant.
+            gradient is a sum over tokens, which is as reproducible, and not invariant. Without a
+            support.
         matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where
             logits and the gradient of `hidden` are computed: that of a batch-invariant sampler,
-            say. What it rounds is rounded. None: torch's.
+            say. What it rounds is rounded. Adapters have torch's. Without a support. None: torch's.
         skip_untrained: also leaves tokens whose gradient is known to be 0 beforehand (advantage or
             importance sampling weight 0, no KL, no entropy term; in two passes: whole sequences of
             advantage 0) out of the forward. The gradients are the same; the `logps` of these
@@ -173,9 +175,10 @@ def fused_grpo_loss(
             optimizers that take one. For calls in which every token has a support.
         vocab_group: a process group whose ranks share the vocabulary: `weight`, `bias` and the
             second of `low_rank` are this rank's rows, in any number, all else is the same on all
-            ranks, and so is the result, bit for bit: do not add up the losses. Gradients of
-            `hidden` and `lora_a_out` are whole on every rank. Or `weight` is a DTensor with
-            `Shard(0)`. For the exact backward, without a support (`docs/distributed.md`).
+            ranks (but see `hidden_layout`), and so is the result, bit for bit: do not add up the
+            losses. Gradients of `hidden` and `lora_a_out` are whole on every rank. Or `weight` is a
+            DTensor with `Shard(0)`. Every rank has to call, and to call the backward. For the exact
+            backward, without a support (`docs/distributed.md`).
         vocab_start: the id of this rank's first column; None: columns are in the ranks' order.
         hidden_layout: with a `vocab_group`, where the rows of `hidden` are. `"replicated"`: all on
             every rank. `"partial"`: likewise, but gradients of `hidden` and `lora_a_out` are this
@@ -245,6 +248,11 @@ def fused_grpo_loss(
         vocab_start=vocab_start,
         hidden_layout=hidden_layout,
     )
+    if capturable and seq_group is not None:
+        raise ValueError(
+            "seq_group: expected None with capturable=True, as the ranks' numbers of sequences are "
+            "read from the device; got a group"
+        )
     if capturable and skip_untrained:
         raise ValueError(
             "skip_untrained: expected False with capturable=True, as every row takes part; got True"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -126,8 +127,12 @@ def head_call(
     vocab_group: object = None,
     vocab_start: object = None,
     hidden_layout: str = "replicated",
+    agreed: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[HeadOperands, HeadCall]:
-    """Checks and flattens the arguments that all calls over a linear head share."""
+    """Checks and flattens the arguments that all calls over a linear head share.
+
+    `agreed`: what else has to be the same on all ranks that share the vocabulary.
+    """
     if hasattr(weight, "full_tensor") or hasattr(bias, "full_tensor"):
         from .vocab_shards import local_parts
 
@@ -174,7 +179,13 @@ def head_call(
         refused = {"backward": ("exact", backward), "capturable": (False, capturable)}
         shard = shard_of(
             vocab_group, vocab_start, hidden_layout, whole, flat_targets, dtype, refused,
-            vocab_size, isinstance(temperature, Tensor),
+            vocab_size, {
+                "temperature per token": isinstance(temperature, Tensor),
+                "temperature": 1.0 if isinstance(temperature, Tensor) else temperature,
+                "logit_scale": logit_scale, "softcap (0: none)": softcap or 0.0,
+                "logits_dtype='model'": rounding is not None,
+                "batch_invariant": tile is not None, **agreed,
+            },
         )  # fmt: skip
         V = shard.columns
     elif vocab_start is not None or hidden_layout != "replicated":

@@ -86,6 +86,7 @@ class HeadGradients:
                 entropy=True,
                 exps=exps[part],
                 out=stats.at(part),
+                invariant=bool(self.head.call.tile),
             )
         whole, own = self.head.whole(rows, stats)
         if self.shard is not None and rows.here is not None:
@@ -129,17 +130,29 @@ class HeadGradients:
         if self.head.dtype == torch.float32:
             return self.head.buffer[:count]
         if self._d_logits is None:
-            self._d_logits = self.head.new_rows(self._max_rows, self.head.dtype)
+            self._d_logits = self.head.new_rows(self.head.padded(self._max_rows), self.head.dtype)
         return self._d_logits[:count]
+
+    def _whole_tiles(self, d_logits: Tensor) -> Tensor:
+        """The rows, and after them rows of zeros up to whole tiles, in the buffer they lie in."""
+        count, padded = len(d_logits), self.head.padded(len(d_logits))
+        if padded == count:
+            return d_logits
+        buffers = (self.head.buffer, self._d_logits)
+        (buffer,) = (x for x in buffers if x is not None and x.data_ptr() == d_logits.data_ptr())
+        buffer[count:padded] = 0.0
+        return buffer[:padded]
 
     def _multiply(self, rows: Rows, d_logits: Tensor, factors: Tensor | None = None) -> None:
         """Adds the products of `d_logits [C, V]`, times `factors [C]`, with what stands beside."""
         head, a_out = self.head, rows.lora_a_out
-        sums, lora_b = [], head.lora_b
+        sums, lora_b, count = [], head.lora_b, len(d_logits)
+        tiles = self._whole_tiles(d_logits)
         if self.d_hidden is not None:
-            sums += self._put(self.d_hidden, rows, head.times_weight(d_logits), factors)
+            share = head.times_weight(tiles)[:count]
+            sums += self._put(self.d_hidden, rows, share, factors)
         if self.d_lora_a_out is not None and lora_b is not None:
-            share = head.times_lora_b(d_logits, lora_b)
+            share = head.times_lora_b(tiles, lora_b)[:count]
             sums += self._put(self.d_lora_a_out, rows, share, factors)
         if self.d_weight is not None:
             hidden = _times(rows.hidden, factors, head.dtype)

@@ -47,7 +47,13 @@ def loss_call(
     rows = mask
     if mask is not None and ce_weights is not None:
         rows = _union(mask, ce_weights, targets)
-    operands, call = head_call(hidden, weight, targets, rows, temperature=temperature, **head)
+    one_pass = config.two_pass_reason(
+        has_old_logps=old_logps is not None, has_entropy_threshold=entropy_threshold is not None
+    )
+    agreed = {"one pass": one_pass is None, "entropy_coef": config.entropy_coef}
+    operands, call = head_call(
+        hidden, weight, targets, rows, temperature=temperature, agreed=agreed, **head
+    )
     inputs = loss_inputs(
         config,
         call.layout,
@@ -109,7 +115,7 @@ def loss_inputs(
         )
     sequences = layout.sequences
     if seq_group is not None:
-        sequences = _across(sequences, seq_group, config, entropy_threshold)
+        sequences = _across(sequences, seq_group, config, entropy_threshold, checks)
     num_items = _num_items(config, num_items, layout.device, checks)
     if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
@@ -134,7 +140,11 @@ def loss_inputs(
 
 
 def _across(
-    sequences: Sequences | None, group: object, config: GRPOLossConfig, threshold: object
+    sequences: Sequences | None,
+    group: object,
+    config: GRPOLossConfig,
+    threshold: object,
+    checks: ValueChecks,
 ) -> Sequences:
     """The sequences, of which other ranks have other tokens."""
     if sequences is None:
@@ -147,7 +157,11 @@ def _across(
             "entropy_threshold: expected the quantile over all ranks, as there is a seq_group and "
             f"config.top_entropy_quantile = {config.top_entropy_quantile}; got None"
         )
-    return sequences.across(group)
+    sequences = sequences.across(group)
+    checks.group = sequences.group
+    none = torch.zeros((), dtype=torch.bool, device=sequences.ids.device)
+    checks.add(none, "")  # so that every rank has something to tell the others
+    return sequences
 
 
 def check_config(config: object) -> None:

@@ -118,7 +118,8 @@ def linear_logprobs(
             rows of logits are made once, beside the words of the support.
         sparse_weight_grad: as in `fused_grpo_loss`.
         vocab_group: ranks that share the vocabulary, as in `fused_grpo_loss`; what is computed from
-            the results has to be the same on all of them, too.
+            the results has to be the same on all of them, too, unless each has tokens of its own
+            (`hidden_layout`).
         vocab_start: as in `fused_grpo_loss`.
         hidden_layout: as in `fused_grpo_loss`.
 
@@ -163,6 +164,7 @@ def linear_logprobs(
         vocab_group=vocab_group,
         vocab_start=vocab_start,
         hidden_layout=hidden_layout,
+        agreed={"entropy": entropy},
     )
     rows = call
     if support is not None:
@@ -257,6 +259,7 @@ class _LinearLogprobs(torch.autograd.Function):
         call.zeroed(logps, logsumexp, entropy)
         ctx.save_for_backward(*operands, *kept)
         ctx.call, ctx.drawn, ctx.has_rows = call, drawn, plan.num_rows > 0
+        ctx.wants_entropy = wants_entropy
         ctx.set_materialize_grads(False)
         metrics = {} if drawn is None else drawn.metrics()
         return logps, entropy if wants_entropy else None, logsumexp, metrics
@@ -275,6 +278,9 @@ class _LinearLogprobs(torch.autograd.Function):
         d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
         d_softmax = d_logps if d_logsumexp is None else d_logps - d_logsumexp.float()
         needed = (d_logps != 0) | (d_softmax != 0)
+        if ctx.wants_entropy and call.shard is not None and call.shard.own_rows:
+            # What is gathered has to be the same on all ranks, of whatever the losses are made.
+            d_entropy = torch.zeros_like(logps) if d_entropy is None else d_entropy
         if d_entropy is not None:
             d_entropy = d_entropy.float().contiguous()
             needed |= d_entropy != 0
@@ -356,7 +362,9 @@ def _exact_gradients(
         rows = head.rows(chunk.index, chunk.of_ranks)
         of_rows = grads.at(chunk.index)
         if chunk.of_ranks is not None:
-            of_rows = RowGrads(*(None if x is None else head.of_all(rows, x) for x in of_rows))  # type: ignore[arg-type]
+            given = [x for x in of_rows if x is not None]
+            of_all = iter(head.of_all(rows, torch.stack(given, 1)).unbind(1))
+            of_rows = RowGrads(*(None if x is None else next(of_all) for x in of_rows))  # type: ignore[arg-type]
         gradients.add_again(rows, of_rows)
     if also is not None:
         also(gradients)
@@ -366,4 +374,5 @@ def _exact_gradients(
 def _power_of_two_scale_of(gradients: list[Tensor], needed: Tensor) -> Tensor:
     # Rows that are not needed may be given anything, NaN included.
     peaks = [torch.where(needed, x, 0.0).abs().amax() for x in gradients if x.numel()]
-    return power_of_two_scale(torch.stack(peaks).amax() if peaks else needed.new_ones(()))
+    none = torch.zeros((), device=needed.device)
+    return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)

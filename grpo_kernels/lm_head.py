@@ -123,7 +123,7 @@ class LMHead:
         a_out = self.operands.lora_a_out
         rows = Rows(
             index,
-            self.operands.hidden[index].to(self.dtype),
+            self.operands.hidden[index],
             None if a_out is None else a_out[index].float(),
             self.call.targets[index],
             self.call.transform.at(index),
@@ -131,7 +131,7 @@ class LMHead:
         )
         shard = self.call.shard
         if of_ranks is None or shard is None:
-            return rows
+            return replace(rows, hidden=rows.hidden.to(self.dtype))
         begin, transform, a_out = sum(of_ranks[: shard.group.rank()]), rows.transform, None
         if isinstance(transform.temperature, Tensor):
             temperature = shard.gather_rows(transform.temperature, of_ranks)
@@ -140,7 +140,8 @@ class LMHead:
             a_out = shard.gather_rows(rows.lora_a_out, of_ranks)
         targets, here = shard.place(shard.gather_rows(rows.targets, of_ranks), self.V)
         return Rows(
-            index, shard.gather_rows(rows.hidden, of_ranks), a_out, targets, transform, here,
+            index, shard.gather_rows(rows.hidden, of_ranks).to(self.dtype), a_out, targets,
+            transform, here,
             of_ranks, (begin, begin + len(rows.targets)),
         )  # fmt: skip
 
@@ -158,7 +159,9 @@ class LMHead:
 
     def stats(self, rows: Rows, logits: Tensor, *, entropy: bool) -> tuple[TokenStats, TokenStats]:
         """The statistics of `rows`, from their raw logits `[C, V]`, as `whole` has them."""
-        found = self.call.backend.token_stats(logits, rows.targets, rows.transform, entropy=entropy)
+        found = self.call.backend.token_stats(
+            logits, rows.targets, rows.transform, entropy=entropy, invariant=bool(self.call.tile)
+        )
         return self.whole(rows, found)
 
     def logits(self, rows: Rows) -> Tensor:
@@ -208,26 +211,21 @@ class LMHead:
         return logits
 
     def times_weight(self, d_logits: Tensor) -> Tensor:
-        """`d_logits @ weight`, float32 `[C, H]`, from `[C, V]`."""
-        count = len(d_logits)
-        out = d_logits.new_empty((self.padded(count), self.H), dtype=torch.float32)
-        tiles = [(out[tile], self.tile_of(d_logits, tile)) for tile in self.tiles(len(out))]
+        """`d_logits @ weight`, float32 `[C, H]`, from `[C, V]`; C rows are whole tiles."""
+        out = d_logits.new_empty((len(d_logits), self.H), dtype=torch.float32)
         for index, (columns, weight) in enumerate(self.weight_slices(self.V)):
-            for share, part in tiles:
-                self._addmm(share, part[:, columns], weight, beta=float(index > 0))
-        return out[:count]
+            for tile in self.tiles(len(out)):
+                part = d_logits[tile, columns]
+                self._addmm(out[tile], part, weight, beta=float(index > 0))
+        return out
 
     def times_lora_b(self, d_logits: Tensor, lora_b: Tensor) -> Tensor:
         """`d_logits @ lora_b`, float32 `[C, r]`, from `[C, K]`."""
-        count, lora_b = len(d_logits), lora_b.to(d_logits.dtype)
-        out = d_logits.new_empty((self.padded(count), lora_b.shape[1]), dtype=torch.float32)
+        out = d_logits.new_empty((len(d_logits), lora_b.shape[1]), dtype=torch.float32)
+        lora_b = lora_b.to(d_logits.dtype)
         for tile in self.tiles(len(out)):
-            mm(self.tile_of(d_logits, tile), lora_b, out=out[tile])
-        return out[:count]
-
-    def tile_of(self, x: Tensor, tile: slice) -> Tensor:
-        """The rows `tile` of x, padded where x ends within it."""
-        return pad_rows(x[tile], tile.stop - tile.start)
+            mm(d_logits[tile], lora_b, out=out[tile])
+        return out
 
     def _mm(self, a: Tensor, b: Tensor, *, out: Tensor) -> None:
         if self.call.matmul is None:

@@ -165,7 +165,7 @@ def _add_support(
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    largest = abs(config.entropy_coef) / inputs.count.clamp(min=1)
+    largest = abs(config.entropy_coef) * (inputs.count > 0) / inputs.count.clamp(min=1)
     if inputs.ce_weights is not None and inputs.ce_weights.numel():
         largest = largest.maximum(inputs.ce_weights.abs().max())
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest

@@ -170,12 +170,14 @@ def plan_rows(
     """
     # All ranks that share a vocabulary plan as the one with the most columns has to.
     V = len(weight) if shard is None else shard.most
-    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips, V)
+    own_rows = shard is not None and shard.own_rows
+    # States, their gradients and what is sent of both, of the rows of all ranks.
+    row_bytes = 14 * weight.shape[1] if own_rows else 0
+    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips, V, row_bytes)
     tiles = None
     if weight.device.type == "cuda":
         tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
     checks = checks or ValueChecks()
-    own_rows = shard is not None and shard.own_rows
     if shard is not None:
         tiles = None
     if shard is not None and not own_rows:
@@ -242,6 +244,7 @@ def _buffer_rows(
     grad_bytes: int,
     strips: bool,
     V: int,
+    row_bytes: int = 0,
 ) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
     device, memory = weight.device, None
@@ -250,13 +253,14 @@ def _buffer_rows(
             memory = gpu(device).total_memory
         chunk_bytes = default_chunk_bytes(V, device.type, memory)
 
-    bytes_per_row = (4 + grad_bytes) * V
+    bytes_per_row = (4 + grad_bytes) * V + row_bytes
     least = 1 if device.type == "cpu" else ROW_MULTIPLE
     if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         # Of the budget's rows of logits a sixth: the others are worth most as gradients.
         strip = chunk_bytes // (24 * V) // least * least
         strip = min(max(strip, least), _MOST_STRIP_ROWS)
-        return (chunk_bytes - 4 * V * strip) // (grad_bytes * V) // least * least, strip
+        rows = (chunk_bytes - 4 * V * strip) // (grad_bytes * V + row_bytes)
+        return rows // least * least, strip
     rows = max(1, chunk_bytes // bytes_per_row)
     if rows >= least:
         rows = rows // least * least

@@ -214,9 +214,9 @@ class SampledGradients(KeptColumnGradients):
         """The gradients, with the column sums in them."""
         if self.column_sums is not None:
             if self.d_bias is not None:
-                self.d_bias += self.column_sums
+                self.d_bias[: self.head.V] += self.column_sums
             if self.d_weight is not None:
-                self.d_weight.addr_(self.column_sums, self.mean_hidden)
+                self.d_weight[: self.head.V].addr_(self.column_sums, self.mean_hidden)
         return super().finish()
 
     def metrics(self) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from .layout import check_tensor
 NEAR = (0.9, 1.1)
 # A rounding explains a difference that is smaller by this share under it.
 SHARE = 0.2
+# Nats by which log-probs may differ that agree.
+SMALL = 1e-3
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +44,9 @@ class SamplerCheck(NamedTuple):
                 "here as well (logits_dtype='model')"
             )
         if self.closer == "fp32":
-            return "the sampler does not round its logits: keep logits_dtype='fp32'"
+            return "the sampler does not round its logits: use logits_dtype='fp32'"
+        if min(self.rms_fp32, self.rms_model) < SMALL:
+            return "they agree"
         return (
             "the rounding of logits does not explain the difference: compare weights, "
             "temperature, kernels, and the dtype of the layers"

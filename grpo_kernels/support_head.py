@@ -48,6 +48,11 @@ def with_support(
     """
     if call.shard is not None:
         raise ValueError("support: expected None where ranks share the vocabulary; got a support")
+    if call.tile or call.matmul:
+        raise ValueError(
+            "support: expected None with batch_invariant=True or a matmul, as which words are "
+            "gathered depends on the whole batch; got a support"
+        )
     if call.capturable:
         raise ValueError(
             "support: expected None with capturable=True, as the number of words is read from the "

@@ -17,6 +17,7 @@ With these the gradient of a rank's logits follows from its own; dH = sum_r D_r 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class VocabShard:
         size: columns of all ranks.
         most: columns of the rank that has the most.
         layout: of the rows, one of `LAYOUTS`.
+        device: of all tensors.
     """
 
     group: dist.ProcessGroup
@@ -62,6 +64,7 @@ class VocabShard:
     size: int
     most: int
     layout: str
+    device: torch.device
 
     @property
     def own_rows(self) -> bool:
@@ -91,7 +94,7 @@ class VocabShard:
         Raises:
             ValueError: on all ranks but it, if one has failed.
         """
-        mine = torch.tensor([grad_rows, rows, *sizes, failed], device=self._device)
+        mine = torch.tensor([grad_rows, rows, *sizes, failed], device=self.device)
         told = _gathered(mine, self.group).tolist()
         lost = [rank for rank, row in enumerate(told) if row[4]]
         if lost and not failed:
@@ -99,13 +102,10 @@ class VocabShard:
         smallest = min(row[2] for row in told), min(row[3] for row in told)
         return tuple((row[0], row[1]) for row in told), smallest
 
-    @property
-    def _device(self) -> torch.device:
-        backend = dist.get_backend(self.group)
-        return torch.device("cuda" if backend == "nccl" else "cpu")
-
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """The rows of all ranks, `[M, ...]`, from this one's; `sizes` has how many each has."""
+        if len(set(sizes)) == 1:
+            return _gathered(x.contiguous(), self.group).flatten(0, 1)
         padded = x.new_zeros((max(sizes), *x.shape[1:]))
         padded[: len(x)] = x
         ranks = _gathered(padded, self.group)
@@ -206,15 +206,16 @@ class VocabShard:
         """
         if sizes is None:
             return share, _begun(dist.all_reduce(share, group=self.group, async_op=True))
-        parts = share.new_zeros((len(sizes), max(sizes), *share.shape[1:]))
-        begin = 0
-        for rank, size in enumerate(sizes):
-            parts[rank, :size] = share[begin : begin + size]
-            begin += size
+        parts = share.view(len(sizes), -1, share.shape[1]) if len(set(sizes)) == 1 else None
+        if parts is None:
+            parts, begin = share.new_zeros((len(sizes), max(sizes), share.shape[1])), 0
+            for rank, size in enumerate(sizes):
+                parts[rank, :size] = share[begin : begin + size]
+                begin += size
         mine = torch.empty_like(parts[0])
-        work = dist.reduce_scatter_tensor(
-            mine, parts.flatten(0, 1), group=self.group, async_op=True
-        )
+        # Newer versions of torch have it under the first name.
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work = scatter(mine, parts.flatten(0, 1), group=self.group, async_op=True)
         return mine[: sizes[self.group.rank()]], _begun(work)
 
     def stand_ins(
@@ -282,7 +283,7 @@ def shard_of(
     dtype: torch.dtype,
     refused: Mapping[str, tuple[object, object]],
     vocab_size: int | None,
-    per_token: bool,
+    agreed: Mapping[str, float],
 ) -> VocabShard:
     """Which of the group's columns the rows of `weight` are; asks the other ranks.
 
@@ -295,7 +296,7 @@ def shard_of(
         dtype: of the GEMMs.
         refused: options that are not for shards: what is expected instead, and what came.
         vocab_size: columns of all ranks, if not all rows are; None: they are.
-        per_token: whether each token has a temperature of its own.
+        agreed: further numbers that have to be the same on all ranks.
 
     Raises:
         ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
@@ -319,7 +320,7 @@ def shard_of(
     flags = {
         "vocab_start": start is not None, "bias": bias is not None, "low_rank": rank > 0,
         "gradient of hidden": wanted[0], "gradient of low_rank[0]": wanted[3],
-        "temperature per token": per_token,
+        "gradient": any(wanted),
     }  # fmt: skip
     dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}
     own_rows = layout in LAYOUTS[2:]
@@ -330,11 +331,12 @@ def shard_of(
     mine = [
         start or 0, len(weight), *map(int, flags.values()),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
+        *struct.unpack(f"{len(agreed)}q", struct.pack(f"{len(agreed)}d", *agreed.values())),
     ]  # fmt: skip
     ids = _checksum(targets[:0] if own_rows else targets)[None]
     told = _gathered(torch.cat([torch.tensor(mine, device=ids.device), ids]), group)
     begins, counts, *columns, of_ids = told.T.tolist()
-    for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
+    for name, values in zip((*flags, *dtypes, *numbers, *agreed), columns, strict=True):
         if len(set(values)) == 1:
             continue
         if name in flags:
@@ -344,6 +346,8 @@ def shard_of(
             values = [str(HEAD_DTYPES[x]).removeprefix("torch.") for x in values]
         if name == "hidden_layout":
             values = [LAYOUTS[x] for x in values]
+        if name in agreed:
+            values = [struct.unpack("d", struct.pack("q", x))[0] for x in values]
         raise ValueError(f"{name}: expected the same on all ranks; got {values}")
     if len(set(of_ids)) > 1:
         raise ValueError(
@@ -370,7 +374,7 @@ def shard_of(
     size = sum(counts) if vocab_size is None else vocab_size
     begin = begins[group.rank()]
     own = min(counts[group.rank()], size - begin)
-    return VocabShard(group, begin, own, size, max(counts), layout)
+    return VocabShard(group, begin, own, size, max(counts), layout, weight.device)
 
 
 def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -119,6 +119,23 @@ def test_it_is_still_right_in_two_passes():
     expect_equal(packed(make_batch()), {**objective_options("gspo"), **INVARIANT})
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
+    """Over several blocks of columns, whatever the sweep leaves behind, rounded or not."""
+    if dtype == torch.bfloat16:
+        imitate(monkeypatch, dtype)
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(6000, 16, generator=g).to(dtype)
+    hidden, targets = 3 * torch.randn(9, 16, generator=g), torch.randint(6000, (9,), generator=g)
+    hidden = hidden.to(dtype).requires_grad_()
+    for logits_dtype in ("fp32", "model"):
+        options = {**INVARIANT, "backend": backend, "logits_dtype": logits_dtype}
+        scored = linear_logprobs(hidden, weight, targets, entropy=True, **options)
+        out = fused_grpo_loss(hidden, weight, targets, torch.ones(9), **options)
+        assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
+
+
 def test_masked_rows_make_no_difference():
     batch = make_batch()
     args = (batch.weight, batch.targets)
@@ -181,6 +198,7 @@ def test_a_product_of_the_callers_own(call):
         ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool; got 1"),
         ({"matmul": "mm"}, TypeError, "matmul: expected a function of two tensors"),
         ({**INVARIANT, "backward": "sampled"}, ValueError, "backward: expected 'exact' with"),
+        ({**INVARIANT, "support": ()}, ValueError, "support: expected None with batch_invariant"),
     ],
 )
 def test_errors(options, error, message):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, sampling_cost
 from tests.support.batches import (
     config,
     exact_batch,
@@ -192,15 +192,26 @@ def test_rows_beyond_the_vocabulary_of_an_adapter():
     assert not pairs[1][1][WORDS:].any()
 
 
-def test_a_sampled_backward_keeps_words_alone():
-    batch = with_padding(make_batch(), WORDS)
-    weight = batch.weight.clone().requires_grad_()
-    out = fused_grpo_loss(
-        batch.hidden, weight, batch.targets, batch.advantages, batch.mask, vocab_size=WORDS,
-        backward="sampled", tolerance=0.3, seed=0,
-    )  # fmt: skip
-    out.loss.backward()
-    assert not weight.grad[WORDS:].any() and weight.grad[:WORDS].any()
+def test_a_sampled_backward_keeps_words_alone(monkeypatch):
+    monkeypatch.setattr(sampling_cost, "pays", lambda *_: True)
+    V, words = 8003, 8000
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, 32, generator=g)
+    targets = torch.randint(words, (512,), generator=g)
+    hidden = 0.4 * weight[targets] + 0.3 * torch.randn(512, 32, generator=g)
+    gradients = []
+    for options in ({}, {"backward": "sampled", "tolerance": 0.1, "seed": 0}):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, torch.zeros(V))]
+        out = fused_grpo_loss(
+            leaves[0], leaves[1], targets, torch.randn(512, generator=g.manual_seed(1)),
+            bias=leaves[2], vocab_size=words, **options,
+        )  # fmt: skip
+        out.loss.backward()
+        gradients.append([x.grad for x in leaves])
+    assert out.metrics["columns_kept"] < 0.9
+    errors = [relative_error(*pair) for pair in zip(*reversed(gradients), strict=True)]
+    assert max(errors) < 0.3 and min(errors[:2]) > 1e-3, errors
+    assert not any(x[words:].any() for x in gradients[1][1:])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_a_sampler_that_rounds(scored):
 def test_a_sampler_in_float32(scored):
     fp32, model, _, mask = scored
     check = check_sampler(fp32 + 1e-5, fp32, model, mask)
-    assert check.closer == "fp32" and "keep logits_dtype='fp32'" in check.advice
+    assert check.closer == "fp32" and "use logits_dtype='fp32'" in check.advice
     assert check.rms_fp32 == pytest.approx(1e-5, rel=0.05)
 
 
@@ -113,4 +113,4 @@ def test_the_trainer_warns_in_its_first_step(tiny_model, tmp_path, capsys, ours,
     told = capsys.readouterr().out
     assert told.count("sampler to policy over") == (ours != theirs)
     if ours != theirs:
-        assert (THERE if theirs == "model" else "keep logits_dtype='fp32'") in told
+        assert (THERE if theirs == "model" else "use logits_dtype='fp32'") in told

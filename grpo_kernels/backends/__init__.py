@@ -193,6 +193,7 @@ class Backend(Protocol):
         entropy: bool,
         exps: Tensor | None = None,
         out: TokenStats | None = None,
+        invariant: bool = False,
     ) -> TokenStats:
         """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
 
@@ -202,7 +203,8 @@ class Backend(Protocol):
             X = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
 
         The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself;
-        else `logits` stay as they are.
+        else `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so
+        that statistics are the same bits with `exps` and without.
         """
         ...
 

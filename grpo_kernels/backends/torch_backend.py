@@ -29,6 +29,7 @@ def token_stats(
     entropy: bool,
     exps: Tensor | None = None,
     out: TokenStats | None = None,
+    invariant: bool = False,
     block_bytes: int | None = None,
 ) -> TokenStats:
     if out is None:

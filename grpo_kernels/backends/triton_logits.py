@@ -340,9 +340,11 @@ def token_stats(
     entropy: bool,
     exps: Tensor | None = None,
     out: TokenStats | None = None,
+    invariant: bool = False,
     launch: Launch = ROW_LAUNCH,
 ) -> TokenStats:
     count, V = logits.shape
+    in_place = exps is not None and exps.data_ptr() == logits.data_ptr()
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
     if count:
@@ -358,7 +360,8 @@ def token_stats(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
-                IN_PLACE=exps is not None and exps.dtype == logits.dtype, RAGGED=False,
+                # The anchor is then the row's maximum.
+                IN_PLACE=in_place or invariant, RAGGED=False,
                 BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
             )  # fmt: skip
     return out

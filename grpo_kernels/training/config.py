@@ -188,7 +188,9 @@ class TrainingConfig:
         "a sampler whose head does so; the first step warns where the two differ"
     )  # fmt: skip
     batch_invariant: bool = _option(
-        False, "a token's log-prob is the same bits whatever else is in its micro-batch"
+        False,
+        "the head makes the same log-prob of the same state, to the bit, whatever else is in "
+        "the micro-batch",
     )
     backward: str = _option(
         "exact", "backward of the head: exact, or sampled (docs/sampled_backward.md)"

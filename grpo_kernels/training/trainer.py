@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +248,9 @@ class Trainer:
         plan = self._plan(samples, range(len(samples.texts)))
         # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
         if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
-            parts = [self._plan(samples, self._trained(samples, rows)) for rows in minibatches]
-            samples.old_logps, _ = self._logps(self.policy, samples, [*chain(*parts)])
+            trained = (self._trained(samples, *x) for x in enumerate(minibatches))
+            parts = [part for rows in trained for part in self._plan(samples, rows)]
+            samples.old_logps, _ = self._logps(self.policy, samples, parts)
         if config.top_entropy_quantile < 1:
             _, entropy = self._logps(self.policy, samples, plan, entropy=True)
             share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
@@ -302,11 +302,7 @@ class Trainer:
         rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        trained = self._trained(samples, rows)
-        if number == 0 and samples.sampling_logps is not None and not trained:
-            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
-            trained = [i for i in rows if samples.token_counts[i]][: config.micro_batch_size]
-        plan = self._plan(samples, trained)
+        plan = self._plan(samples, self._trained(samples, number, rows))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()
         options = self._loss_options(samples, whole.tokens)
@@ -346,12 +342,16 @@ class Trainer:
             "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
         }  # fmt: skip
 
-    def _trained(self, samples: Samples, rows: Sequence[int]) -> list[int]:
-        """The completions of `rows` that an update may not leave out."""
+    def _trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
+        """The completions of `rows` that the rollout's update `number` does not leave out."""
         c = self.config
         if not c.skip_untrained or c.beta or c.entropy_coef:
             return list(rows)
-        return [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
+        trained = [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
+        if number == 0 and samples.sampling_logps is not None and not trained:
+            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
+            return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
+        return trained
 
     def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""

@@ -62,6 +62,8 @@ def refused(kind):
     elif kind == "packed":
         rows = batch.mask
         args = [batch.hidden[rows], batch.weight, batch.targets[rows], torch.ones(int(rows.sum()))]
+    elif kind == "input of one":
+        args[2] = batch.targets.masked_fill(batch.mask, 999999 * rank)
     else:
         from tests.support.batches import config
 

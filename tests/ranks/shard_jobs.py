@@ -11,6 +11,7 @@ import grpo_kernels
 from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.support.batches import (
+    config,
     exact_batch,
     make_batch,
     run_fused,
@@ -94,7 +95,12 @@ def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
     weight = torch.randn(V // world, H, generator=g).requires_grad_()
     targets = torch.randint(V, (tokens[rank],), generator=g)
     found: dict[str, int] = {}
-    gather, scatter = dist.all_gather, dist.reduce_scatter_tensor
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else ("reduce_scatter_tensor")
+    )
+    gather, scatter = dist.all_gather, getattr(dist, name)
 
     def note(kind: str, rows: torch.Tensor) -> None:
         name = f"{kind} {rows.dtype} {list(rows.shape[1:])}"
@@ -104,11 +110,12 @@ def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
         note("gather", mine)
         return gather(out, mine, **options)
 
-    def reduce_scatter_tensor(mine, parts, **options):
+    def reduce_scatter(mine, parts, **options):
         note("scatter", mine)
         return scatter(mine, parts, **options)
 
-    dist.all_gather, dist.reduce_scatter_tensor = all_gather, reduce_scatter_tensor
+    dist.all_gather = all_gather
+    setattr(dist, name, reduce_scatter)
     try:
         advantages = torch.randn(tokens[rank], generator=g)
         fused_grpo_loss(
@@ -116,8 +123,23 @@ def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
             hidden_layout="data", chunk_bytes=4 * V * 50,
         ).loss.backward()  # fmt: skip
     finally:
-        dist.all_gather, dist.reduce_scatter_tensor = gather, scatter
+        dist.all_gather = gather
+        setattr(dist, name, scatter)
     return found
+
+
+def entropy_of_one() -> list:
+    """Gradients where one rank's loss is of log-probs and entropies, the other's of log-probs."""
+    batch, rank = make_batch(), dist.get_rank()
+    part = part_of(sequences_of(batch, [(0, 1), (2, 3)][rank]), (0, 300, 1003))
+    hidden = torch.where(part.mask[..., None], part.hidden, 0.0).requires_grad_()
+    weight = part.weight.clone().requires_grad_()
+    out = linear_logprobs(
+        hidden, weight, part.targets, mask=part.mask, entropy=True,
+        vocab_group=dist.group.WORLD, hidden_layout="sequence",
+    )  # fmt: skip
+    (out.logps + (0.5 * out.entropy if rank else 0.0)).sum().backward()
+    return [hidden.grad, weight.grad]
 
 
 def scales_apart() -> str:
@@ -301,6 +323,7 @@ def refused(kind: str) -> str:
     weight, targets = batch.weight.chunk(2)[rank], batch.targets
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
     options: dict[str, Any] = {"vocab_group": dist.group.WORLD}
+    trained = True
     if kind == "overlap":
         options["vocab_start"] = [0, 400][rank]
     elif kind == "hole":
@@ -342,6 +365,20 @@ def refused(kind: str) -> str:
         options["hidden_layout"] = "tokens"
     elif kind == "layouts":
         options["hidden_layout"] = ["data", "replicated"][rank]
+    elif kind in ("temperature", "logit_scale", "softcap"):
+        options |= {"hidden_layout": "data", kind: 1.0 + rank}
+    elif kind == "logits_dtype":
+        hidden, weight = hidden.bfloat16(), weight.bfloat16()
+        options |= {"hidden_layout": "data", kind: ["fp32", "model"][rank]}
+    elif kind == "temperature per token":
+        options |= {"temperature": torch.ones(4, 9)} if rank else {}
+    elif kind == "entropy_coef":
+        options["config"] = config(entropy_coef=0.1 * rank)
+    elif kind == "passes":
+        options |= {"config": config(loss_type="gspo")} if rank else {}
+    elif kind == "gradient":
+        options["hidden_layout"] = "data"
+        trained = bool(rank)
     elif kind == "a rank refused":
         options["hidden_layout"] = "data"
         targets = targets.clamp(min=0) + 2000 * rank
@@ -368,7 +405,7 @@ def refused(kind: str) -> str:
             options["bias"] = batch.bias
     mask = options.pop("mask", batch.mask)
     advantages = options.pop("advantages", batch.advantages)[-len(hidden) :]
-    weight = weight.detach().requires_grad_()
+    weight = weight.detach().requires_grad_(trained)
     try:
         fused_grpo_loss(hidden, weight, targets, advantages, mask, **options)
     except (ValueError, TypeError) as error:

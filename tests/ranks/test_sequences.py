@@ -93,6 +93,12 @@ def test_from_log_probs(ranks):
     assert (d_logps - logps.grad).norm() < 1e-5 * logps.grad.norm()
 
 
+def test_input_that_one_rank_refuses(ranks):
+    first, second = ranks("tests.ranks.sequence_jobs:refused", "input of one")
+    assert first == "seq_group: expected good input on all ranks; another one's was refused"
+    assert "targets: expected ids in [0, 1003)" in second
+
+
 @pytest.mark.parametrize(("kind", "message"), {
     "other sequences": "seq_group: expected the same sequences on all ranks, of which each has "
                        "some tokens or none; got [4, 3] sequences",

@@ -312,6 +312,14 @@ def test_dtensors(ranks):
     "no group": "expected None and 'replicated' without a vocab_group; got 3 and 'replicated'",
     "layout": "hidden_layout: expected one of replicated, partial, sequence, data; got 'tokens'",
     "layouts": "hidden_layout: expected the same on all ranks; got ['data', 'replicated']",
+    "temperature": "temperature: expected the same on all ranks; got [1.0, 2.0]",
+    "logit_scale": "logit_scale: expected the same on all ranks; got [1.0, 2.0]",
+    "softcap": "softcap (0: none): expected the same on all ranks; got [1.0, 2.0]",
+    "logits_dtype": "logits_dtype='model': expected the same on all ranks; got [0.0, 1.0]",
+    "temperature per token": "temperature per token: expected the same on all ranks",
+    "entropy_coef": "entropy_coef: expected the same on all ranks; got [0.0, 0.1]",
+    "passes": "one pass: expected the same on all ranks; got [1.0, 0.0]",
+    "gradient": "gradient: expected on all ranks or on none; got it on ranks [1]",
     "layout alone": "expected None and 'replicated' without a vocab_group; got None and 'partial'",
     "mask on one": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
     "vocab_size": "vocab_size: expected 503 to 1003, as every rank has a word of the vocabulary",
@@ -333,6 +341,20 @@ def test_a_rank_whose_input_is_refused_says_so_to_the_others(ranks):
     first, second = ranks("tests.ranks.shard_jobs:refused", "a rank refused")
     assert "vocab_group: expected all ranks to call; rank 1 refused" in first
     assert "targets: expected ids in [0, 1003)" in second
+
+
+def test_losses_of_other_results_on_each_rank(ranks):
+    (d_first, d_weight), (d_second, d_other) = ranks("tests.ranks.shard_jobs:entropy_of_one")
+    batch, whole = make_batch(), 0.0
+    for places, d_hidden in (((0, 1), d_first), ((2, 3), d_second)):
+        part = shard_jobs.sequences_of(batch, places)
+        hidden = torch.where(part.mask[..., None], part.hidden, 0.0).double().requires_grad_()
+        weight = part.weight.double().requires_grad_()
+        out = reference.linear_logprobs(hidden, weight, part.targets, mask=part.mask)
+        (out.logps + (0.5 * out.entropy if places[0] else 0.0)).sum().backward()
+        assert relative_error(d_hidden, hidden.grad) < 2e-5
+        whole = whole + weight.grad
+    assert relative_error(torch.cat([d_weight, d_other]), whole) < 2e-5
 
 
 def test_losses_that_are_scaled_apart_are_refused(ranks):
