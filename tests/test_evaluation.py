@@ -114,7 +114,13 @@ def test_pass_at_k_is_what_drawing_k_of_them_gives():
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    options = {"dataset": "word_problems", "eval_size": 6, "save_model": True, "eval_every": 1}
+    options = {
+        "dataset": "word_problems",
+        "eval_size": 6,
+        "max_prompt_length": 1000,
+        "save_model": True,
+        "eval_every": 1,
+    }
     options |= {"rewards": ["answer", "format"], "train_size": 40}
     return trainer_of(config_of(tiny_model, folder, **options)).train()
 
@@ -130,7 +136,16 @@ def test_a_run_reports_by_groups(trained):
 
 
 def test_the_command(trained, tmp_path, capsys):
-    flags = ["--model", str(trained / "model"), "--dataset", "word_problems", "--eval_size", "6"]
+    flags = [
+        "--model",
+        str(trained / "model"),
+        "--dataset",
+        "word_problems",
+        "--eval_size",
+        "6",
+        "--max_prompt_length",
+        "1000",
+    ]
     flags += ["--num_generations", "4", "--max_completion_length", "6"]
     for _ in range(2):  # a second one gets a folder of its own
         evaluate.main([*flags, "--output", str(tmp_path)])

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from grpo_kernels import batch_support
 from grpo_kernels.training import Completion, Support, TrainingConfig, checkpoint
 from grpo_kernels.training import metrics as of
+from grpo_kernels.training.micro_batches import equal_parts
 from grpo_kernels.training.policy import Policy
 from grpo_kernels.training.rollout import (
     ContinuousBatchingRollout,
@@ -145,12 +146,12 @@ def test_supports_of_a_batch_are_joined():
 
 
 def scored(tiny_model, tmp_path, **options):
-    config = config_of(tiny_model, tmp_path, epochs_per_rollout=2, **options)
+    config = config_of(tiny_model, tmp_path, minibatches=2, skip_untrained=False, **options)
     trainer = trainer_of(config)
     trainer.step = 1
     torch.manual_seed(0)
     samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples)
+    trainer._score(samples, equal_parts(len(samples.texts), 2))
     return trainer, samples
 
 

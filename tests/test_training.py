@@ -22,7 +22,7 @@ from grpo_kernels.training import (
     ranks,
 )
 from grpo_kernels.training import metrics as of
-from grpo_kernels.training.micro_batches import plan_micro_batches
+from grpo_kernels.training.micro_batches import equal_parts, plan_micro_batches
 from grpo_kernels.training.policy import Batch, Policy, positions
 from tests.support.tiny_models import make_tokenizer
 from tests.support.trainer_runs import (
@@ -45,7 +45,7 @@ def sampled(config):
     trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
     trainer.step = 1
     samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples)
+    trainer._score(samples, equal_parts(len(samples.texts), config.minibatches))
     return trainer, samples
 
 

@@ -34,8 +34,10 @@ def key_of(row):
 
 def test_the_prompt_tells_no_held_out_sum():
     numbers = re.findall(r"(\d+) [-+*/] (\d+) =", WORD_PROBLEM)
-    assert numbers == [("4", "6"), ("24", "5"), ("7", "5")]
-    assert not _kept_apart(4, 6, 5) and not _kept_apart(7, 5, 0)
+    assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
+    # 12 / 3 is made of 3 and 4.
+    for kept in ((4, 6, 5), (7, 5, 0), (3, 4, 0), (15, 8, 0)):
+        assert not _kept_apart(*kept)
 
 
 @pytest.mark.parametrize("held_out", (None, *KINDS))
