@@ -41,15 +41,12 @@ def test_runs(example, options, tiny_model, tmp_path):
 
 def test_defaults_by_dataset():
     # What belongs to word problems is not for others, and options that need it are taken.
-    config = train_gsm8k.config_of(["--model", "m", "--kl_clamp", "10"])
-    assert (config.dataset, config.max_completion_length, config.beta) == (
-        "word_problems",
-        40,
-        0.01,
-    )
+    config = train_gsm8k.config_of(["--model", "m", "--levels", "3"])
+    assert (config.dataset, config.max_completion_length) == ("word_problems", 32)
+    assert config.levels == [3] and config.rewards == ["answer"]
     assert config.trainable is None
     config = train_gsm8k.config_of(["--model", "m", "--dataset", "gsm8k"])
-    assert (config.name, config.max_completion_length, config.beta) == ("gsm8k", 128, 0.0)
+    assert (config.name, config.max_completion_length, config.levels) == ("gsm8k", 128, [])
     assert config.stop == ["</answer>"]
 
 
