@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# Those whose denominator counts tokens; that of the others counts sequences.
+TOKEN_MEANS = ("bnpo", "dapo")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 IS_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 

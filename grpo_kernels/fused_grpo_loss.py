@@ -110,9 +110,11 @@ def fused_grpo_loss(
             `lora_a_out @ lora_b.T` to `hidden @ weight.T`, with gradients for both; next to a
             frozen `weight` it costs little more than the frozen head.
         config: the loss to compute; `config.one_pass` tells if in one pass or two.
-        num_items: denominator of the `dapo` aggregation, a number or 0-d tensor: the unmasked
-            tokens of the whole optimizer step over all ranks, divided by the number of ranks over
-            which gradients are averaged. None: the unmasked tokens of this call.
+        num_items: denominator of the loss, a number or 0-d tensor: the unmasked tokens (`dapo` and
+            `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the whole optimizer step
+            over all ranks, divided by the number of ranks over which gradients are averaged. The
+            losses of its parts then add up, however it is cut; the entropy bonus stays a mean over
+            the call. None: those of this call.
         entropy_threshold: with `config.top_entropy_quantile` below 1, the entropy from which on
             tokens train, a number or 0-d tensor: the quantile over all ranks, say. None: the
             quantile over this call's tokens.

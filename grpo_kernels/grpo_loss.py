@@ -65,7 +65,7 @@ def grpo_loss(
         entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
         config: the loss to compute. Its temperature has been applied already, to the logits.
-        num_items: the `dapo` aggregation's denominator, as in `fused_grpo_loss`.
+        num_items: the denominator, as in `fused_grpo_loss`.
         entropy_threshold: the entropy from which on tokens train, as in `fused_grpo_loss`.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # Noise of the sampled backward, relative to the gradient.
 DEFAULT_TOLERANCE = 5e-3
 LOGITS_DTYPES = ("fp32", "model")
+# Where rows are, if ranks share the vocabulary: all on every rank, their gradients added up here or
+# by the caller; or each rank has its own, of one batch or of a batch of its own.
+OWN_ROWS = ("sequence", "data")
+LAYOUTS = ("replicated", "partial", *OWN_ROWS)
 # Rows of every GEMM of a batch-invariant call: few lost in a call's last tile, and on a GPU enough
 # that the weight is not read too often.
 _CPU_TILE_ROWS, _GPU_TILE_ROWS = 64, 256

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig, check_number
-from .head_call import HeadCall, HeadOperands, head_call
+from .head_call import OWN_ROWS, HeadCall, HeadOperands, head_call
 from .layout import Layout, ValueChecks, check_tensor
 from .objective import LossInputs, aggregation_weights, with_known_weights
 from .sequences import Sequences
@@ -50,7 +50,10 @@ def loss_call(
     one_pass = config.two_pass_reason(
         has_old_logps=old_logps is not None, has_entropy_threshold=entropy_threshold is not None
     )
-    agreed = {"one pass": one_pass is None, "entropy_coef": config.entropy_coef}
+    # Ranks with tokens of their own may weight their entropies differently.
+    own_rows = head["hidden_layout"] in OWN_ROWS
+    entropy_coef = float(config.entropy_coef != 0) if own_rows else config.entropy_coef
+    agreed = {"one pass": one_pass is None, "entropy_coef": entropy_coef}
     operands, call = head_call(
         hidden, weight, targets, rows, temperature=temperature, agreed=agreed, **head
     )
@@ -116,7 +119,7 @@ def loss_inputs(
     sequences = layout.sequences
     if seq_group is not None:
         sequences = _across(sequences, seq_group, config, entropy_threshold, checks)
-    num_items = _num_items(config, num_items, layout.device, checks)
+    num_items = _num_items(num_items, layout.device, checks)
     if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
@@ -200,15 +203,10 @@ def _entropy_threshold(
 
 
 def _num_items(
-    config: GRPOLossConfig, num_items: object, device: torch.device, checks: ValueChecks
+    num_items: object, device: torch.device, checks: ValueChecks
 ) -> float | Tensor | None:
     if num_items is None:
         return None
-    if config.effective_aggregation != "dapo":
-        raise ValueError(
-            "num_items: expected None, as only the 'dapo' aggregation divides by it; got "
-            f"{num_items!r} with loss_type={config.loss_type!r}"
-        )
     number = _scalar("num_items", num_items, device)
     if isinstance(number, Tensor):
         checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")

@@ -14,12 +14,12 @@ sequence, B sequences, sg = detach:
     KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction
     loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
 
-The aggregation is all in the weight w of a token:
+The aggregation is all in the weight w of a token, where `num_items` takes the place of sum m or B:
 
     grpo     m / (B * max(L, 1))                     mean over sequences of the mean over tokens
     bnpo     m / max(sum m, 1)                       mean over the tokens of this batch
     dr_grpo  m / (B * max_completion_length)         constant denominator, no length bias
-    dapo     m / max(num_items, 1)                   mean over the tokens of the optimizer step
+    dapo     m / max(sum m, 1)                       mean over the tokens of the optimizer step
     luspo    m / B                                   mean over sequences of the sum over tokens
 
 References: GRPO, arXiv:2402.03300; DAPO, arXiv:2503.14476; Dr. GRPO, arXiv:2503.20783; two-sided
@@ -37,7 +37,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .config import GRPOLossConfig
+from .config import TOKEN_MEANS, GRPOLossConfig
 from .sequences import Sequences, widened
 
 # Largest log-ratio: e^80 is far beyond any use, and still no infinity that 0 turns into NaN.
@@ -460,19 +460,24 @@ def aggregation_weights(
 ) -> Tensor:
     """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype.
 
-    `count`: the tokens that are not masked, 0-d.
+    `count`: the tokens that are not masked, 0-d. A denominator of 0 belongs to no token, and is 1.
     """
-    if config.effective_aggregation == "dapo" and num_items is not None:
-        if isinstance(num_items, (int, float)):
-            return mask / max(num_items, 1)
-        return mask / num_items.to(mask).clamp(min=1)
-    if config.effective_aggregation in ("dapo", "bnpo"):
-        return mask / count.clamp(min=1)
-    assert sequences is not None
-    if config.effective_aggregation == "dr_grpo":
+    aggregation, items = config.effective_aggregation, num_items
+    if items is None:
+        items = count if aggregation in TOKEN_MEANS else _known(sequences).count
+    if isinstance(items, Tensor):
+        items = torch.where(items == 0, 1, items).to(mask.dtype)
+    else:
+        items = items or 1
+    if aggregation == "dr_grpo":
         assert config.max_completion_length is not None
-        return mask / max(sequences.count * config.max_completion_length, 1)
-    if config.effective_aggregation == "luspo":
-        return mask / max(sequences.count, 1)
-    lengths = sequences.sum(mask).clamp(min=1)
-    return mask / (sequences.count * sequences.spread(lengths))
+        items = items * config.max_completion_length
+    if aggregation != "grpo":
+        return mask / items
+    sequences = _known(sequences)
+    return mask / (items * sequences.spread(sequences.sum(mask).clamp(min=1)))
+
+
+def _known(sequences: Sequences | None) -> Sequences:
+    assert sequences is not None
+    return sequences

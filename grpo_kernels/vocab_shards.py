@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .backends import LogitTransform, RowGrads, TokenStats
 from .config import check_choice
+from .head_call import LAYOUTS, OWN_ROWS
 from .layout import HEAD_DTYPES, ValueChecks
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 _LEAST_SHARE = 2.0**-24
 # Rows with a gradient, and all that take part, of each rank.
 Counts = tuple[tuple[int, int], ...]
-# Where rows are: all on every rank, their gradients added up here or by the caller; or each rank
-# has its own, of one batch or of a batch of its own.
-LAYOUTS = ("replicated", "partial", "sequence", "data")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class VocabShard:
     @property
     def own_rows(self) -> bool:
         """Whether each rank has rows of its own."""
-        return self.layout in LAYOUTS[2:]
+        return self.layout in OWN_ROWS
 
     @property
     def share(self) -> float:
@@ -323,7 +321,7 @@ def shard_of(
         "gradient": any(wanted),
     }  # fmt: skip
     dtypes = {"weight's dtype": weight.dtype, "dtype of the GEMMs": dtype}
-    own_rows = layout in LAYOUTS[2:]
+    own_rows = layout in OWN_ROWS
     numbers = {
         "hidden_layout": LAYOUTS.index(layout), "H": weight.shape[1], "rank of low_rank": rank,
         "tokens": 0 if own_rows else len(targets), "vocab_size (0: none)": vocab_size or 0,

@@ -218,11 +218,12 @@ def test_outputs_do_not_require_grad_but_the_loss(batch):
     assert not any(m.requires_grad or m.ndim for m in out.metrics.values())
 
 
-def test_ddp_style_averaging(batch):
+@pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
+def test_ddp_style_averaging(loss_type, batch):
     """Two ranks' gradients, averaged, are the gradient of the whole batch."""
     hidden, weight = head(batch)
-    whole = config(loss_type="dapo")
-    num_items = batch.mask.sum()
+    whole = config(loss_type=loss_type)
+    num_items = batch.mask.sum() if loss_type == "dapo" else torch.tensor(len(batch.mask))
     fused_grpo_loss(
         hidden,
         weight,

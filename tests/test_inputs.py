@@ -190,10 +190,10 @@ FUSED = {
         TypeError,
         "config: expected a GRPOLossConfig; got dict",
     ),
-    "num_items_for_grpo": (
-        {"config": GRPOLossConfig(loss_type="grpo"), "num_items": 5},
+    "num_items_negative_for_grpo": (
+        {"config": GRPOLossConfig(loss_type="grpo"), "num_items": -5},
         ValueError,
-        "num_items: expected None, as only the 'dapo' aggregation divides by it; got 5 with",
+        "num_items: expected a number >= 0; got -5",
     ),
     "num_items_negative": (
         {"num_items": -1},

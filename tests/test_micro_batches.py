@@ -11,7 +11,7 @@ from grpo_kernels.training.micro_batches import (
     Size,
     config_of_part,
     equal_parts,
-    loss_share,
+    num_items,
     pad_plan,
     plan_micro_batches,
 )
@@ -28,8 +28,8 @@ def random_batch():
     return -logps, advantages, mask, entropy
 
 
-def gradient(rows, config, share, num_items=None):
-    """The gradient of `share` times these rows' loss, for all log-probs and entropies."""
+def gradient(rows, config, num_items):
+    """The gradient of these rows' loss, for all log-probs and entropies."""
     logps, advantages, mask, entropy = random_batch()
     logps.requires_grad_()
     entropy.requires_grad_()
@@ -37,7 +37,7 @@ def gradient(rows, config, share, num_items=None):
         logps[rows], advantages[rows], mask[rows], entropy=entropy[rows], config=config,
         num_items=num_items,
     ).loss  # fmt: skip
-    (share * loss).backward()
+    loss.backward()
     given = (x.grad if x.grad is not None else torch.zeros(B, T) for x in (logps, entropy))
     return torch.stack(list(given))
 
@@ -53,28 +53,31 @@ def config_of(aggregation, entropy_coef):
 def test_shares_add_up_to_the_whole(aggregation, entropy_coef, world):
     """Any cut, on one process or two: no trainer, no model, no processes."""
     config = config_of(aggregation, entropy_coef)
-    tokens = sum(LENGTHS)
-    dapo = aggregation == "dapo"
-    expected = gradient(list(range(B)), config, 1.0, tokens if dapo else None)
+    expected = gradient(list(range(B)), config, None)
     assert expected[0].abs().max() > 0 and bool(entropy_coef) == bool(expected[1].abs().max() > 0)
-    whole = Size(B, tokens)
+    whole = Size(B, sum(LENGTHS))
     for parts in ([[0], [1, 2], [3, 4, 5], [6, 7]], [[7, 0, 3], [1, 2, 4, 5, 6]]):
         total = torch.zeros_like(expected)
         for rows in parts:
             part = Size(len(rows), sum(LENGTHS[i] for i in rows))
-            share = loss_share(config, part, whole, world)
-            part_config = config_of_part(config, share, part, whole, world)
-            num_items = tokens / world if dapo else None
+            part_config = config_of_part(config, part, whole, world)
             # Gradients are averaged over processes, wherever each part is.
-            total += gradient(rows, part_config, share, num_items) / world
+            total += gradient(rows, part_config, num_items(config, whole, world)) / world
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-8)
 
 
-def test_an_empty_part_counts_for_nothing():
-    config = config_of("grpo", 0.1)
-    assert loss_share(config, Size(0, 0), Size(8, 30), 2) == 0
-    assert config_of_part(config, 0.0, Size(0, 0), Size(8, 30), 2) == config
-    assert loss_share(config_of("bnpo", 0.0), Size(0, 0), Size(0, 0), 2) == 0
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_empty_part_counts_for_nothing(aggregation):
+    """And an empty whole: no denominator is 0."""
+    logps, advantages, mask, entropy = random_batch()
+    for whole in (Size(8, 30), Size(8, 0)):
+        config = config_of_part(config_of(aggregation, 0.1), Size(0, 0), whole, 2)
+        assert config.entropy_coef > 0  # entropies are wanted, as in the other processes
+        loss = grpo_loss(
+            logps, advantages, mask & False, entropy=entropy, config=config,
+            num_items=num_items(config, whole, 2),
+        ).loss  # fmt: skip
+        assert loss == 0
 
 
 @pytest.mark.parametrize("shared", (True, False))

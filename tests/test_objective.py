@@ -48,18 +48,11 @@ class ByHand:
             "cispo": "dapo", "sapo": "grpo", "vespo": "dapo", "gspo": "grpo", "gspo_token": "grpo",
             "gmpo": "grpo", "reinforce": "dapo", "dppo_tv": "dapo",
         }.get(cfg.loss_type, cfg.loss_type)  # fmt: skip
-        if average == "grpo":
-            loss = sum(fmean(row) for row in rows if row) / B
-        else:
-            loss = (
-                sum(x for row in rows for x in row)
-                / {
-                    "bnpo": count,
-                    "dr_grpo": B * (cfg.max_completion_length or 0),
-                    "dapo": count if self.num_items is None else self.num_items,
-                    "luspo": B,
-                }[average]
-            )
+        items = self.num_items or (count if average in ("bnpo", "dapo") else B)
+        if average == "dr_grpo":
+            items *= cfg.max_completion_length
+        sums = (fmean(row) if average == "grpo" else sum(row) for row in rows if row)
+        loss = sum(sums) / items
         if cfg.entropy_coef:
             chosen = [e for row in self.entropy for e in row if self.chosen(e)]
             loss -= cfg.entropy_coef * fmean(chosen)
@@ -237,7 +230,7 @@ def test_by_hand(options, policy, advantages_of):
     noise = 0.2 * torch.randn(5, 7, generator=g)
     logps = (batch.old_logps + noise).double()
     entropy = torch.rand(5, 7, generator=g).double()
-    num_items = 31 if cfg.effective_aggregation == "dapo" else None
+    num_items = 31 if on_policy else None
     old, ref, roll, lists, entropies = lists_of(
         batch, batch.old_logps, batch.ref_logps, batch.sampling_logps, logps, entropy
     )

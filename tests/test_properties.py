@@ -70,8 +70,7 @@ def problems(draw) -> tuple[Batch, dict]:
     # Well above the logits: where tanh saturates, 1 - tanh^2 has lost its digits, as in eager.
     options["softcap"] = draw(st.sampled_from((None, 45.0)))
     options["logit_scale"] = draw(st.sampled_from((1.0, 0.5)))
-    if options["config"].effective_aggregation == "dapo":
-        options["num_items"] = draw(st.sampled_from((None, 13)))
+    options["num_items"] = draw(st.sampled_from((None, 0.5, 13)))
     options["frozen"] = draw(st.sampled_from(((), ("weight",), ("hidden", "bias"))))
     if draw(st.booleans()) and batch.advantages.ndim == 1:
         flat = packed(batch)

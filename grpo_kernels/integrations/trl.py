@@ -428,7 +428,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
     accumulation = _accumulation_steps(trainer)
-    scale: float | Tensor = 1 / max(1, accumulation)
+    scale = 1 / max(1, accumulation)
     num_items = None
     if trainer.loss_type in _STEP_WIDE:
         # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
@@ -437,12 +437,9 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
         tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
         if accumulation:
             tokens *= accumulation / trainer.args.steps_per_generation
-        # `fused_grpo_loss` divides by at least 1, TRL by less if there is less.
-        num_items = tokens.clamp(min=1.0)
-        scale = num_items / tokens
+        num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
-    unscaled = float(scale) if trainer._entropy_bonus_enabled else 1.0
-    config = _loss_config(trainer, 1 / max(1, accumulation) / unscaled)
+    config = _loss_config(trainer, 1 / max(1, accumulation) / scale)
     objective = Objective(
         advantages.float(),
         mask=mask,

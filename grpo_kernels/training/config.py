@@ -16,6 +16,7 @@ PRECISIONS = ("auto", "no", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 SCHEDULES = ("constant", "linear", "cosine")
 BACKWARDS = ("exact", "sampled")
+HEADS = ("gathered", "sharded")
 ROLLOUTS = ("generate", "continuous_batching", "vllm")
 VLLM_MODES = ("colocate", "server")
 # An option of the loss that is one of sampling here: completions have a length in every run.
@@ -183,6 +184,10 @@ class TrainingConfig:
     scale_rewards: str = _option(
         "group", "divide advantages by the standard deviation of the group, of the batch, or none"
     )
+    head: str = _option(
+        "gathered", "with FSDP2, the LM head is gathered in every process, as layers are, or stays "
+        "sharded while the processes' hidden states pass by (docs/distributed.md)"
+    )  # fmt: skip
     logits_dtype: str = _option(
         "fp32", "logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by "
         "a sampler whose head does so; the first step warns where the two differ"
@@ -257,6 +262,7 @@ class TrainingConfig:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("backward", self.backward, BACKWARDS)
+        check_choice("head", self.head, HEADS)
         check_choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         check_choice("rollout", self.rollout, ROLLOUTS)
         check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
@@ -275,7 +281,7 @@ class TrainingConfig:
             options["max_completion_length"] = self.max_completion_length
         return GRPOLossConfig(**options)
 
-    def head(self) -> dict[str, Any]:
+    def head_options(self) -> dict[str, Any]:
         """The options of every call over the head."""
         return {"logits_dtype": self.logits_dtype, "batch_invariant": self.batch_invariant}
 
@@ -366,6 +372,10 @@ class TrainingConfig:
             refuse("levels", f"some of {LEVELS}")
         if self.batch_invariant and self.backward == "sampled":
             refuse("batch_invariant", "false with backward sampled, which draws for a whole batch")
+        if self.head == "sharded" and self.backward == "sampled":
+            refuse("backward", "exact with a sharded head")
+        if self.head == "sharded" and self.records_support:
+            refuse("replay_support", "false with a sharded head and top_k, top_p or min_p")
         if self.curriculum and self.resample_equal_groups:
             refuse(
                 "curriculum",

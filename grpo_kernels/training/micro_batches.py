@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..config import GRPOLossConfig
+from ..config import TOKEN_MEANS, GRPOLossConfig
 
 Plan = list[list[int]]
 
@@ -71,27 +71,24 @@ def pad_plan(plan: Plan, count: int) -> Plan:
     return [*plan, *([] for _ in range(max(1, count) - len(plan)))]
 
 
-def loss_share(config: GRPOLossConfig, part: Size, whole: Size, world: int) -> float:
-    """The factor of a part's loss with which the parts' gradients add up to that of the whole.
+def num_items(config: GRPOLossConfig, whole: Size, world: int) -> float:
+    """The denominator of every part's loss with which the gradients add up to that of the whole.
 
     Args:
         config: says what the loss is averaged over.
-        part: one micro-batch of one process.
         whole: the update, over all processes.
         world: the number of processes, whose gradients are averaged, not summed.
     """
-    if config.effective_aggregation == "dapo":  # its denominator is the whole's already
-        return 1.0
-    if config.effective_aggregation == "bnpo":
-        return world * (part.tokens / max(whole.tokens, 1))
-    return world * (part.rows / max(whole.rows, 1))
+    by_tokens = config.effective_aggregation in TOKEN_MEANS
+    return (whole.tokens if by_tokens else whole.rows) / world
 
 
-def config_of_part(
-    config: GRPOLossConfig, share: float, part: Size, whole: Size, world: int
-) -> GRPOLossConfig:
-    """The config of a part, whose entropy bonus is weighted by tokens whatever `share` is."""
-    if not config.entropy_coef or not share:
+def config_of_part(config: GRPOLossConfig, part: Size, whole: Size, world: int) -> GRPOLossConfig:
+    """The config of a part, whose entropy bonus is a mean over the part's own tokens.
+
+    That of a part without tokens is not 0, so that every process computes entropies or none does.
+    """
+    if not config.entropy_coef:
         return config
-    by_tokens = world * part.tokens / max(whole.tokens, 1)
-    return replace(config, entropy_coef=config.entropy_coef * by_tokens / share)
+    share = world * max(part.tokens, 1) / max(whole.tokens, 1)
+    return replace(config, entropy_coef=config.entropy_coef * share)

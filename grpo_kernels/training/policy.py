@@ -45,20 +45,31 @@ class Batch:
         return Batch(prompt_ids, prompt_mask, to_device(torch.tensor(rows), device), ids, mask)
 
 
+class ShardedHead(nn.Linear):
+    """An output layer that FSDP2 shards by itself, so that it need not be gathered to be used."""
+
+
 class Policy(nn.Module):
     """`policy("loss" | "logps" | "generate" | "hidden", ...)`: see the methods of these names.
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it.
+    gradients flow back through it. `head="sharded"` leaves the output layer where FSDP2 has put it.
     """
 
-    def __init__(self, model: nn.Module, *, share_prompts: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, share_prompts: bool = True, head: str = "gathered"
+    ) -> None:
         super().__init__()
         self.model = model
         self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # Tells accelerate which layers FSDP is to shard one by one.
         self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
+        self.head_gathered_for = None if head == "gathered" else why_gathered(model)
+        self.shards_head = head == "sharded" and self.head_gathered_for is None
+        if self.shards_head:
+            base_model(model).get_output_embeddings().__class__ = ShardedHead
+            self._no_split_modules = [*(self._no_split_modules or ()), ShardedHead.__name__]
         register_with_zero3(self, head_of(model).weight)
 
     @property
@@ -80,20 +91,22 @@ class Policy(nn.Module):
 
         `options` are those of `fused_grpo_loss`.
         """
-        hidden, head = self.hidden(batch), head_of(self.model)
+        hidden = self.hidden(batch)
+        weight, head = self._head(hidden)
         out = fused_grpo_loss(
-            hidden, head.weight, batch.completions, advantages, batch.mask, config=config,
-            support=batch.support, **head.arguments(hidden), **options,
+            hidden, weight, batch.completions, advantages, batch.mask, config=config,
+            support=batch.support, **head, **options,
         )  # fmt: skip
         return out.loss, out.metrics, out.logps
 
     @torch.no_grad()
     def logps(self, batch: Batch, temperature: float, entropy: bool = False, **options: Any) -> Any:
         """`[B, T]` log-probs of the completions, and their entropy if it is wanted."""
-        hidden, head = self.hidden(batch), head_of(self.model)
+        hidden = self.hidden(batch)
+        weight, head = self._head(hidden)
         out = linear_logprobs(
-            hidden, head.weight, batch.completions, mask=batch.mask, temperature=temperature,
-            entropy=entropy, support=batch.support, **head.arguments(hidden), **options,
+            hidden, weight, batch.completions, mask=batch.mask, temperature=temperature,
+            entropy=entropy, support=batch.support, **head, **options,
         )  # fmt: skip
         return out.logps, out.entropy
 
@@ -141,6 +154,22 @@ class Policy(nn.Module):
         )  # fmt: skip
         return torch.cat([first, states.last_hidden_state], 1)
 
+    def _head(self, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The head's weight, and its other arguments of a call on these states."""
+        if not self.shards_head:
+            head = head_of(self.model)
+            return head.weight, head.arguments(hidden)
+        layer = base_model(self.model).get_output_embeddings()
+        if not hasattr(layer, "reshard"):
+            raise ValueError(
+                "head: expected FSDP2 to shard the output layer by itself; it does not: leave out "
+                "fsdp_transformer_layer_cls_to_wrap, or have ShardedHead among them"
+            )
+        layer.reshard()  # sampling may have left it gathered
+        head = head_of(self.model)
+        parts = {"bias": head.bias, "hidden_layout": "data"}
+        return head.weight, head.arguments(hidden) | parts
+
     def _encode(self, ids: Tensor, mask: Tensor) -> Any:
         return self._body(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
@@ -162,6 +191,17 @@ def without_dropout(policy: Policy) -> Policy:
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
     return policy
+
+
+def why_gathered(model: Any) -> str | None:
+    """The reason why the head cannot stay sharded while it is used; None if it can."""
+    model = base_model(model)
+    layer = model.get_output_embeddings()
+    if type(layer) not in (nn.Linear, ShardedHead):
+        return f"it has an adapter, or is a {type(layer).__name__}"
+    if layer.weight is model.get_input_embeddings().weight:
+        return "it is the input embedding as well"
+    return None
 
 
 def positions(mask: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ class ReferenceModel:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, config: TrainingConfig) -> None:
         self.accelerator = accelerator
-        self.copy: Any = None if config.lora_rank else self._copy_of(model, config.share_prompts)
+        self.copy: Any = None if config.lora_rank else self._copy_of(model, config)
 
-    def _copy_of(self, model: nn.Module, share_prompts: bool) -> Any:
+    def _copy_of(self, model: nn.Module, config: TrainingConfig) -> Any:
         """A copy on the device, sharded as the policy will be.
 
         Parameters that are frozen in both are shared, unless each is to be sharded.
@@ -31,7 +31,7 @@ class ReferenceModel:
         sharded = ranks.sharding(self.accelerator) is not None
         frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
         copied = copy.deepcopy(model, {id(p): p for p in frozen}).eval().requires_grad_(False)
-        policy = Policy(copied, share_prompts=share_prompts)
+        policy = Policy(copied, share_prompts=config.share_prompts, head=config.head)
         if self.accelerator.is_fsdp2:
             from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 

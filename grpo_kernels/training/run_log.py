@@ -66,6 +66,8 @@ class RunLog:
             )
         if config.share_prompts and not policy.shares_prompts:
             self.say(f"Prompts are encoded with each completion: {policy.not_shared}")
+        if policy.head_gathered_for is not None:
+            self.say(f"The head is gathered in every process: {policy.head_gathered_for}")
 
     def start(self, step: int) -> None:
         """Shows the progress bar, at this step."""

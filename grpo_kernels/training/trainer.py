@@ -25,7 +25,7 @@ from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
 from .loading import check_folder
-from .micro_batches import Plan, Size, config_of_part, equal_parts, loss_share, pad_plan
+from .micro_batches import Plan, Size, config_of_part, equal_parts, num_items, pad_plan
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards, reward_table, weighted_sum
@@ -264,7 +264,7 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
-        head = {**self.config.head(), **head}
+        head = {**self.config.head_options(), **head}
         for part in plan:
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             with self.accelerator.autocast():
@@ -305,7 +305,8 @@ class Trainer:
         plan = self._plan(samples, self._trained(samples, number, rows))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()
-        options = self._loss_options(samples, whole.tokens)
+        options = self._loss_options(samples)
+        options["num_items"] = num_items(loss_config, whole, world)
         if samples.logps is None:
             samples.logps = torch.zeros(samples.mask.shape, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
@@ -313,8 +314,7 @@ class Trainer:
         for index, part in enumerate(plan):
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             T = batch.mask.shape[1]
-            share = loss_share(loss_config, samples.size(part), whole, world)
-            part_config = config_of_part(loss_config, share, samples.size(part), whole, world)
+            part_config = config_of_part(loss_config, samples.size(part), whole, world)
             if config.backward == "sampled":
                 options["seed"] = self._seed(f"columns-{number}-{index}")
             last = index == len(plan) - 1
@@ -332,8 +332,8 @@ class Trainer:
                         merged |= self.log.watch.sampler_gap(merged, dtype)
                 # DeepSpeed steps within the backward in which gradients are to be synced.
                 accelerator.sync_gradients = last
-                accelerator.backward(part_loss * share)
-            loss += part_loss.detach() * share
+                accelerator.backward(part_loss)
+            loss += part_loss.detach()
             if part:
                 samples.logps[where, :T] = logps
         grad_norm = self._optimizer_step()
@@ -353,11 +353,9 @@ class Trainer:
             return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
         return trained
 
-    def _loss_options(self, samples: Samples, tokens: int) -> dict[str, Any]:
+    def _loss_options(self, samples: Samples) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""
-        config, options = self.config, self.config.head()
-        if config.loss().effective_aggregation == "dapo":
-            options["num_items"] = tokens / self.accelerator.num_processes
+        config, options = self.config, self.config.head_options()
         if config.top_entropy_quantile < 1:
             options["entropy_threshold"] = samples.entropy_threshold
         if config.backward == "sampled":
@@ -477,7 +475,9 @@ class Trainer:
     def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
         """Wraps policy and optimizer for the processes."""
         config = self.config
-        policy = without_dropout(Policy(model, share_prompts=config.share_prompts))
+        policy = without_dropout(
+            Policy(model, share_prompts=config.share_prompts, head=config.head)
+        )
         check_logits(policy.model, torch.tensor([self.encode(self.train_problems[0])]))
         trained = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(

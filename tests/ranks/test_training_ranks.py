@@ -11,6 +11,7 @@ import torch
 
 from tests.ranks.training_jobs import train
 from tests.support.ranks import JOB_S
+from tests.support.tiny_models import make_model, make_tokenizer
 from tests.support.trainer_runs import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,32 @@ def test_two_processes_are_as_one(name, ranks, tiny_model, tmp_path):
         assert_same_rows(rows_of(output / "t"), rows_of(tmp_path / "one" / "t"))
         for key, weight in weights.items():
             torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+
+
+SHARDED = {
+    "dapo, kl, minibatches": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
+    "gmpo, in two passes": {"loss_type": "gmpo", "epochs_per_rollout": 2},
+    "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
+    "frozen": {"trainable": "layers", "micro_batch_size": 5},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_head_that_stays_sharded(name, ranks, tmp_path):
+    model = tmp_path / "untied"
+    make_model("llama", tie_word_embeddings=False).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 0, **SHARDED[name]}
+    expected = train("", str(model), str(tmp_path / "one"), options)
+    environment = environment_of(ROOT / "examples/configs/fsdp2.yaml")
+    environment["ACCELERATE_USE_CPU"] = "true"
+    weights, _ = ranks(
+        "tests.ranks.training_jobs:train", "fsdp2", str(model), str(tmp_path / "two"),
+        options | {"head": "sharded"}, environment=environment,
+    )  # fmt: skip
+    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
 def assert_same_rows(both, alone):

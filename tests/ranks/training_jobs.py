@@ -37,14 +37,23 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
+        sharded_head = config.head == "sharded"
         for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
             # The whole, and each of the two layers.
-            assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
+            parts = sum(isinstance(module, FSDPModule) for module in part.modules())
+            assert parts == 3 + sharded_head
+            if sharded_head:
+                # FSDP gathers a module's weights around its forward.
+                part.model.lm_head.register_forward_pre_hook(refuse)
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
     with no_curves():
         trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
+
+
+def refuse(*_):
+    raise AssertionError("expected a head that is never gathered")
 
 
 class SameForAnyRanks:
