@@ -2,6 +2,7 @@
 
     python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896] [--terms]
     python -m benchmarks.cost_model --markdown docs/benchmarks.md     # writes the page's section
+    python -m benchmarks.cost_model --ranks 8 --markdown docs/distributed.md
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
 of named terms, so that a run on a GPU (`benchmarks/on_gpu.sh`) refutes terms and not one total. The
@@ -24,16 +25,20 @@ from benchmarks.gpu_costs import (
     DEVICES,
     HOPPER_ONLY,
     METHODS,
+    MOVES,
     Device,
     Method,
     Step,
     bare_gemms,
     eager,
     exact,
+    gathered,
     in_place_ce,
     liger_flce,
     liger_scaled_ce,
     replay,
+    states_pass,
+    whole_on_every_rank,
     words_like_exact,
 )
 
@@ -42,7 +47,14 @@ SHOWN = [name for name in DEVICES if name != "B200"]
 SHAPES = [(16_384, 151_936, H) for H in (896, 1536, 3584, 5120)] + [(8192, 151_936, 4096)]
 # Tokens, vocabulary and hidden size of support replay, and the words that a token kept.
 REPLAY, WORDS = (16_384, 151_936, 4096), (8, 64)
-BEGIN = "<!-- begin: python -m benchmarks.cost_model --markdown docs/benchmarks.md -->\n"
+# Tokens per rank, vocabulary and hidden size of a head on several ranks, and where predicted.
+RANKS, ON_RANKS = [(N, 151_936, 4096) for N in (2048, 4096, 8192, 16_384)], ("H200", "A100")
+WAYS = {
+    "whole on every rank, dW added up": whole_on_every_rank,
+    "gathered, dW scattered": gathered,
+    '`hidden_layout="data"`': states_pass,
+}
+BEGIN = "<!-- begin: python -m benchmarks.cost_model {} -->\n"
 END = "<!-- end of the cost model's tables -->\n"
 
 
@@ -164,13 +176,36 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
     return lines
 
 
-def write_section(page: Path, text: str) -> None:
+def render_ranks(ranks: int) -> str:
+    """Returns the table of a head on so many ranks: milliseconds, and those of communication."""
+    lines = [
+        f"**{ranks} GPUs of a machine, V = {RANKS[0][1]:,}, H = {RANKS[0][2]:,}, bf16, predicted "
+        "ms of the head per step; in brackets those in which data moves.** "
+        f"{error_of_the_model()} None of these has several GPUs; speeds of links are guesses.",
+        "",
+        f"| tokens per rank | {' | '.join(f'{N:,}' for N, *_ in RANKS)} |",
+        "|---" * (len(RANKS) + 1) + "|",
+    ]
+    for name in ON_RANKS:
+        device = DEVICES[name]
+        for title, way in WAYS.items():
+            cells = []
+            for shape in RANKS:
+                terms = way(Step(device, *shape), ranks)
+                moved = sum(ms for name, ms in terms.items() if name in MOVES)
+                cells.append(f"{sum(terms.values()):.0f} ({moved:.1f})")
+            lines.append(f"| {name}: {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_section(page: Path, arguments: str, text: str) -> None:
     """Replaces what stands between the two marks of a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
+    begin = BEGIN.format(arguments)
+    before, _, rest = page.read_text().partition(begin)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit(f"{page}: expected {BEGIN.strip()} and {END.strip()}; got none")
-    page.write_text(before + BEGIN + text + END + after)
+        raise SystemExit(f"{page}: expected {begin.strip()} and {END.strip()}; got none")
+    page.write_text(before + begin + text + END + after)
 
 
 def shape(text: str) -> Shape:
@@ -192,10 +227,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--terms", action="store_true", help="print the terms of each step, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the tables into this page, between its marks")  # fmt: skip
+    parser.add_argument("--ranks", type=int, metavar="R",
+                        help="the ways to have a head on so many GPUs, instead")  # fmt: skip
     args = parser.parse_args(argv)
-    text = render(args.device, args.shapes, terms=args.terms)
+    text, arguments = render(args.device, args.shapes, terms=args.terms), "--markdown"
+    if args.ranks:
+        text, arguments = render_ranks(args.ranks), f"--ranks {args.ranks} --markdown"
     if args.markdown:
-        write_section(args.markdown, text)
+        write_section(args.markdown, f"{arguments} docs/{args.markdown.name}", text)
     else:
         print(text, end="")
 

@@ -1,11 +1,12 @@
 """Measures how time and memory of the loss head grow with tokens, vocabulary and chunk budget.
 
-    python -m benchmarks.scaling [--axes tokens vocabulary chunk] [--device cpu|cuda] [--out DIR]
+    python -m benchmarks.scaling [--axes tokens vocabulary chunk ranks] [--device cpu|cuda]
 
 Runs forward and backward on the `dense` workload; at each point the contenders take turns. A
 contender is dropped from an axis if, going by its last point, the next one would take more than
 `--limit-s` per run or more memory than is available. Writes the measurements of each axis
-(`tokens.json`) and a picture (`tokens.png`).
+(`tokens.json`) and a picture (`tokens.png`). `ranks` grows the tokens of each of several ranks that
+have one head (`benchmarks/ranks.py`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ from benchmarks.measure import (
     times,
     write_json,
 )
+from benchmarks.ranks import run_ranks
 from benchmarks.workloads import make
 
 PEERS = ("eager, compiled", "TRL chunked head", "Liger fused linear")
-LABELS = {"tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB"}
+LABELS = {
+    "tokens": "tokens N", "vocabulary": "vocabulary V", "chunk": "chunk budget, MiB",
+    "ranks": "tokens per rank",
+}  # fmt: skip
 
 
 class Axis(NamedTuple):
@@ -133,12 +138,26 @@ def _too_much(
     return None
 
 
-def _print_point(rows: list[dict[str, Any]], floor: float) -> None:
+def _points(name: str, args: argparse.Namespace, cuda: bool) -> Iterator[list[dict[str, Any]]]:
+    if name != "ranks":
+        yield from run_axis(name, axes(cuda, args.tiny)[name], args)
+        return
+    tokens, V, H = ([2048 << i for i in range(4)], 151_936, 4096) if cuda else (
+        [128 << i for i in range(5)], 49_152, 576
+    )  # fmt: skip
+    if args.tiny:
+        tokens, V, H = [16, 32], 512, 16
+    for rows in run_ranks(tokens, V, H, args.device, args.dtype, args.rounds):
+        _print_point(rows, statistics.median(rows[0]["seconds"]), "the first")
+        yield rows
+
+
+def _print_point(rows: list[dict[str, Any]], floor: float, of: str = "GEMMs") -> None:
     for row in rows:
         line = f"{row['axis']:10} {row['value']:>9,} {row['name']:27}"
         if row["status"] == "ok":
             median = statistics.median(row["seconds"])
-            line += f" {median:8.3g} s {median / floor:6.2f} x GEMMs"
+            line += f" {median:8.3g} s {median / floor:6.2f} x {of}"
             line += f" {row['extra_bytes'] / 2**20:10,.0f} MiB"
         else:
             line += f" {row['status']}"
@@ -171,6 +190,7 @@ def plot(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:
             panels[1].plot(x, [row["extra_bytes"] / 2**30 for row in points], **style)
     shape = next(row["shape"] for row in rows)
     fixed = {"tokens": "V = {1:,}, H = {2:,}", "vocabulary": "N = {0:,}, H = {2:,}"}
+    fixed["ranks"] = f"{rows[0].get('ranks')} ranks, {fixed['tokens']}"
     text = fixed.get(axis, "N = {0:,}, V = {1:,}, H = {2:,}").format(*shape)
     for panel, what in zip(panels, ("seconds", "GiB beyond the inputs"), strict=True):
         panel.set(xscale="log", yscale="log", xlabel=LABELS[axis], title=what)
@@ -223,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.axes:
         rows: list[dict[str, Any]] = []
         # After each point, so that an interrupted run keeps its results.
-        for point in run_axis(name, axes(on_cuda, args.tiny)[name], args):
+        for point in _points(name, args, on_cuda):
             rows += point
             write_json(args.out / f"{name}.json", {**about, "rows": rows})
             plot(rows, about, args.out / f"{name}.png")

@@ -118,7 +118,12 @@ STUDIES = {
         curves=("reward", "grad_norm"), smooth=False,
     ),
     "word_problems": Study(
-        {"as the example": []},
+        {
+            "as the example": [],
+            "equal groups resampled": ["--resample_equal_groups", "2"],
+            "6 problems x 16": ["--prompts_per_step", "6", "--num_generations", "16"],
+            "curriculum": ["--curriculum", "0.4"],
+        },
         {"equal groups": ("groups_equal", ".0%"), "entropy": ("entropy", ".2f"),
          "seconds per step": ("seconds", ".0f")},
         config=word_problems, curves=("accuracy", "entropy"),

@@ -3,7 +3,10 @@
 import random
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from grpo_kernels import fused_grpo_loss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.support.model_families import LORAS, family_model, with_lora
 from tests.support.ranks import WORLD
@@ -49,6 +52,56 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
             grad = parameter.grad
             gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
     return gradients
+
+
+class Traffic(TorchDispatchMode):
+    """Notes each collective: its name, and the bytes of its largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if tensors:
+                name = func.name().split("::")[1].replace("_", "")
+                self.seen.append((name, max(x.nbytes for x in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+class HeadAlone(torch.nn.Module):
+    """A head with its loss, over tokens that come in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(400, 64, generator=g) / 8)
+
+    def forward(self, hidden, targets, advantages):
+        return fused_grpo_loss(
+            hidden, self.weight, targets, advantages, num_items=50, chunk_bytes=4 * 400 * 10
+        ).loss
+
+
+def tokens_of(rank: int):
+    g = torch.Generator().manual_seed(1 + rank)
+    hidden, advantages = (torch.randn(x, generator=g).bfloat16() for x in ((50, 64), 50))
+    return hidden, torch.randint(400, (50,), generator=g), advantages
+
+
+def traffic_of_gathered_head() -> tuple[list[tuple[str, int]], torch.Tensor]:
+    """What FSDP2 moves for a call in five chunks, and the whole gradient."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    head = fully_shard(HeadAlone(), mesh=mesh, mp_policy=policy)
+    given = tokens_of(dist.get_rank())
+    with Traffic() as traffic:
+        head(*given).backward()
+    return traffic.seen, head.weight.grad.full_tensor()
 
 
 def case(kind: str):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.integrations.transformers import Objective
-from tests.ranks.head_jobs import case, scored, train
+from tests.ranks.head_jobs import HeadAlone, case, scored, tokens_of, train
 from tests.support.batches import relative_error
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -31,6 +31,19 @@ def test_gradients(kind, ranks):
             if gradient.norm() > 1e-6:
                 tolerance = 0.2 if "mixed" in kind else 2e-5
                 assert relative_error(grads[name], gradient) < tolerance, name
+
+
+def test_fsdp_moves_the_head_once(ranks):
+    """However many chunks: W in bf16 before, dW in float32 after; storage is float32."""
+    head, parts = HeadAlone(), [tokens_of(rank) for rank in range(2)]
+    head.weight.data = head.weight.data.bfloat16()
+    for part in parts:
+        (head(*part) / 2).backward()
+    V, H = head.weight.shape
+    for seen, gradient in ranks("tests.ranks.head_jobs:traffic_of_gathered_head"):
+        assert seen == [("allgatherbase", 2 * V * H), ("reducescatterbase", 4 * V * H)]
+        assert gradient.dtype == torch.float32
+        assert relative_error(gradient, head.weight.grad.double()) < 5e-3
 
 
 @pytest.mark.parametrize(

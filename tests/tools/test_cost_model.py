@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cost_model
+from benchmarks import cost_model, gpu_costs
 from benchmarks.cost_model import BEGIN, END, predict
 from benchmarks.gpu_costs import (
     DEVICES,
@@ -20,7 +20,7 @@ from benchmarks.gpu_costs import (
 )
 from grpo_kernels.support import words_per_row
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGES = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -91,20 +91,43 @@ def test_published_figures_are_met_as_far_as_the_page_says():
     assert f"{errors[-1]:.0%} (worst)" in cost_model.error_of_the_model()
 
 
-def test_the_page_is_fresh(tmp_path, capsys):
-    cost_model.main([])
+@pytest.mark.parametrize(
+    ("name", "options", "tables"), [("benchmarks", [], 5), ("distributed", ["--ranks", "8"], 1)]
+)
+def test_the_pages_are_fresh(name, options, tables, tmp_path, capsys):
+    cost_model.main(options)
     printed = capsys.readouterr().out
-    shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]
-    again = "run python -m benchmarks.cost_model --markdown docs/benchmarks.md"
-    assert shown == printed, f"docs/benchmarks.md is stale: {again}"
-    assert printed.count("predicted ms.") == printed.count(cost_model.error_of_the_model()) == 5
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    cost_model.main(["--markdown", str(page)])
-    assert page.read_text() == f"before\n{BEGIN}{printed}{END}after\n"
+    arguments = " ".join([*options, "--markdown", f"docs/{name}.md"])
+    begin = BEGIN.format(arguments)
+    shown = (PAGES / f"{name}.md").read_text().split(begin)[1].split(END)[0]
+    assert shown == printed, f"stale: run python -m benchmarks.cost_model {arguments}"
+    assert printed.count(cost_model.error_of_the_model()) == tables
+    assert len(re.findall(r"\*\*.*predicted ms.*\*\*", printed)) == tables
+    page = tmp_path / f"{name}.md"
+    page.write_text(f"before\n{begin}old\n{END}after\n")
+    cost_model.main([*options, "--markdown", str(page)])
+    assert page.read_text() == f"before\n{begin}{printed}{END}after\n"
     page.write_text("no marks\n")
     with pytest.raises(SystemExit, match="expected <!-- begin"):
-        cost_model.main(["--markdown", str(page)])
+        cost_model.main([*options, "--markdown", str(page)])
+
+
+def test_ways_across_ranks_move_what_the_page_says():
+    """Of one rank nothing; of eight a few numbers beside what the formulas say."""
+    device, (N, V, H) = DEVICES["H200"], cost_model.RANKS[1]
+    link = 1e6 * device.link_gb_per_s
+    expected = {
+        gpu_costs.whole_on_every_rank: 8 * V * H * 7 / 8,
+        gpu_costs.gathered: 6 * V * H * 7 / 8,
+        gpu_costs.states_pass: 6 * N * H * 7,
+    }
+    for way, moved in expected.items():
+        terms = way(Step(device, N, V, H), 8)
+        ms = sum(ms for name, ms in terms.items() if name in gpu_costs.MOVES)
+        assert moved / link <= ms < moved / link + 0.5
+        alone = way(Step(device, N, V, H), 1)
+        assert sum(ms for name, ms in alone.items() if name in gpu_costs.MOVES) < 0.5
+        assert sum(terms.values()) - ms == pytest.approx(sum(alone.values()), rel=0.15)
 
 
 def test_a_gpu_is_known_by_the_name_that_it_tells():
