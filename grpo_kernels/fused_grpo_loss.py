@@ -180,13 +180,14 @@ def fused_grpo_loss(
             ranks (but see `hidden_layout`), and so is the result, bit for bit: do not add up the
             losses. Gradients of `hidden` and `lora_a_out` are whole on every rank. Or `weight` is a
             DTensor with `Shard(0)`. Every rank has to call, and to call the backward. For the exact
-            backward, without a support (`docs/distributed.md`).
+            backward (`docs/distributed.md`).
         vocab_start: the id of this rank's first column; None: columns are in the ranks' order.
         hidden_layout: with a `vocab_group`, where the rows of `hidden` are. `"replicated"`: all on
             every rank. `"partial"`: likewise, but gradients of `hidden` and `lora_a_out` are this
             rank's part, which the caller adds up. `"sequence"`: each rank has tokens of its own,
             with all that belongs to them, in any number; the loss is theirs, and gradients of the
-            head are sums over the ranks. `"data"`: likewise, but those gradients are means.
+            head are sums over the ranks. `"data"`: likewise, but those gradients are means. Neither
+            takes a support.
 
     Returns:
         `loss`: float32 scalar.
@@ -337,6 +338,7 @@ def _loss_of_both(
         num_tokens=call.layout.num_tokens,
         weight=operands.weight,
         chunk_bytes=call.chunk_bytes,
+        shard=call.shard,
     )
     full_logps, full_entropy, _, sampled = flat_logprobs(operands, full_call, plan, entropy=True)
     of_support = flat_logprobs(operands, *of_support_alone(call, plan), entropy=True)

@@ -93,6 +93,7 @@ class HeadCall:
     shard: VocabShard | None = None  # of the vocabulary, if ranks share it
     # bool [N], the targets in the shard, for which column 0 stands; None: they have not been placed
     here: Tensor | None = None
+    target_ids: Tensor | None = None  # int64 [N], of those that have been placed, in the vocabulary
 
     @property
     def support_rows(self) -> int:
@@ -175,7 +176,7 @@ def head_call(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, cu_seqlens, checks)
     flat_mask = layout.flat_mask(mask, checks)
-    here, shard, dtype = None, None, _gemm_dtype(hidden, weight)
+    here, ids, shard, dtype = None, None, None, _gemm_dtype(hidden, weight)
     if vocab_group is not None:
         from .vocab_shards import shard_of
 
@@ -201,7 +202,8 @@ def head_call(
         V = vocab_size
     check_target_ids(flat_targets, flat_mask, V if shard is None else shard.size, checks)
     if shard is not None and not shard.own_rows:
-        flat_targets, here = shard.place(flat_targets, V)
+        ids = flat_targets
+        flat_targets, here = shard.place(ids, V)
     transform = LogitTransform(
         # Rounded logits have it from the head.
         bias=None if bias is None or rounding else bias.detach()[:V].contiguous(),
@@ -237,6 +239,7 @@ def head_call(
         matmul=matmul,
         shard=shard,
         here=here,
+        target_ids=ids,
     )
     return operands, call
 

@@ -254,6 +254,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 words = SupportHead(operands, call)
                 ctx.words = words.logits()
                 words.stats(ctx.words, TokenStats(logps, logsumexp, entropy))
+                if own_logps is not logps:  # of the words of a support every rank knows all
+                    own_logps = torch.where(call.support.tokens, logps, own_logps)
         # Copies, as the caller may change the outputs in place.
         kept = (own_logps.clone(), logsumexp.clone(), entropy.clone())
         call.zeroed(logps, logsumexp, entropy)
@@ -301,12 +303,15 @@ class _LinearLogprobs(torch.autograd.Function):
             scale = _power_of_two_scale_of(given, counts)
             if call.shard is not None and call.shard.own_rows:
                 scale = call.shard.least(scale)
+        here = call.here
+        if here is not None and call.support is not None:
+            here = here | call.support.tokens
         grads = RowGrads.of(
             TokenStats(logps, logsumexp, entropy),
             scale * d_logps,
             scale * d_softmax,
             None if d_entropy is None else scale * d_entropy,
-            here=call.here,
+            here=here,
         )
         compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
         wanted = ctx.needs_input_grad[:5]

@@ -11,6 +11,10 @@ sorted by id. The forward keeps one number per word; the backward makes the prod
 
 Where a set is a large part of the vocabulary, three GEMMs are faster: z is then picked out of whole
 rows of logits, and D is put into rows of zeros.
+
+Where ranks share the vocabulary, each makes the logits of the words that it has. These are added
+up: 4 bytes per word. Statistics and D are then the same on all ranks, dW is each rank's own, and dh
+is added up once.
 """
 
 from __future__ import annotations
@@ -46,8 +50,18 @@ def with_support(
 
     `sparse`: the gradient of the weight is to be row-sparse. `gathered`: none goes through logits.
     """
-    if call.shard is not None:
-        raise ValueError("support: expected None where ranks share the vocabulary; got a support")
+    shard, V, targets = call.shard, call.columns, call.targets
+    if shard is not None:
+        if call.target_ids is None:
+            raise ValueError(
+                "support: expected None where ranks with tokens of their own share the vocabulary, "
+                f"hidden_layout={shard.layout!r}; got a support"
+            )
+        if sparse:
+            raise ValueError(
+                "sparse_weight_grad: expected False where ranks share the vocabulary; got True"
+            )
+        V, targets = shard.size, call.target_ids
     if call.tile or call.matmul:
         raise ValueError(
             "support: expected None with batch_invariant=True or a matmul, as which words are "
@@ -58,19 +72,21 @@ def with_support(
             "support: expected None with capturable=True, as the number of words is read from the "
             "device; got a support"
         )
-    ids, offsets = check_support(support, call.layout.num_tokens, call.targets.device)
+    ids, offsets = check_support(support, call.layout.num_tokens, targets.device)
+    if shard is not None:
+        shard.check_support(call.checks, ids, offsets)
     found = support_of(
         ids,
         offsets,
         fallback,
-        targets=call.targets,
+        targets=targets,
         mask=call.mask,
-        V=call.columns,
+        V=V,
         bytes_per_element=_bytes_moved(weight),
         rows_per_chunk=rows_of_logits(weight, call.chunk_bytes, call.dtype),
         checks=call.checks,
         logsumexp=logsumexp,
-        all_gathered=sparse or gathered,
+        all_gathered=sparse or gathered or shard is not None,
         distinct=sparse,
     )
     others = ~found.tokens
@@ -120,6 +136,11 @@ class SupportHead:
         self.call, self.support = call, call.support
         # Biases are added to single words.
         self.transform = replace(call.transform, bias=None)
+        self.shard = call.shard
+        # Of the gathered words those that this rank has, and which they are; None: all.
+        self.words, self.mine = self.support.gathered, None
+        if self.shard is not None:
+            self.words, self.mine = self.shard.own_words(self.support.gathered)
 
     def logits(self) -> list[Tensor]:
         """The raw logits of the words of both routes, bias included, float32 `[E]`."""
@@ -171,9 +192,9 @@ class SupportHead:
 
         `to`: gradients that this is added to; None makes them, in the dtypes of the operands.
         """
-        d_logits = d_words.gathered
+        d_logits = d_words.gathered if self.mine is None else d_words.gathered[self.mine]
         hidden, weight, bias, a_out, lora_b = self.operands
-        words, sparse = self.support.gathered, self.support.distinct is not None
+        words, sparse = self.words, self.support.distinct is not None
         of_tokens = of_ids = of_bias = (d_logits, words.ids, words.offsets)
         ones = weight.new_ones((1, 1), dtype=torch.float32)
         if (wanted[1] and not sparse) or wanted[2] or wanted[4]:
@@ -194,11 +215,25 @@ class SupportHead:
                 continue
             assert rows is not None
             out = None if to is None else to[i]
-            result = self.call.backend.segment_sums(
+            sums = self.call.backend.segment_sums
+            if self.shard is not None and i in (0, 3):
+                results.append(
+                    self._over_ranks(sums(*group, rows, torch.float32, None), operand, out)
+                )
+                continue
+            result = sums(
                 *group, rows, operand.dtype, out if out is None or out.ndim > 1 else out[:, None]
             )
             results.append(result.view(operand.shape))
         return tuple(results)
+
+    def _over_ranks(self, share: Tensor, operand: Tensor, out: Tensor | None) -> Tensor:
+        """The sum of the ranks' shares in the gradient of rows, added to `out` if given."""
+        assert self.shard is not None
+        if self.shard.layout != "partial":
+            share, work = self.shard.sum(share, None)
+            work.wait()
+        return share.to(operand.dtype) if out is None else out.add_(share)
 
     def _sparse_weight_gradient(self, d_words: WordGrads) -> Tensor:
         """The gradient of the weight by gathered words, row-sparse, in the weight's dtype."""
@@ -215,7 +250,7 @@ class SupportHead:
 
     def _gathered_logits(self) -> Tensor:
         hidden, weight, bias, a_out, lora_b = self.operands
-        words, dots = self.support.gathered, self.call.backend.word_dots
+        words, dots = self.words, self.call.backend.word_dots
         z = _bias_of(words, bias, weight)
         if len(words):
             dots(hidden, weight, words, z)
@@ -223,7 +258,12 @@ class SupportHead:
                 dots(a_out, lora_b, words, z)
             if self.call.rounding is not None:
                 round_(z, self.call.rounding)
-        return z
+        if self.shard is None or not len(self.support.gathered):
+            return z
+        everyone = z.new_zeros(len(self.support.gathered)).index_put_((self.mine,), z)
+        everyone, work = self.shard.sum(everyone, None)
+        work.wait()
+        return everyone
 
     def _picked_logits(self) -> Tensor:
         _, weight, bias, *_ = self.operands

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .backends import LogitTransform, RowGrads, TokenStats
+from .backends import LogitTransform, RowGrads, TokenStats, Words
 from .config import check_choice
 from .head_call import LAYOUTS, OWN_ROWS
 from .layout import HEAD_DTYPES, ValueChecks
@@ -83,6 +83,24 @@ class VocabShard:
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
             "vocabulary, as each has other columns for the same tokens; got others",
         )
+
+    def check_support(self, checks: ValueChecks, ids: Tensor, offsets: Tensor) -> None:
+        """Asks whether all ranks have the same words for each token."""
+        mine = torch.stack([_checksum(ids), _checksum(offsets)])
+        checks.add(
+            (_gathered(mine, self.group) != mine).any(1),
+            "support: expected the same on all ranks that share the vocabulary; got others",
+        )
+
+    def own_words(self, words: Words) -> tuple[Words, Tensor]:
+        """The words that this rank has, with the ids of its columns; and which of all they are."""
+        places = words.ids - self.start
+        here = (places >= 0) & (places < self.columns)
+        mine = here.nonzero().squeeze(1)
+        ids = places[mine]
+        offsets = torch.nn.functional.pad(here.cumsum(0), (1, 0))[words.offsets]
+        order = ids.argsort(stable=True)
+        return Words(ids, words.tokens[mine], offsets, words.positions, order), mine
 
     def agree(
         self, grad_rows: int, rows: int, sizes: tuple[int, int], failed: bool

@@ -9,10 +9,15 @@ from grpo_kernels.lm_head import LMHead
 from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
-from tests.support.supports import csr, everything, make_support, with_logps_of
+from tests.support.supports import (
+    csr,
+    everything,
+    make_support,
+    with_logps_of,
+    with_logps_of_call,
+)
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
-HEAD_OPTIONS = ("bias", "logit_scale", "softcap", "temperature")
 
 
 @pytest.fixture
@@ -41,10 +46,7 @@ def through_logits(monkeypatch, words=4):
 
 def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
     options = {"support": kept, **options, **kwargs}
-    head = {k: options[k] for k in HEAD_OPTIONS if k in options}
-    if "temperature" not in head:
-        head["temperature"] = options["config"].temperature
-    batch = with_logps_of(batch, kept, **head)
+    batch = with_logps_of_call(batch, kept, options)
     expected = run_fused(batch, exact=True, **options)
     actual = run_fused(batch, exact=False, **options)
     metrics = actual.metrics

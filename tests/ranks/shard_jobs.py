@@ -18,6 +18,31 @@ from tests.support.batches import (
     with_cross_entropy,
     with_padding,
 )
+from tests.support.supports import make_support, with_logps_of_call
+
+
+def with_words(options: dict[str, Any]):
+    """The batch and the options of a case in which most tokens have a support."""
+    batch = make_batch()
+    kept = make_support(batch, without=options["without"])
+    batch = with_logps_of_call(batch, kept, options)
+    return batch, {k: v for k, v in options.items() if k != "without"} | {"support": kept}
+
+
+def with_support(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
+    """The result of every case, in which most tokens have a support."""
+    found = []
+    for cuts, options in cases:
+        batch, options = with_words(options)
+        part = part_of(batch, cuts)
+        found.append(run_fused(part, exact=False, vocab_group=dist.group.WORLD, **options))
+    return found
+
+
+def logprobs_of_words(cuts) -> dict[str, torch.Tensor]:
+    """The results of `linear_logprobs` over supports, and all gradients."""
+    support = make_support(make_batch(), without=0.3)
+    return logprobs(cuts, {"support": support, "low_rank": True, "bias": True, "softcap": 6.0})
 
 
 def batch_of(options: dict[str, Any]):
@@ -392,9 +417,17 @@ def refused(kind: str) -> str:
         options["backward"] = "sampled"
     elif kind == "capturable":
         options["capturable"] = True
-    elif kind == "support":
+    elif kind.startswith("support"):
         ids = targets.clamp(min=0).flatten()
         options["support"] = ids, torch.arange(len(ids) + 1)
+        if kind == "supports":  # one word more on one rank
+            words = torch.cat([(ids[:rank] + 1) % 1003, ids])
+            options["support"] = words, torch.arange(len(ids) + 1)
+            options["support"][1][1:] += rank
+        elif "sparse" in kind:
+            options["sparse_weight_grad"] = True
+        else:
+            options["hidden_layout"] = "data"
     else:
         mesh = dist.init_device_mesh("cpu", (2,))
         placement = {"columns": Shard(1), "replicated": Replicate()}.get(kind, Shard(0))

@@ -18,6 +18,7 @@ from tests.support.batches import (
 )
 from tests.support.head_options import OPTIONS, objective_options
 from tests.support.ranks import Ranks
+from tests.support.supports import make_support
 
 EVEN, UNEVEN = (0, 502, 1003), (0, 300, 1003)
 # A rank with one column, which may own no target; and four ranks, one of them with three columns.
@@ -94,6 +95,32 @@ def test_four_ranks(four_ranks):
         (FOUR, {"config": config(entropy_coef=0.05), "old_logps": True}),
     ]
     assert len([*check(four_ranks, cases)]) == 4
+
+
+@pytest.mark.parametrize("cuts", (UNEVEN, LITTLE), ids=("uneven", "little"))
+def test_supports(ranks, cuts):
+    """Each rank gathers its own words; every objective once, heads with every option."""
+    cases = [
+        (cuts, {**objective_options(name), "without": 0.3 * (place % 2)})
+        for place, name in enumerate(OBJECTIVES)
+    ]
+    for config_options, options in OPTIONS.values():
+        cases.append((cuts, {"config": config(**config_options), **options, "without": 0.2}))
+    for name in ("kl_old_delta", "gspo", "everything"):
+        cases.append((cuts, {**objective_options(name), "without": 0.3, "score": "both"}))
+    answers = ranks("tests.ranks.shard_jobs:with_support", cases)
+    for (_, options), *of_ranks in zip(cases, *answers, strict=True):
+        actual = joined(of_ranks)
+        assert actual.metrics["support/gathered"] > 0.5
+        actual.metrics = {k: v for k, v in actual.metrics.items() if not k.startswith("support/")}
+        batch, options = shard_jobs.with_words(options)
+        assert_matches(actual, run_fused(batch, exact=True, **options), 2e-5, logps=1e-4)
+
+
+def test_logprobs_of_supports(ranks):
+    found = ranks("tests.ranks.shard_jobs:logprobs_of_words", UNEVEN)
+    support = make_support(make_batch(), without=0.3)
+    assert_scores(found, {"low_rank": True, "bias": True, "softcap": 6.0, "support": support})
 
 
 def test_what_is_said_per_chunk(ranks):
@@ -326,7 +353,9 @@ def test_dtensors(ranks):
     "vocab_size on one": "vocab_size (0: none): expected the same on all ranks; got [1000, 1001]",
     "sampled": "backward: expected 'exact' where ranks share the vocabulary; got 'sampled'",
     "capturable": "capturable: expected False where ranks share the vocabulary; got True",
-    "support": "support: expected None where ranks share the vocabulary; got a support",
+    "support of own tokens": "support: expected None where ranks with tokens of their own share",
+    "supports": "support: expected the same on all ranks that share the vocabulary; got others",
+    "support, sparse": "sparse_weight_grad: expected False where ranks share the vocabulary",
     "columns": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
     "replicated": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
     "dtensor and group": "vocab_group: expected None with a DTensor, which has its own",

@@ -11,6 +11,7 @@ from grpo_kernels import reference
 from tests.support.batches import Batch
 
 Support = tuple[Tensor, Tensor]
+_HEAD = ("bias", "logit_scale", "softcap", "temperature")
 
 
 def make_support(batch: Batch, *, seed: int = 0, without: float = 0.2, most: int = 60) -> Support:
@@ -65,3 +66,10 @@ def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
     shift = (both[1] - both[0]).float()
     names = ("old_logps", "ref_logps", "sampling_logps")
     return replace(batch, **{name: getattr(batch, name) + shift for name in names})
+
+
+def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
+    """The same for the options of a call."""
+    head = {"temperature": options["config"].temperature}
+    head |= {name: options[name] for name in _HEAD if name in options}
+    return with_logps_of(batch, support, **head)
