@@ -29,7 +29,7 @@ from . import shapes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, resolve_model, set_trainable
-from .policy import Batch, Policy
+from .policy import Batch, Policy, why_gathered
 
 GIB = 2**30
 # Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
@@ -189,6 +189,9 @@ def predict(
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
     sampled = -(-config.prompts_per_step // processes) * config.num_generations
     shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
+    if sharded and config.head == "sharded" and why_gathered(model) is None:
+        gathered -= width * head.weight.numel()
+        d_weight //= shards
     accumulates = sampled // config.minibatches > rows
     vllm = config.rollout == "vllm"
     return Prediction(
