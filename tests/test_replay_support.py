@@ -151,7 +151,7 @@ def scored(tiny_model, tmp_path, **options):
     trainer.step = 1
     torch.manual_seed(0)
     samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples, equal_parts(len(samples.texts), 2))
+    trainer.scorer.score(samples, equal_parts(len(samples.texts), 2))
     return trainer, samples
 
 

@@ -45,13 +45,13 @@ def sampled(config):
     trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
     trainer.step = 1
     samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
-    trainer._score(samples, equal_parts(len(samples.texts), config.minibatches))
+    trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
     return trainer, samples
 
 
 def updated_gradient(trainer, samples, parts):
     """The gradient of one update, cut into micro-batches of so many."""
-    trainer.config = replace(trainer.config, micro_batch_size=parts)
+    trainer.scorer.micro_batch_size = parts
     grads = {}
 
     def keep(*_, **__):
@@ -100,6 +100,7 @@ def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monk
 
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
+    monkeypatch.setattr(ranks, "largest", lambda _, numbers: numbers)
     halves = [half_of(samples, 0), half_of(samples, 8)]
     told = [[], []]
     for rank in (0, 1, 0, 1):

@@ -6,6 +6,7 @@ a kill nor a full disk leaves half of one, or takes the one before.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -26,11 +27,13 @@ from .config import TrainingConfig
 # how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size", "vllm_gpu_memory_utilization", "vllm_server_base_url",
+    "trackers", "micro_batch_size", "reward_timeout", "max_bad_updates",
+    "vllm_gpu_memory_utilization", "vllm_server_base_url",
     "vllm_enable_sleep_mode", "vllm_max_model_length",
     "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
 }  # fmt: skip
 _STATE, _REFERENCE, _WEIGHTS = "state.json", "reference.pt", "trained.pt"
+_HASHES = "sha256.json"
 
 
 def trained_weights_only(accelerator: Accelerator) -> None:
@@ -105,21 +108,65 @@ def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
     # A full disk is an OSError to Python, a RuntimeError to torch, another error to safetensors.
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    return ranks.reduce(accelerator, text, lambda texts: next(filter(None, texts), None))
+    return ranks.reduce(accelerator, text, ranks.first)
 
 
 def _commit(scratch: Path, final: Path) -> str | None:
     """Flushes the files and gives their folder its final name."""
     try:
-        for path in scratch.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        hashes = {}
+        for path in sorted(x for x in scratch.rglob("*") if x.is_file()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            hashes[str(path.relative_to(scratch))] = _hash(path)
+        with (scratch / _HASHES).open("w") as file:
+            json.dump(hashes, file)
+            file.flush()
+            os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _hash(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            found.update(block)
+    return found.hexdigest()
+
+
+def verify(accelerator: Accelerator, folder: Path, path: Path) -> None:
+    """Refuses a checkpoint whose files are not those that were written.
+
+    Raises:
+        ValueError: in all processes; names a file, and the checkpoint before.
+    """
+
+    def work() -> None:
+        # Those of versions before 0.2 have no hashes.
+        if not accelerator.is_main_process or not (path / _HASHES).exists():
+            return
+        try:
+            hashes = json.loads((path / _HASHES).read_text())
+        except ValueError:
+            hashes = {_HASHES: ""}
+        for name, expected in hashes.items():
+            file = path / name
+            if not file.exists() or _hash(file) != expected:
+                raise ValueError(f"{name} is {'changed' if file.exists() else 'gone'}")
+
+    error = _error_of(accelerator, work)
+    if error is not None:
+        step, whole = int(path.name.removeprefix("step-")), _whole(folder)
+        before = max((x for x in whole if x < step), default=None)
+        then = "there is no other" if before is None else f"the one before is {whole[before]}"
+        raise ValueError(
+            f"resume: expected the checkpoint as it was written; {path} is damaged: "
+            f"{error.removeprefix('ValueError: ')}. Delete that folder to go on without it: {then}"
+        )
 
 
 def latest(folder: Path) -> Path | None:
@@ -179,12 +226,12 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
         )
 
 
-def prune(accelerator: Accelerator, folder: Path, keep: set[int]) -> None:
-    """Deletes all checkpoints but those of these steps."""
+def prune(accelerator: Accelerator, folder: Path, best: int) -> None:
+    """Deletes all checkpoints but that of the best step and the last two, one for the other."""
     if accelerator.is_main_process:
-        for step, path in _whole(folder).items():
-            if step not in keep:
-                shutil.rmtree(path, ignore_errors=True)
+        whole = _whole(folder)
+        for step in set(whole) - {best, *sorted(whole)[-2:]}:
+            shutil.rmtree(whole[step], ignore_errors=True)
 
 
 def _name(step: int) -> str:

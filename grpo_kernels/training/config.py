@@ -91,6 +91,9 @@ class TrainingConfig:
     max_prompt_length: int = _option(512, "tokens; problems with a longer prompt are left out")
     rewards: list[str] = _option(("answer", "format"), "names of reward functions")
     reward_weights: list[float] = _option((), "one per reward function; none: 1 each")
+    reward_timeout: float = _option(
+        0.0, "seconds that a reward function may take for the completions of a step; 0: any time"
+    )
 
     # Rollouts
     steps: int = _option(100, "rollouts")
@@ -223,6 +226,10 @@ class TrainingConfig:
     )
     warmup_steps: int = _option(0, "optimizer steps over which the learning rate rises from 0")
     max_grad_norm: float = _option(1.0, "scale larger gradients down to this norm")
+    max_bad_updates: int = _option(
+        10, "updates in a row whose gradient is NaN or inf, and which are left out, until the run "
+        "ends"
+    )  # fmt: skip
 
     # Logs and checkpoints
     name: str = _option("grpo", "name of the run and of its folder")
@@ -245,7 +252,7 @@ class TrainingConfig:
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
-                     "resample_equal_groups",
+                     "resample_equal_groups", "reward_timeout", "max_bad_updates",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha",

@@ -89,6 +89,20 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
     return function(gather_object([value]))
 
 
+def first(values: list[_T | None]) -> _T | None:
+    """The first that is not None."""
+    return next((x for x in values if x is not None), None)
+
+
+def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
+    """The largest of all processes' numbers, place by place."""
+    if accelerator.num_processes == 1:
+        return numbers
+    worst = torch.tensor(numbers, device=accelerator.device)
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
+    return worst.tolist()
+
+
 def top_quantile(accelerator: Accelerator, values: Tensor, share: float) -> Tensor:
     """The value, 0-d, from which on the top `share` of all processes' values `[N]` lies."""
     everywhere = reduce(accelerator, values.cpu(), torch.cat)

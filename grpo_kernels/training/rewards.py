@@ -10,12 +10,17 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -189,13 +194,26 @@ def resolve_rewards(
     return {name: known[name] for name in names}
 
 
+class RewardError(StepError, ValueError):
+    """A reward function that failed, or returned what is no reward."""
+
+
+class _Late(BaseException):
+    """Not an Exception, which a reward function may catch."""
+
+
 def reward_table(
-    rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]], completions: Sequence[str]
-) -> list[list[float]]:
+    rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]],
+    completions: Sequence[str], *, timeout: float = 0.0,
+) -> list[list[float]]:  # fmt: skip
     """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
 
     A function sees only the completions that it judges, with every column that one of their
-    problems has, None where another lacks it.
+    problems has, None where another lacks it. It may take `timeout` seconds; 0: any time.
+
+    Raises:
+        RewardError: a function raised, took longer, or returned another number of values or one
+            that is not finite.
     """
     table = [[math.nan] * len(rewards) for _ in problems]
     for place, (name, function) in enumerate(rewards.items()):
@@ -205,15 +223,67 @@ def reward_table(
         some = [problems[i] for i in asked]
         columns = _columns(name, function, some)
         prompts = [problem["prompt"] for problem in some]
-        values = list(function(prompts, [completions[i] for i in asked], **columns))
+        try:
+            with _at_most(timeout):
+                values = list(function(prompts, [completions[i] for i in asked], **columns))
+                numbers = [math.nan if value is None else float(value) for value in values]
+        except _Late:
+            raise RewardError(
+                f"reward function {name}: expected an answer within reward_timeout = {timeout:g} "
+                "seconds; got none"
+            ) from None
+        except ImportError:
+            raise
+        except Exception as error:
+            raise RewardError(f"reward function {name}: {type(error).__name__}: {error}") from error
         if len(values) != len(asked):
-            raise ValueError(
+            raise RewardError(
                 f"reward function {name}: expected {len(asked)} values, one per completion; "
                 f"got {len(values)}"
             )
-        for i, value in zip(asked, values, strict=True):
-            table[i][place] = math.nan if value is None else float(value)
+        for i, value, number in zip(asked, values, numbers, strict=True):
+            if value is not None and not math.isfinite(number):
+                raise RewardError(
+                    f"reward function {name}: expected finite numbers, or None where it does not "
+                    f"apply; got {number} for {completions[i][:80]!r}"
+                )
+            table[i][place] = number
     return table
+
+
+def rewards_or_error(
+    rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]],
+    completions: Sequence[str], timeout: float,
+) -> tuple[list[list[float]], RewardError | None]:  # fmt: skip
+    """As `reward_table`, but for a `RewardError`, which other processes are to hear of first."""
+    try:
+        return reward_table(rewards, problems, completions, timeout=timeout), None
+    except RewardError as error:
+        return [], error
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises `_Late` in the block after so many seconds; 0: never.
+
+    By an alarm, so in the main thread alone. A function with an alarm of its own, as math-verify
+    has, is bounded by that.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not seconds or not main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:

@@ -17,6 +17,7 @@ from ..layout import check_tensor, to_device
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder
+from .interruptions import StepError
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Completion:
     support: Support | None = field(default=None, compare=False)
 
 
-class RolloutError(RuntimeError):
-    """A rollout that cannot go on; the trainer writes a checkpoint and ends."""
+class RolloutError(StepError):
+    """A rollout that cannot go on."""
 
 
 class Rollout(Protocol):

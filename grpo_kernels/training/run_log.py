@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,11 @@ from .evaluate import Evaluation
 from .samples import Samples
 from .watch import Watch, worst_token
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 class RunLog:
     """Prints and writes, in the main process; every process makes the same calls."""
@@ -26,6 +32,27 @@ class RunLog:
         self.watch = Watch(config)
         self.logs = logs.Logs(config.folder)
         self.progress: Any = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from training in the run's folder inside the block.
+
+        Raises:
+            RuntimeError: another one does.
+        """
+        if not self.main or fcntl is None:
+            yield
+            return
+        folder = self.config.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RuntimeError(
+                    f"name: expected a folder in which no other process trains; got {folder}"
+                ) from None
+            yield
 
     def open(self, last_step: int) -> None:
         """Makes the run's folder; removes rows of steps after `last_step`."""

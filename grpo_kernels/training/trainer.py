@@ -10,29 +10,36 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
-from .. import check_sampler, group_advantages
-from ..head_call import LOGITS_DTYPES
+from .. import group_advantages
 from ..hf_head import check_logits
 from ..layout import to_device
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
+from .interruptions import BadUpdates, Interruptions, OutOfMemory, Preempted, StepError
 from .loading import check_folder
-from .micro_batches import Plan, Size, config_of_part, equal_parts, num_items, pad_plan
+from .micro_batches import Plan, Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_correct, resolve_rewards, reward_table, weighted_sum
+from .rewards import (
+    Reward,
+    RewardError,
+    is_correct,
+    resolve_rewards,
+    rewards_or_error,
+    weighted_sum,
+)
 from .rollout import (
     Completion,
     Rollout,
-    RolloutError,
     Sampler,
     check_has_logps,
     check_rollout,
@@ -40,7 +47,9 @@ from .rollout import (
 )
 from .run_log import RunLog
 from .samples import Samples, completion_mask, sampling_logps
+from .scoring import Scorer
 
+_T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]
 
 
@@ -105,7 +114,11 @@ class Trainer:
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
             self.encode, config, self.accelerator,
         )  # fmt: skip
-        self.step, self.best = 0, dict[str, Any]()
+        self.scorer = Scorer(
+            self.policy, self.reference, self.accelerator, config, tokenizer.pad_token_id
+        )
+        self.interruptions = Interruptions(self.accelerator)
+        self.step, self.best, self.bad_updates = 0, dict[str, Any](), 0
         self.evaluated = True  # False where an evaluation was begun and not finished
         checkpoint.trained_weights_only(self.accelerator)
 
@@ -117,11 +130,21 @@ class Trainer:
                 before the step's evaluation and checkpoint.
         """
         config = self.config
-        self._open_folder()
-        if self.step == 0 or not self.evaluated:
-            self._evaluate()
-        self.course.restore(self.course.state())  # problems of a step that failed come again
-        self.log.start(self.step)
+        with self.log.locked(), self.interruptions:
+            self._open_folder()
+            if self.step == 0 or not self.evaluated:
+                self._evaluate()
+            self.course.restore(self.course.state())  # problems of a step that failed come again
+            self.log.start(self.step)
+            self._train_steps(on_step)
+            if config.save_model:
+                folder = config.folder / "model"
+                checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
+            self.log.finish()
+        return config.folder
+
+    def _train_steps(self, on_step: OnStep | None) -> None:
+        config = self.config
         while self.step < config.steps:
             problems = self.course.next(config.prompts_per_step)
             trained = self.step
@@ -135,17 +158,14 @@ class Trainer:
                     on_step(row, samples)
                 last = self.step == config.steps
                 improved = (last or _every(config.eval_every, self.step)) and self._evaluate()
-            except RolloutError:
-                self._stop_after(trained)
+                self.interruptions.check(may_stop=not last)
+            except (StepError, Preempted) as error:
+                self._drop_gradients()
+                self._stop_after(trained, error)
                 raise
             due = improved or last or _every(config.save_every, self.step)
             if due and config.save_every >= 0:
                 self._save()
-        if config.save_model:
-            folder = config.folder / "model"
-            checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
-        self.log.finish()
-        return config.folder
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
         """One rollout of these problems (of all processes) and the updates on it."""
@@ -155,12 +175,15 @@ class Trainer:
             self.reference.refresh(self.policy)
         clock = metrics.Clock(self.accelerator.device)
         samples = self._sample(problems, clock)
+        self.interruptions.check()
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
-            self._score(samples, minibatches)
+            self._in_memory(partial(self._score, samples, minibatches))
             rounds = self.step == 1 and ranks.gemm_dtype(self.config) != "float32"
             if rounds and samples.sampling_logps is not None:
-                self._check_sampler(samples, samples.sampling_logps)
+                found = self.scorer.check_sampler(samples)
+                if found is not None and found.closer not in (None, self.config.logits_dtype):
+                    self.log.warn(str(found))
         with clock("train"):
             updates = [self._update(samples, 0, minibatches[0])]
             if samples.old_logps is None and samples.logps is not None:
@@ -213,7 +236,13 @@ class Trainer:
         with clock("reward"):
             judged = [problem for problem in problems for _ in range(G)]
             texts = self.sampler.texts(completions)
-            table = reward_table(self.rewards, judged, texts)
+            given = (self.rewards, judged, texts, config.reward_timeout)
+            table, error = rewards_or_error(*given)
+            told = ranks.reduce(
+                self.accelerator, None if error is None else str(error), ranks.first
+            )
+            if told is not None:
+                raise RewardError(told) from error
         return completions, texts, torch.tensor(table, dtype=torch.float64)
 
     def _resample(
@@ -241,68 +270,42 @@ class Trainer:
             replaced += len(equal)
         return replaced
 
-    # Log-probs by other policies, and by this one before its updates
-
     def _score(self, samples: Samples, minibatches: Plan) -> None:
-        config = self.config
-        plan = self._plan(samples, range(len(samples.texts)))
-        # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
-        if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
-            trained = (self._trained(samples, *x) for x in enumerate(minibatches))
-            parts = [part for rows in trained for part in self._plan(samples, rows)]
-            samples.old_logps, _ = self._logps(self.policy, samples, parts)
-        if config.top_entropy_quantile < 1:
-            _, entropy = self._logps(self.policy, samples, plan, entropy=True)
-            share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
-            samples.entropy_threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
-        if self.reference is not None:
-            with self.reference.active(self.policy) as reference:
-                samples.ref_logps, _ = self._logps(reference, samples, plan)
-
-    def _logps(
-        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, **head: Any
-    ) -> tuple[Tensor, Tensor]:
-        """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
-        logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
-        head = {**self.config.head_options(), **head}
-        for part in plan:
-            batch, where = samples.batch(part, self.tokenizer.pad_token_id)
-            with self.accelerator.autocast():
-                part_logps, part_entropy = policy(
-                    "logps", batch, self.config.temperature, entropy, **head
-                )
-            if part:
-                logps[where, : part_logps.shape[1]] = part_logps
-            if part and entropy:
-                entropies[where, : part_logps.shape[1]] = part_entropy
-        return logps, entropies
-
-    def _check_sampler(self, samples: Samples, logps: Tensor) -> None:
-        """Warns where the sampler rounds its logits and the policy does not, or the reverse."""
-        some = self._plan(samples, range(len(samples.texts)))[:1]
-        by_policy = [
-            self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
-        ]
-        sampled, fp32, model, mask = (x[some[0]] for x in (logps, *by_policy, samples.mask))
-        check = check_sampler(sampled, fp32, model, mask) if mask.any() else None
-        if check is not None and check.closer not in (None, self.config.logits_dtype):
-            self.log.warn(str(check))
+        with self.interruptions.shared(waits=ranks.sharding(self.accelerator) is not None):
+            self.scorer.score(samples, minibatches)
 
     # Updates
 
-    def _plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
-        """Cuts rows into micro-batches, equally many in every process."""
-        shared = self.accelerator.unwrap_model(self.policy).shares_prompts
-        plan = samples.micro_batches(rows, self.config.micro_batch_size, shared=shared)
-        return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
-
     def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
         """Takes the rollout's optimizer step `number`, on these rows of every process."""
-        config, accelerator = self.config, self.accelerator
+        config = self.config
         rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        plan = self._plan(samples, self._trained(samples, number, rows))
+        merged, loss = self._in_memory(partial(self._accumulate, samples, number, rows))
+        return {
+            **merged, "grad_norm": self._optimizer_step(), "learning_rate": rate,
+            "loss": ranks.reduce(self.accelerator, float(loss), metrics.mean),
+        }  # fmt: skip
+
+    def _in_memory(self, work: Callable[[], _T]) -> _T:
+        """Does the work again, in smaller parts, as long as memory runs out."""
+        while True:
+            try:
+                return work()
+            except OutOfMemory:
+                # Micro-batches do not change gradients: what was added up is made again.
+                self._drop_gradients()
+                now = self.scorer.smaller()
+            clear_device_cache()
+            self.log.warn(f"memory ran out: from now on {now}, with the same gradients")
+
+    def _accumulate(
+        self, samples: Samples, number: int, rows: list[int]
+    ) -> tuple[dict[str, float], Tensor]:
+        """Adds up the gradient of an update, part by part; its metrics and its loss."""
+        config, accelerator = self.config, self.accelerator
+        plan = self.scorer.plan(samples, self.scorer.trained(samples, number, rows))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, config.loss()
         options = self._loss_options(samples)
@@ -319,7 +322,9 @@ class Trainer:
                 options["seed"] = self._seed(f"columns-{number}-{index}")
             last = index == len(plan) - 1
             with nullcontext() if last else accelerator.no_sync(self.policy):
-                with accelerator.autocast():
+                waits = ranks.sharding(accelerator) is not None
+                early = self.interruptions.shared(waits=waits, may_stop=number == 0)
+                with early, accelerator.autocast():
                     part_loss, part_metrics, logps = self.policy(
                         "loss", batch, samples.advantages[where], part_config,
                         **samples.other_logps(where, T), **options,
@@ -332,35 +337,25 @@ class Trainer:
                         merged |= self.log.watch.sampler_gap(merged, dtype)
                 # DeepSpeed steps within the backward in which gradients are to be synced.
                 accelerator.sync_gradients = last
-                accelerator.backward(part_loss)
+                with self.interruptions.shared(waits=last or waits):
+                    accelerator.backward(part_loss)
             loss += part_loss.detach()
             if part:
                 samples.logps[where, :T] = logps
-        grad_norm = self._optimizer_step()
-        return {
-            **merged, "grad_norm": grad_norm, "learning_rate": rate,
-            "loss": ranks.reduce(accelerator, float(loss), metrics.mean),
-        }  # fmt: skip
-
-    def _trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
-        """The completions of `rows` that the rollout's update `number` does not leave out."""
-        c = self.config
-        if not c.skip_untrained or c.beta or c.entropy_coef:
-            return list(rows)
-        trained = [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
-        if number == 0 and samples.sampling_logps is not None and not trained:
-            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
-            return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
-        return trained
+        return merged, loss
 
     def _loss_options(self, samples: Samples) -> dict[str, Any]:
         """Options of `fused_grpo_loss` for every micro-batch of an update."""
-        config, options = self.config, self.config.head_options()
+        config, options = self.config, self.scorer.head_options()
         if config.top_entropy_quantile < 1:
             options["entropy_threshold"] = samples.entropy_threshold
         if config.backward == "sampled":
             options |= {"backward": "sampled", "tolerance": config.tolerance}
         return options
+
+    def _drop_gradients(self) -> None:
+        self.accelerator.sync_gradients = True  # without which accelerate keeps them
+        self.optimizer.zero_grad()
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
@@ -368,10 +363,14 @@ class Trainer:
         norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         grad_norm = float(norm) if norm is not None else math.nan
+        self.bad_updates += 1
         if math.isfinite(grad_norm):
             self.optimizer.step()
+            self.bad_updates = 0
         self.sampler.weights_changed()
         self.optimizer.zero_grad()
+        if self.bad_updates > self.config.max_bad_updates:
+            raise BadUpdates(self.bad_updates, checkpoint.latest(self.config.folder))
         return grad_norm
 
     # Metrics and evaluations
@@ -425,6 +424,8 @@ class Trainer:
         """Makes the run's folder, or resumes the run in it."""
         config = self.config
         found = checkpoint.latest(config.folder) if config.resume else None
+        if found is not None:
+            checkpoint.verify(self.accelerator, config.folder, found)
         state = {} if found is None else checkpoint.state_of(found)
         if found is not None:
             checkpoint.check_same(state, asdict(config), self.accelerator.num_processes)
@@ -442,12 +443,14 @@ class Trainer:
             self.log.say(f"Going on after step {self.step}, from {found}")
         self.accelerator.wait_for_everyone()
 
-    def _stop_after(self, step: int) -> None:
+    def _stop_after(self, step: int, error: BaseException) -> None:
         """Keeps what was trained up to a step, whose weights are still the policy's."""
         self.step = step
         if step and self.config.save_every >= 0:
             self._save()
             self.log.say(f"Stopped after step {step}: resume goes on from there")
+        if step and isinstance(error, Preempted):
+            self.log.finish()
 
     def _save(self) -> None:
         state = {
@@ -458,8 +461,7 @@ class Trainer:
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
         if error is None:
-            kept = {self.step, self.best.get("step", self.step)}
-            checkpoint.prune(self.accelerator, folder, kept)
+            checkpoint.prune(self.accelerator, folder, self.best.get("step", self.step))
         else:
             self.log.warn(
                 f"no checkpoint of step {self.step} ({error}); the last one is untouched and "

@@ -12,7 +12,7 @@ import torch
 from tests.ranks.training_jobs import train
 from tests.support.ranks import JOB_S
 from tests.support.tiny_models import make_model, make_tokenizer
-from tests.support.trainer_runs import rows_of
+from tests.support.trainer_runs import assert_same_rows, rows_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,11 +99,34 @@ def test_a_head_that_stays_sharded(name, ranks, tmp_path):
         torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
-def assert_same_rows(both, alone):
-    for mine, theirs in zip(both, alone, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+FAULTS = {
+    # fault: what both ranks meet, the last step that is kept, and the size of micro-batches
+    "memory": ("nothing", 3, 1),
+    "signal": ("Preempted: 75", 0, 2),
+    "reward": ("RewardError: reward function noise: ConnectionError: the judge is gone", 1, 2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_rank(fault, ranks, tiny_model, tmp_path):
+    """Both end or go on alike, and nothing but the step is lost."""
+    options = {
+        "steps": 3, "learning_rate": 1e-3, "micro_batch_size": 2, "eval_size": 0,
+        "skip_untrained": False,
+    }  # fmt: skip
+    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
+    given = (str(tiny_model), str(tmp_path / "two"))
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    job = "tests.ranks.training_jobs:with_fault"
+    both = ranks(job, fault, *given, options, environment=environment)
+    assert [found[:3] for found in both] == [FAULTS[fault]] * 2
+    if fault != "memory":
+        again = options | {"resume": True}
+        both = ranks(job, "", *given, again, environment=environment)
+    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
+    for *_, weights in both:
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
 def test_launched_as_users_do(tiny_model, tmp_path):

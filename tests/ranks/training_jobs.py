@@ -1,5 +1,7 @@
 """A job of the ranks: one run of the trainer, and its weights."""
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -50,6 +52,43 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
     with no_curves():
         trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
+
+
+def with_fault(fault: str, model: str, output: str, options: dict):
+    """A run in which something happens to one rank; what each has met, and its weights."""
+    config = config_of(model, Path(output), **options)
+    calls: list[int] = []
+
+    def of_rank(prompts, completions, **_):
+        if fault == "reward" and trainer.step == 2 and trainer.accelerator.process_index == 1:
+            raise ConnectionError("the judge is gone")
+        return noise(prompts, completions)
+
+    train, held_out = load_problems(config)
+    trainer = Trainer(
+        config, *load_model(config), train, held_out, rewards={"noise": of_rank},
+        rollout=lambda _: SameForAnyRanks(),
+    )  # fmt: skip
+    policy = trainer.accelerator.unwrap_model(trainer.policy)
+    loss = policy.loss
+
+    def faulty(*args, **kwargs):
+        calls.append(1)
+        here = len(calls) == 2 and trainer.accelerator.process_index == 1
+        if here and fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if here and fault == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(*args, **kwargs)
+
+    policy.loss = faulty
+    met = "nothing"
+    try:
+        with no_curves():
+            trainer.train()
+    except (SystemExit, RuntimeError) as error:
+        met = f"{type(error).__name__}: {error}"
+    return met, trainer.step, trainer.scorer.micro_batch_size, policy.state_dict()
 
 
 def refuse(*_):

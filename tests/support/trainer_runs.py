@@ -67,3 +67,11 @@ def assert_same_grads(mine, expected, tolerance):
     for name, grad in expected.items():
         error = float((mine[name] - grad).norm())
         assert error <= tolerance * max(float(grad.norm()), 1e-3 * largest), (name, error)
+
+
+def assert_same_rows(rows, expected):
+    """Rows of metrics, but for what the machine measured."""
+    for mine, theirs in zip(rows, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key

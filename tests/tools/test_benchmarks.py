@@ -28,6 +28,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
+from benchmarks.ranks import WAYS
 from benchmarks.workloads import TRUNCATED, make, profile
 from grpo_kernels import reference
 from tests.support.supports import csr
@@ -364,7 +365,16 @@ def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
         assert [r["name"] for r in rows] == expected * len(axis.values)
         assert all(r["status"] == "ok" and len(r["seconds"]) == 1 for r in rows)
         scaling.plot(rows, {"device": "here"}, tmp_path / f"{name}.png")
-    assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS)
+    assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS) - {"ranks"}
+
+
+def test_scaling_over_ranks(tmp_path):
+    given = ["--axes", "ranks", "--tiny", "--rounds", "1", "--out", str(tmp_path)]
+    scaling.main([*given, "--device", "cpu"])
+    rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
+    assert [(r["value"], r["name"]) for r in rows] == [(n, way) for n in (16, 32) for way in WAYS]
+    assert all(len(r["seconds"]) == 1 and r["ranks"] == 2 for r in rows)
+    assert (tmp_path / "ranks.png").exists()
 
 
 @pytest.mark.parametrize(

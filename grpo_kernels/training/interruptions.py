@@ -1,0 +1,105 @@
+"""What ends a step before its time, in every process alike: signals, and memory that runs out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from . import ranks
+
+# The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).
+RESUME = 75
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StepError(RuntimeError):
+    """A step that cannot go on; the trainer writes a checkpoint of the one before and ends."""
+
+
+class BadUpdates(RuntimeError):
+    """So many updates in a row had no finite gradient; `checkpoint` is the last one's folder."""
+
+    def __init__(self, count: int, checkpoint: Path | None) -> None:
+        super().__init__(
+            f"max_bad_updates: {count} updates in a row had a gradient of NaN or inf and were left "
+            f"out. The last checkpoint is {checkpoint}; resume goes on from there"
+        )
+
+
+class OutOfMemory(Exception):
+    """A process had too little memory for a micro-batch; raised in all of them."""
+
+
+class Preempted(SystemExit):
+    """A signal asked the run to stop; the exit status is `RESUME`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(RESUME)
+        self.number = number
+
+
+class Interruptions:
+    """Notes signals inside a `with` block; `check` raises what one process has met in all.
+
+    The first signal waits for the next check, a second one does what it did before the block.
+    Signals reach a process's main thread alone: in another one they are not looked for.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruptions:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def check(self, *, out_of_memory: bool = False, may_stop: bool = True) -> None:
+        """Raises in all processes if one of them was signalled or had too little memory.
+
+        Args:
+            out_of_memory: whether this one had.
+            may_stop: whether nothing is lost if the step ends here; else a signal waits.
+        """
+        failed, number = ranks.largest(self.accelerator, [int(out_of_memory), self.signal])
+        if failed:
+            raise OutOfMemory
+        if number and may_stop:
+            raise Preempted(number)
+
+    @contextmanager
+    def shared(self, *, waits: bool, may_stop: bool = False) -> Iterator[None]:
+        """Checks after the block, in which memory may run out.
+
+        `waits`: whether processes wait for each other inside. One whose memory runs out there can
+        tell the others nothing: if there are several, it raises the device's own error.
+        """
+        failed = False
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if waits and self.accelerator.num_processes > 1:
+                raise
+            failed = True
+        self.check(out_of_memory=failed, may_stop=may_stop)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

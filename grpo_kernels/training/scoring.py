@@ -1,0 +1,133 @@
+"""Log-probs of a rollout before it is trained on, and the micro-batches of every forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from .. import SamplerCheck, check_sampler
+from ..head_call import LOGITS_DTYPES
+from ..hf_head import head_of
+from ..row_plan import default_chunk_bytes, gpu
+from . import ranks
+from .config import TrainingConfig
+from .interruptions import StepError
+from .micro_batches import Plan, pad_plan
+from .reference_model import ReferenceModel
+from .samples import Samples
+
+_LEAST_CHUNK_BYTES = 4 << 20
+
+
+class Scorer:
+    """Scores the completions of a process by the policy and by the reference.
+
+    Args:
+        policy: wrapped for the processes.
+        reference: None where there is no KL.
+        pad_id: the token that fills up batches.
+    """
+
+    def __init__(
+        self, policy: Any, reference: ReferenceModel | None, accelerator: Accelerator,
+        config: TrainingConfig, pad_id: int,
+    ) -> None:  # fmt: skip
+        self.policy, self.reference, self.accelerator = policy, reference, accelerator
+        self.config, self.pad_id = config, pad_id
+        # Less, once memory has run out; None: the default budget.
+        self.micro_batch_size = config.micro_batch_size
+        self.chunk_bytes: int | None = None
+
+    def plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
+        """Cuts rows into micro-batches, equally many in every process."""
+        shared = self.accelerator.unwrap_model(self.policy).shares_prompts
+        plan = samples.micro_batches(rows, self.micro_batch_size, shared=shared)
+        return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
+
+    def head_options(self) -> dict[str, Any]:
+        """The options of every call over the head."""
+        return self.config.head_options() | {"chunk_bytes": self.chunk_bytes}
+
+    def smaller(self) -> str:
+        """Halves micro-batches; those of one completion stay, and the head's chunks are halved.
+
+        Returns:
+            What holds from now on, in words.
+
+        Raises:
+            StepError: neither can be any smaller.
+        """
+        if self.micro_batch_size > 1:
+            self.micro_batch_size //= 2
+            return f"micro_batch_size is {self.micro_batch_size}"
+        weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
+        memory = gpu(weight.device).total_memory if weight.device.type == "cuda" else None
+        default = default_chunk_bytes(weight.shape[0], weight.device.type, memory)
+        self.chunk_bytes = (self.chunk_bytes or default) // 2
+        if self.chunk_bytes < _LEAST_CHUNK_BYTES:
+            raise StepError(
+                "memory ran out in a micro-batch of one completion: shorten "
+                "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
+            )
+        return f"micro_batch_size is 1, and chunks of logits take {self.chunk_bytes >> 20} MiB"
+
+    def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
+        """The completions of `rows` that the rollout's update `number` does not leave out."""
+        c = self.config
+        if not c.skip_untrained or c.beta or c.entropy_coef:
+            return list(rows)
+        trained = [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
+        if number == 0 and samples.sampling_logps is not None and not trained:
+            # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
+            return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]
+        return trained
+
+    def score(self, samples: Samples, minibatches: Plan) -> None:
+        """Sets the log-probs and the threshold that the updates on `minibatches` compare with."""
+        config = self.config
+        plan = self.plan(samples, range(len(samples.texts)))
+        # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
+        if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
+            trained = (self.trained(samples, *x) for x in enumerate(minibatches))
+            parts = [part for rows in trained for part in self.plan(samples, rows)]
+            samples.old_logps, _ = self._logps(self.policy, samples, parts)
+        if config.top_entropy_quantile < 1:
+            _, entropy = self._logps(self.policy, samples, plan, entropy=True)
+            share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
+            samples.entropy_threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
+        if self.reference is not None:
+            with self.reference.active(self.policy) as reference:
+                samples.ref_logps, _ = self._logps(reference, samples, plan)
+
+    def check_sampler(self, samples: Samples) -> SamplerCheck | None:
+        """Compares log-probs of the sampler with those of logits that are rounded, and not."""
+        some = self.plan(samples, range(len(samples.texts)))[:1]
+        by_policy = [
+            self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
+        ]
+        assert samples.sampling_logps is not None
+        given = (samples.sampling_logps, *by_policy, samples.mask)
+        sampled, fp32, model, mask = (x[some[0]] for x in given)
+        return check_sampler(sampled, fp32, model, mask) if mask.any() else None
+
+    def _logps(
+        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, **head: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
+        logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
+        head = {**self.head_options(), **head}
+        for part in plan:
+            batch, where = samples.batch(part, self.pad_id)
+            with self.accelerator.autocast():
+                part_logps, part_entropy = policy(
+                    "logps", batch, self.config.temperature, entropy, **head
+                )
+            if part:
+                logps[where, : part_logps.shape[1]] = part_logps
+            if part and entropy:
+                entropies[where, : part_logps.shape[1]] = part_entropy
+        return logps, entropies

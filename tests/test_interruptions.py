@@ -1,0 +1,283 @@
+"""What ends a step before its time: nothing is lost but the step, and the gradient is the same."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from grpo_kernels.training import checkpoint, scoring
+from grpo_kernels.training.interruptions import RESUME, Preempted
+from grpo_kernels.training.rewards import RewardError, reward_table
+from tests.ranks.training_jobs import SameForAnyRanks
+from tests.support.trainer_runs import assert_same_rows, config_of, noise, rows_of, trainer_of
+
+pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+# Two updates per step, of four micro-batches each.
+STEPS = {
+    "steps": 3, "epochs_per_rollout": 2, "micro_batch_size": 4, "save_every": 1,
+    "skip_untrained": False, "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def run(config, **options):
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
+    trainer.train()
+    return trainer
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+
+
+def assert_same_weights(one, other, **tolerance):
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, **tolerance)
+
+
+class FailingPolicy:
+    """Raises in the calls of these numbers, as a device without memory does."""
+
+    def __init__(self, policy, what, numbers):
+        self.forward, self.what, self.numbers, self.calls = policy.forward, what, numbers, 0
+
+    def __call__(self, what, *args, **kwargs):
+        if what == self.what:
+            self.calls += 1
+            if self.calls in self.numbers:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.forward(what, *args, **kwargs)
+
+
+def out_of_memory(config, what, numbers):
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    trainer.policy.forward = FailingPolicy(trainer.policy, what, numbers)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("place", range(1, 5))
+def test_memory_that_runs_out_in_any_micro_batch_changes_nothing(place, tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path / "a", **STEPS)
+    expected = run(config)
+    again = config_of(tiny_model, tmp_path / "b", **STEPS)
+    actual = out_of_memory(again, "loss", {place})
+    assert actual.scorer.micro_batch_size == 2
+    rows = rows_of(again.folder)
+    assert_same_rows(rows, rows_of(config.folder))
+    assert_same_weights(weights_of(expected), weights_of(actual), rtol=1e-4, atol=1e-6)
+
+
+def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
+    options = {**STEPS, "beta": 0.1}
+    config = config_of(tiny_model, tmp_path / "a", **options)
+    expected = run(config)
+    again = config_of(tiny_model, tmp_path / "b", **options)
+    trainer = trainer_of(again, rollout=lambda _: SameForAnyRanks())
+    reference = trainer.reference.copy
+    reference.forward = FailingPolicy(reference, "logps", {2})
+    trainer.train()
+    assert_same_rows(rows_of(again.folder), rows_of(config.folder))
+    assert_same_weights(weights_of(expected), weights_of(trainer), rtol=1e-4, atol=1e-6)
+    said = "memory ran out: from now on micro_batch_size is 2, with the same gradients"
+    assert said in capsys.readouterr().out
+
+
+def test_less_memory_down_to_chunks_of_one_completion(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "_LEAST_CHUNK_BYTES", 1)
+    config = config_of(tiny_model, tmp_path / "a", **STEPS)
+    expected = run(config)
+    again = config_of(tiny_model, tmp_path / "b", **STEPS)
+    actual = out_of_memory(again, "loss", {1, 2, 3, 4})
+    assert actual.scorer.micro_batch_size == 1
+    assert actual.scorer.head_options()["chunk_bytes"] == 512 * 4 * 257 // 4
+    assert_same_rows(rows_of(again.folder), rows_of(config.folder))
+    assert_same_weights(weights_of(expected), weights_of(actual), rtol=1e-4, atol=1e-6)
+
+
+def test_memory_that_never_suffices(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    trainer.policy.forward = FailingPolicy(trainer.policy, "loss", range(9, 99))
+    with pytest.raises(RuntimeError, match="memory ran out in a micro-batch of one completion"):
+        trainer.train()
+    # The step before is there.
+    assert checkpoint.latest(config.folder).name == "step-000001"
+
+
+@pytest.mark.parametrize("calls", (1, 4, 7, 12, 20))
+def test_a_signal_loses_the_step_at_most(calls, tiny_model, tmp_path):
+    """Whenever it comes: what goes on from there is the run without it."""
+    config = config_of(tiny_model, tmp_path / "a", **STEPS | {"save_every": 0})
+    expected = run(config)
+    given = STEPS | {"save_every": 0, "resume": True}
+    again = config_of(tiny_model, tmp_path / "b", **given)
+    trainer = trainer_of(again, rollout=lambda _: SameForAnyRanks())
+    forward, seen = trainer.policy.forward, []
+
+    def signalled(*args, **kwargs):
+        seen.append(1)
+        if len(seen) == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(*args, **kwargs)
+
+    trainer.policy.forward = signalled
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted) as stopped:
+        trainer.train()
+    assert stopped.value.code == RESUME == 75 and signal.getsignal(signal.SIGTERM) is before
+    done = trainer.step
+    step, place = divmod(calls - 1, 8)
+    assert done == step + (place >= 4)  # after the first update the step is gone through with
+    if done:
+        assert checkpoint.latest(again.folder).name == f"step-{done:06d}"
+    actual = run(again)
+    assert_same_rows(rows_of(again.folder), rows_of(config.folder))
+    assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
+
+
+def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
+    """As users see it: a process, two signals, and their statuses."""
+    code = (
+        "import sys, time; from tests.support.trainer_runs import *\n"
+        "from tests.ranks.training_jobs import SameForAnyRanks\n"
+        "def slow(prompts, completions, **_):\n"
+        "    print('judging', flush=True); time.sleep(2); return noise(prompts, completions)\n"
+        f"config = config_of({str(tiny_model)!r}, {str(tmp_path)!r}, steps=50)\n"
+        "trainer_of(config, rewards={'noise': slow}, rollout=lambda _: SameForAnyRanks()).train()\n"
+    )
+    for signals, status in ((1, RESUME), (2, -signal.SIGTERM)):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+        )
+        assert child.stdout is not None
+        while "judging" not in child.stdout.readline():
+            assert child.poll() is None
+        for _ in range(signals):
+            child.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        child.communicate(timeout=60)
+        assert child.returncode == status
+
+
+# Rewards
+
+PROMPTS = [{"prompt": "p"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    (
+        (lambda p, c: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda p, c: [1.0] * 2, "expected 3 values, one per completion; got 2"),
+        (lambda p, c: [1.0, float("nan"), 0.0], "expected finite numbers, .* got nan for 'b'"),
+        (lambda p, c: [1.0, float("inf"), 0.0], "expected finite numbers, .* got inf for 'b'"),
+        (lambda p, c: None, "TypeError"),
+        (lambda p, c: ["a", "b", "c"], "ValueError: could not convert"),
+        (lambda p, c: time.sleep(5), "expected an answer within reward_timeout = 0.2 seconds"),
+    ),
+)
+def test_rewards_that_are_none(function, error):
+    with pytest.raises(RewardError, match=f"reward function it: .*{error}"):
+        reward_table({"it": function}, PROMPTS, ["a", "b", "c"], timeout=0.2)
+
+
+def test_a_reward_function_cannot_swallow_its_end():
+    def stubborn(prompts, completions):
+        with contextlib.suppress(Exception):
+            time.sleep(5)
+        return [0.0] * 3
+
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="within reward_timeout"):
+        reward_table({"it": stubborn}, PROMPTS, ["a", "b", "c"], timeout=0.2)
+    assert time.monotonic() - start < 4
+
+
+def test_tensors_and_none_are_rewards():
+    table = reward_table({"it": lambda p, c: torch.arange(3)}, PROMPTS, ["a", "b", "c"], timeout=9)
+    assert table == [[0.0], [1.0], [2.0]]
+    table = reward_table({"it": lambda p, c: [None, 1, 2]}, PROMPTS, ["a", "b", "c"])
+    assert table[0][0] != table[0][0] and table[1:] == [[1.0], [2.0]]
+
+
+def test_a_reward_function_that_fails_leaves_a_checkpoint(tiny_model, tmp_path):
+    calls = []
+
+    def fails_later(prompts, completions, **_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ConnectionError("the judge is gone")
+        return noise(prompts, completions)
+
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
+    with pytest.raises(RewardError, match="noise: ConnectionError: the judge is gone"):
+        run(config, rewards={"noise": fails_later})
+    assert checkpoint.latest(config.folder).name == "step-000002"
+
+
+# Gradients, checkpoints, folders
+
+
+def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 3})
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    clip, calls = trainer.accelerator.clip_grad_norm_, []
+
+    def broken(*args):
+        calls.append(1)
+        norm = clip(*args)
+        return norm if len(calls) <= 2 or len(calls) == 4 else norm * torch.nan
+
+    trainer.accelerator.clip_grad_norm_ = broken
+    with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint is .*step-000003"):
+        trainer.train()
+    assert len(calls) == 8  # two, one, one, and four in a row
+
+
+@pytest.mark.parametrize("damage", ("truncated", "bit", "gone", "hashes"))
+def test_a_damaged_checkpoint_is_told_with_the_one_before(damage, tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    expected = run(config)
+    last = checkpoint.latest(config.folder)
+    path = last / ("sha256.json" if damage == "hashes" else "trained.pt")
+    content = path.read_bytes()
+    if damage == "bit":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"damaged: .* the one before is .*step-000002"):
+        run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+    last.rename(tmp_path / "aside")
+    actual = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+    assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
+
+
+def test_hashes_are_of_every_file(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    run(config)
+    folders = sorted((config.folder / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step-000002", "step-000003"]
+    for folder in folders:
+        files = {str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()}
+        assert json.loads((folder / "sha256.json").read_text()).keys() == files - {"sha256.json"}
+
+
+def test_two_runs_in_one_folder(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    second = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+
+    def and_another(*_):
+        with pytest.raises(RuntimeError, match="a folder in which no other process trains"):
+            second.train()
+
+    first = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    first.train(and_another)
+    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
