@@ -136,7 +136,7 @@ def fused_grpo_loss(
             padding: they are in no softmax, and their gradient is 0. None: there are none.
         batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
             whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
-            shape, 64 rows on a CPU and 256 on a GPU, padded where there are fewer. `weight`'s
+            shape, 256 rows, padded where there are fewer. `weight`'s
             gradient is a sum over tokens, which is as reproducible, and not invariant. Without a
             support.
         matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where

@@ -34,9 +34,9 @@ LOGITS_DTYPES = ("fp32", "model")
 # by the caller; or each rank has its own, of one batch or of a batch of its own.
 OWN_ROWS = ("sequence", "data")
 LAYOUTS = ("replicated", "partial", *OWN_ROWS)
-# Rows of every GEMM of a batch-invariant call: few lost in a call's last tile, and on a GPU enough
-# that the weight is not read too often.
-_CPU_TILE_ROWS, _GPU_TILE_ROWS = 64, 256
+# Rows of every GEMM of a batch-invariant call: few lost in a call's last tile, and enough that the
+# weight is not read, or packed, too often.
+_TILE_ROWS = 256
 
 Matmul = Callable[[Tensor, Tensor], Tensor]
 
@@ -157,7 +157,7 @@ def head_call(
             "backward: expected 'exact' with capturable=True, as the other one reads how many "
             "columns it keeps; got 'sampled'"
         )
-    tile = _tile(batch_invariant, hidden.device)
+    tile = _tile(batch_invariant)
     if matmul is not None and not callable(matmul):
         raise TypeError(f"matmul: expected a function of two tensors, or None; got {matmul!r}")
     if sampling is not None and (tile or matmul):
@@ -280,12 +280,10 @@ def _rounding(logits_dtype: object, hidden: Tensor, weight: Tensor) -> torch.dty
     return None if own == torch.float32 else own
 
 
-def _tile(batch_invariant: object, device: torch.device) -> int | None:
+def _tile(batch_invariant: object) -> int | None:
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool; got {batch_invariant!r}")
-    if not batch_invariant:
-        return None
-    return _CPU_TILE_ROWS if device.type == "cpu" else _GPU_TILE_ROWS
+    return _TILE_ROWS if batch_invariant else None
 
 
 def _check_vocab_size(vocab_size: object, most: int | None) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, head_call, linear_logprobs
 from tests.support.batches import config, make_batch, packed, relative_error
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, OPTIONS, expect_equal, objective_options
@@ -12,6 +12,13 @@ from tests.support.trainer_runs import config_of, rows_of, trainer_of
 INVARIANT = {"batch_invariant": True}
 V, H, WORDS = 1003, 48, 1000
 N = 150  # three tiles, the last one short
+TILE, TILE_IN_USE = 64, head_call._TILE_ROWS
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """A few rows make several tiles."""
+    monkeypatch.setattr(head_call, "_TILE_ROWS", TILE)
 
 
 def tokens(dtype=torch.float32):
@@ -62,7 +69,7 @@ def assert_same_bits(rows, call, **options):
 
 
 PARTS = {
-    "one": [77], "two": [149, 3], "a tile": [*range(64)], "one more": [*range(80, 145)],
+    "one": [77], "two": [149, 3], "a tile": [*range(TILE)], "one more": [*range(80, 145)],
     "backwards": [*range(N)][::-1], "twice": [5, 5, 9, 5] * 30, "some": [*range(0, N, 7)],
 }  # fmt: skip
 
@@ -136,6 +143,18 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
         assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
 
 
+def test_the_tile_in_use(monkeypatch):
+    monkeypatch.setattr(head_call, "_TILE_ROWS", TILE_IN_USE)
+    g = torch.Generator().manual_seed(0)
+    n = 2 * TILE_IN_USE + 9
+    hidden, weight = torch.randn(n, H, generator=g), torch.randn(V, H, generator=g)
+    targets = torch.randint(V, (n,), generator=g)
+    logps = linear_logprobs(hidden, weight, targets, **INVARIANT).logps
+    for rows in ([n - 1], [*range(n)][::-1], [*range(0, n, 3)]):
+        part = linear_logprobs(hidden[rows], weight, targets[rows], **INVARIANT).logps
+        assert torch.equal(part, logps[rows])
+
+
 def test_masked_rows_make_no_difference():
     batch = make_batch()
     args = (batch.weight, batch.targets)
@@ -185,7 +204,7 @@ def test_a_product_of_the_callers_own(call):
         assert not torch.equal(ours, theirs)
         assert relative_error(theirs, ours) < 1e-5
     # Logits and the gradient of the states, tile by tile.
-    assert {shape[0] for shape in product.shapes} == {64}
+    assert {shape[0] for shape in product.shapes} == {TILE}
     assert {shape[2] for shape in product.shapes} > {H}
     alone = some_of(torch.arange(N), call, matmul=Product(), batch_invariant=False)
     for ours, theirs in zip(alone, mine, strict=True):
