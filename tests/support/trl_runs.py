@@ -53,7 +53,8 @@ def folder_of(family):
     folder = tempfile.mkdtemp()
     model = decided_model(family)
     # With it generate fails, in transformers; TRL asks for the routers' logits itself.
-    model.config.output_router_logits = False
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
     model.save_pretrained(folder)
     return folder
 

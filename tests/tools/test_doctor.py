@@ -75,7 +75,7 @@ def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("package", "version", "expected"),
     (
-        ("trl", "1.17.0", "expected ==1.16: pip install 'trl==1.16.*'"),
+        ("trl", "1.7.1", "expected >=1.8: pip install 'trl>=1.8'"),
         ("transformers", "4.57.1", "expected >=5.0: pip install 'transformers>=5.0'"),
         ("torch", "2.8.0+cu128", "expected >=2.10: pip install 'torch>=2.10'"),
     ),
