@@ -66,10 +66,8 @@ def gathered(x: Inputs) -> None:
 
 def sharded(x: Inputs) -> None:
     """This rank's rows of the head, for the tokens of all ranks."""
-    group = dist.group.WORLD
-    fused_grpo_loss(
-        *x, vocab_group=group, hidden_layout="data"
-    ).loss.backward()  # fmt: skip
+    out = fused_grpo_loss(*x, vocab_group=dist.group.WORLD, hidden_layout="data")
+    out.loss.backward()
 
 
 WAYS: dict[str, Callable[[Inputs], None]] = {

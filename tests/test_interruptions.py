@@ -14,8 +14,16 @@ import torch
 from grpo_kernels.training import checkpoint, scoring
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rewards import RewardError, reward_table
+from grpo_kernels.training.rollout import SamplingParams
 from tests.ranks.training_jobs import SameForAnyRanks
-from tests.support.trainer_runs import assert_same_rows, config_of, noise, rows_of, trainer_of
+from tests.support.trainer_runs import (
+    assert_same_rows,
+    config_of,
+    no_curves,
+    noise,
+    rows_of,
+    trainer_of,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 # Two updates per step, of four micro-batches each.
@@ -61,16 +69,40 @@ def out_of_memory(config, what, numbers):
     return trainer
 
 
-@pytest.mark.parametrize("place", range(1, 5))
-def test_memory_that_runs_out_in_any_micro_batch_changes_nothing(place, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path / "a", **STEPS)
-    expected = run(config)
-    again = config_of(tiny_model, tmp_path / "b", **STEPS)
-    actual = out_of_memory(again, "loss", {place})
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model, tmp_path_factory):
+    """The rows and the weights of the run without a fault."""
+    with no_curves():
+        config = config_of(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
+        weights = weights_of(run(config))
+        return rows_of(config.folder), weights
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("where", ("forward", "backward"))
+def test_memory_that_runs_out_in_any_micro_batch_changes_nothing(
+    where, place, undisturbed, tiny_model, tmp_path
+):
+    """In each of both updates of a step; those of the second one compare with log-probs."""
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    if where == "forward":
+        actual = out_of_memory(config, "loss", {place})
+    else:
+        actual = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+        backward, calls = actual.accelerator.backward, []
+
+        def failing(loss):
+            calls.append(1)
+            backward(loss)
+            if len(calls) == place:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        actual.accelerator.backward = failing
+        actual.train()
     assert actual.scorer.micro_batch_size == 2
-    rows = rows_of(again.folder)
-    assert_same_rows(rows, rows_of(config.folder))
-    assert_same_weights(weights_of(expected), weights_of(actual), rtol=1e-4, atol=1e-6)
+    rows, weights = undisturbed
+    assert_same_rows(rows_of(config.folder), rows)
+    assert_same_weights(weights, weights_of(actual), rtol=1e-4, atol=1e-6)
 
 
 def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
@@ -84,7 +116,7 @@ def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
     trainer.train()
     assert_same_rows(rows_of(again.folder), rows_of(config.folder))
     assert_same_weights(weights_of(expected), weights_of(trainer), rtol=1e-4, atol=1e-6)
-    said = "memory ran out: from now on micro_batch_size is 2, with the same gradients"
+    said = "memory ran out: from now on micro_batch_size is 2; the gradients are the same"
     assert said in capsys.readouterr().out
 
 
@@ -100,14 +132,103 @@ def test_less_memory_down_to_chunks_of_one_completion(tiny_model, tmp_path, monk
     assert_same_weights(weights_of(expected), weights_of(actual), rtol=1e-4, atol=1e-6)
 
 
-def test_memory_that_never_suffices(tiny_model, tmp_path):
+@pytest.mark.parametrize("first", (9, 13))
+def test_memory_that_never_suffices(first, undisturbed, tiny_model, tmp_path, capsys):
     config = config_of(tiny_model, tmp_path, **STEPS)
     trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-    trainer.policy.forward = FailingPolicy(trainer.policy, "loss", range(9, 99))
+    trainer.policy.forward = FailingPolicy(trainer.policy, "loss", range(first, 999))
     with pytest.raises(RuntimeError, match="memory ran out in a micro-batch of one completion"):
         trainer.train()
-    # The step before is there.
+    # The step before is there, and nothing of the one that ended within.
     assert checkpoint.latest(config.folder).name == "step-000001"
+    assert "resume goes on after step 1" in capsys.readouterr().out
+    run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+    again = torch.load(config.folder / "checkpoints" / "step-000003" / "trained.pt")
+    rows, weights = undisturbed
+    assert_same_rows(rows_of(config.folder), rows)
+    for name, weight in weights.items():
+        if name in again:
+            torch.testing.assert_close(again[name], weight, rtol=0, atol=0)
+
+
+def test_memory_that_runs_out_elsewhere_leaves_a_checkpoint(tiny_model, tmp_path, capsys):
+    """In a rollout, or where AdamW makes its states: nothing can be made smaller there."""
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    step, calls = trainer.optimizer.step, []
+
+    def failing():
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step()
+
+    trainer.optimizer.step = failing
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    # Its first update may have moved some of the weights: the step is not kept.
+    assert checkpoint.latest(config.folder) is None
+    assert "no checkpoint was kept" in capsys.readouterr().out
+
+
+def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
+    """Greedy, so that how many prompts are sampled at a time makes no difference."""
+    config = config_of(tiny_model, tmp_path, steps=1, save_every=-1)
+    trainer = trainer_of(config)
+    prompts = [trainer.encode(problem) for problem in trainer.train_problems[:7]]
+    sampling = SamplingParams(5, temperature=0.0)
+    rollout = trainer.sampler.rollout
+    expected = rollout(prompts, 2, sampling)
+    forward, sizes = trainer.policy.forward, []
+
+    def failing(what, ids, *args):
+        sizes.append(len(ids))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(what, ids, *args)
+
+    trainer.policy.forward = failing
+    with pytest.warns(UserWarning, match="while sampling: from now on 1 prompts at a time"):
+        assert rollout(prompts, 2, sampling) == expected
+    assert sizes == [7, 3, *[1] * 7]
+    rollout(prompts, 2, sampling)
+    assert sizes[9:] == [1] * 7  # it goes on so
+
+    def never(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer.policy.forward = never
+    with pytest.raises(torch.OutOfMemoryError):
+        rollout(prompts, 2, sampling)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_budget_on_a_cpu(tiny_model, tmp_path):
+    """What is beyond it is told as memory that ran out, by a real allocator."""
+    code = (
+        "import torch; from grpo_kernels.training import interruptions\n"
+        "from tests.support.trainer_runs import *\n"
+        f"config = config_of({str(tiny_model)!r}, {str(tmp_path)!r}, max_memory_gib=4)\n"
+        "trainer = trainer_of(config)\n"
+        "held = torch.ones(1 << 28)\n"  # 1 GiB
+        "try:\n"
+        "    with trainer.interruptions.shared(waits=False): held = torch.ones(1 << 30)\n"
+        "except interruptions.OutOfMemory: print('ran out')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=120
+    )
+    assert done.stdout.endswith("ran out\n"), done.stderr
+
+
+def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
+    """A run that goes on does not run out of memory again; another option is taken as given."""
+    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 1})
+    out_of_memory(config, "loss", {1})
+    again = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+    assert again.scorer.micro_batch_size == 2
+    given = STEPS | {"micro_batch_size": 8, "steps": 4}
+    assert run(config_of(tiny_model, tmp_path, **given, resume=True)).scorer.micro_batch_size == 8
 
 
 @pytest.mark.parametrize("calls", (1, 4, 7, 12, 20))
@@ -152,16 +273,21 @@ def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
         "trainer_of(config, rewards={'noise': slow}, rollout=lambda _: SameForAnyRanks()).train()\n"
     )
     for signals, status in ((1, RESUME), (2, -signal.SIGTERM)):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
-        )
-        assert child.stdout is not None
-        while "judging" not in child.stdout.readline():
-            assert child.poll() is None
-        for _ in range(signals):
-            child.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-        child.communicate(timeout=60)
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=os.getcwd(),
+        ) as child:  # fmt: skip
+            try:
+                while "judging" not in child.stdout.readline():
+                    assert child.poll() is None
+                child.send_signal(signal.SIGTERM)
+                while "SIGTERM: ends as soon as nothing is lost" not in child.stderr.readline():
+                    assert child.poll() is None
+                if signals == 2:
+                    child.send_signal(signal.SIGTERM)
+                child.communicate(timeout=60)
+            finally:
+                child.kill()
         assert child.returncode == status
 
 
@@ -225,7 +351,7 @@ def test_a_reward_function_that_fails_leaves_a_checkpoint(tiny_model, tmp_path):
 
 
 def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 3})
+    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 4})
     trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
     clip, calls = trainer.accelerator.clip_grad_norm_, []
 
@@ -235,7 +361,7 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path):
         return norm if len(calls) <= 2 or len(calls) == 4 else norm * torch.nan
 
     trainer.accelerator.clip_grad_norm_ = broken
-    with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint is .*step-000003"):
+    with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint: .*step-000003"):
         trainer.train()
     assert len(calls) == 8  # two, one, one, and four in a row
 

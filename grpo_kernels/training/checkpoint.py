@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .config import TrainingConfig
 # how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size", "reward_timeout", "max_bad_updates",
+    "trackers", "micro_batch_size", "reward_timeout", "max_bad_updates", "max_memory_gib",
     "vllm_gpu_memory_utilization", "vllm_server_base_url",
     "vllm_enable_sleep_mode", "vllm_max_model_length",
     "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
@@ -231,7 +232,11 @@ def prune(accelerator: Accelerator, folder: Path, best: int) -> None:
     if accelerator.is_main_process:
         whole = _whole(folder)
         for step in set(whole) - {best, *sorted(whole)[-2:]}:
-            shutil.rmtree(whole[step], ignore_errors=True)
+            # Renamed first: a kill leaves no half of it under its name.
+            gone = whole[step].with_name(f".{whole[step].name}.gone")
+            with suppress(OSError):
+                whole[step].rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _name(step: int) -> str:

@@ -225,6 +225,10 @@ class TrainingConfig:
         "constant", "learning rate over time: constant, or linear or cosine to 0"
     )
     warmup_steps: int = _option(0, "optimizer steps over which the learning rate rises from 0")
+    max_memory_gib: float = _option(
+        0.0, "memory that a process may take, on a GPU or of its own on a CPU; what needs more is "
+        "made in smaller parts; 0: all there is"
+    )  # fmt: skip
     max_grad_norm: float = _option(1.0, "scale larger gradients down to this norm")
     max_bad_updates: int = _option(
         10, "updates in a row whose gradient is NaN or inf, and which are left out, until the run "
@@ -249,10 +253,10 @@ class TrainingConfig:
         self._check_types()
         for name in ("train_size", "steps", "num_iterations", "prompts_per_step", "minibatches",
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
-                     "micro_batch_size", "show_every"):  # fmt: skip
+                     "micro_batch_size", "show_every", "max_bad_updates"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
-                     "resample_equal_groups", "reward_timeout", "max_bad_updates",
+                     "resample_equal_groups", "reward_timeout", "max_memory_gib",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha",

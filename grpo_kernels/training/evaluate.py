@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -24,10 +23,10 @@ from .data import Problem, PromptEncoder, short_enough
 from .rewards import (
     Reward,
     is_marked_correct,
+    judge,
     marked_answer,
     number_of,
     resolve_rewards,
-    reward_table,
     weighted_sum,
 )
 from .rollout import Sampler
@@ -107,7 +106,7 @@ def evaluate(
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature)
         texts = sampler.texts(completions)
-        table = torch.tensor(reward_table(rewards, some, texts), dtype=torch.float64)
+        table = judge(accelerator, rewards, some, texts, config.reward_timeout)
         totals = weighted_sum(table, config.reward_weights).tolist()
         rows = zip(some, texts, table.tolist(), totals, completions, strict=True)
         for problem, text, values, total, done in rows:
@@ -191,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config = parse_config(argv, name="evaluation", eval_size=500)
     # The folder is new, and the model is taken as it is.
-    config = replace(config, resume=False, lora_rank=0, trainable=None).unused()
+    config = replace(config, resume=False, lora_rank=0, trainable=None, head="gathered").unused()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)

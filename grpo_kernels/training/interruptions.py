@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from . import ranks
 
 # The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).
 RESUME = 75
+# What torch says on a CPU, and oneDNN within it.
+_NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "could not create a memory")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,12 +33,20 @@ class BadUpdates(RuntimeError):
     def __init__(self, count: int, checkpoint: Path | None) -> None:
         super().__init__(
             f"max_bad_updates: {count} updates in a row had a gradient of NaN or inf and were left "
-            f"out. The last checkpoint is {checkpoint}; resume goes on from there"
+            f"out. The last checkpoint: {checkpoint}. Look at what grew before it (ratio_max, "
+            "grad_norm, entropy in the report); a lower learning_rate may get past it"
         )
 
 
 class OutOfMemory(Exception):
     """A process had too little memory for a micro-batch; raised in all of them."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether that is what a device, or the allocator of a CPU, says with it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 class Preempted(SystemExit):
@@ -59,6 +70,7 @@ class Interruptions:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruptions:
+        self.signal = 0
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
@@ -83,14 +95,14 @@ class Interruptions:
     def shared(self, *, waits: bool, may_stop: bool = False) -> Iterator[None]:
         """Checks after the block, in which memory may run out.
 
-        `waits`: whether processes wait for each other inside. One whose memory runs out there can
-        tell the others nothing: if there are several, it raises the device's own error.
+        `waits`: whether processes wait for each other inside, or a wrapper keeps what was added
+        up. Nothing can be tried again then: the device's own error is raised.
         """
         failed = False
         try:
             yield
-        except torch.OutOfMemoryError:
-            if waits and self.accelerator.num_processes > 1:
+        except Exception as error:
+            if waits or not ran_out_of_memory(error):
                 raise
             failed = True
         self.check(out_of_memory=failed, may_stop=may_stop)
@@ -98,6 +110,9 @@ class Interruptions:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.signal = number
         self._restore()
+        if self.accelerator.is_main_process:  # print is not safe in a handler
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: ends as soon as nothing is lost; again: at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..objective import masked_quantile
 from .config import DTYPES, TrainingConfig
@@ -35,6 +36,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
         project_dir=str(config.folder), kwargs_handlers=handlers,
     )  # fmt: skip
+    _limit_memory(config.max_memory_gib, accelerator.device)
     found = {str(tracker) for tracker in accelerator.log_with}
     missing = [name for name in config.trackers if name not in found | {"all"}]
     if missing:
@@ -58,10 +60,47 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     return accelerator
 
 
+def _limit_memory(gib: float, device: torch.device) -> None:
+    """Makes what a process allocates beyond so much fail as on a device without memory; 0: nothing.
+
+    On a CPU by the limit on its data, which is Unix's.
+    """
+    if not gib:
+        return
+    limit = int(gib * 2**30)
+    if device.type == "cuda":
+        share = limit / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        return
+    try:
+        import resource
+    except ImportError:
+        raise ValueError("max_memory_gib: expected 0 on Windows, which has no limit") from None
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
 def sharding(accelerator: Accelerator) -> str | None:
     """`"FSDP"` or `"DEEPSPEED"` if it shards the weights; None if every process has them all."""
     kind = accelerator.distributed_type.value
     return kind if kind in ("FSDP", "DEEPSPEED") else None
+
+
+def may_fail_alone(policy: Any) -> Any:
+    """Makes a process that fails in a forward leave no other waiting: DDP sends buffers there.
+
+    No buffer of a language model changes.
+    """
+    if isinstance(policy, DistributedDataParallel):
+        policy.broadcast_buffers = False
+    return policy
+
+
+def drop_gradients(accelerator: Accelerator, policy: Any, optimizer: Any) -> None:
+    """Forgets what was added up, after forwards and backwards that may not have ended."""
+    accelerator.sync_gradients = True  # without which accelerate keeps them
+    optimizer.zero_grad()
+    if isinstance(policy, DistributedDataParallel):
+        policy.reducer._reset_state()  # it expects the backward of a forward that ended
 
 
 def configure_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:

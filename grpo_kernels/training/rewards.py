@@ -18,8 +18,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from . import ranks
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
@@ -251,15 +253,20 @@ def reward_table(
     return table
 
 
-def rewards_or_error(
-    rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]],
-    completions: Sequence[str], timeout: float,
-) -> tuple[list[list[float]], RewardError | None]:  # fmt: skip
-    """As `reward_table`, but for a `RewardError`, which other processes are to hear of first."""
+def judge(
+    accelerator: Accelerator, rewards: Mapping[str, Reward],
+    problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
+) -> Tensor:  # fmt: skip
+    """`reward_table` as a float64 tensor; what one process raises is raised in all."""
+    table, error = list[list[float]](), None
     try:
-        return reward_table(rewards, problems, completions, timeout=timeout), None
-    except RewardError as error:
-        return [], error
+        table = reward_table(rewards, problems, completions, timeout=timeout)
+    except RewardError as failed:
+        error = failed
+    told = ranks.reduce(accelerator, None if error is None else str(error), ranks.first)
+    if told is not None:
+        raise RewardError(told) from error
+    return torch.tensor(table, dtype=torch.float64)
 
 
 @contextmanager
@@ -302,7 +309,7 @@ def _columns(
     wanted = {p.name for p in parameters if p.kind is not kinds.VAR_KEYWORD}
     needed = {p.name for p in parameters if p.default is kinds.empty} & wanted
     if not needed <= set(there):
-        raise ValueError(
+        raise RewardError(
             f"rewards: expected problems with the columns {sorted(needed)} for {name}; got {there}"
         )
     if len(wanted) == len(parameters):

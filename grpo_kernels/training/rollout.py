@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..hf_head import evaluating
@@ -17,7 +19,7 @@ from ..layout import check_tensor, to_device
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder
-from .interruptions import StepError
+from .interruptions import StepError, ran_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,30 @@ class GenerateRollout:
         self.tokenizer = tokenizer
         # With sharded weights every process takes part until the last is done.
         self.synced = synced
+        self.most_prompts: int | None = None  # at a time, once memory has run out
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
+    ) -> list[Completion]:
+        done: list[Completion] = []
+        while len(done) < len(prompts) * count:
+            some = prompts[len(done) // count :][: self.most_prompts]
+            try:
+                done += self._sample(some, count, sampling)
+                continue
+            except Exception as error:
+                if self.synced or len(some) == 1 or not ran_out_of_memory(error):
+                    raise
+            clear_device_cache(garbage_collection=True)
+            self.most_prompts = len(some) // 2
+            warnings.warn(
+                f"memory ran out while sampling: from now on {self.most_prompts} prompts at a time",
+                stacklevel=2,
+            )
+        return done
 
     @torch.no_grad()
-    def __call__(
+    def _sample(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         device = next(self.policy.parameters()).device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -35,23 +35,26 @@ class RunLog:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes from training in the run's folder inside the block.
+        """Keeps other runs from training in the run's folder inside the block.
 
         Raises:
             RuntimeError: another one does.
         """
-        if not self.main or fcntl is None:
-            yield
-            return
-        folder = self.config.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+        folder, taken = self.config.folder, False
+        with ExitStack() as open_file:
+            if self.main and fcntl is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = open_file.enter_context((folder / ".lock").open("w"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    taken = True
+                except OSError as error:
+                    self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
+            if ranks.reduce(self.accelerator, taken, any):
                 raise RuntimeError(
                     f"name: expected a folder in which no other process trains; got {folder}"
-                ) from None
+                )
             yield
 
     def open(self, last_step: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from .. import SamplerCheck, check_sampler
@@ -15,11 +16,12 @@ from ..hf_head import head_of
 from ..row_plan import default_chunk_bytes, gpu
 from . import ranks
 from .config import TrainingConfig
-from .interruptions import StepError
+from .interruptions import Interruptions, OutOfMemory, StepError
 from .micro_batches import Plan, pad_plan
 from .reference_model import ReferenceModel
 from .samples import Samples
 
+_T = TypeVar("_T")
 _LEAST_CHUNK_BYTES = 4 << 20
 
 
@@ -29,14 +31,16 @@ class Scorer:
     Args:
         policy: wrapped for the processes.
         reference: None where there is no KL.
+        interruptions: tells all processes that one of them ran out of memory.
         pad_id: the token that fills up batches.
     """
 
     def __init__(
-        self, policy: Any, reference: ReferenceModel | None, accelerator: Accelerator,
+        self, policy: Any, reference: ReferenceModel | None, interruptions: Interruptions,
         config: TrainingConfig, pad_id: int,
     ) -> None:  # fmt: skip
-        self.policy, self.reference, self.accelerator = policy, reference, accelerator
+        self.policy, self.reference, self.interruptions = policy, reference, interruptions
+        self.accelerator = interruptions.accelerator
         self.config, self.pad_id = config, pad_id
         # Less, once memory has run out; None: the default budget.
         self.micro_batch_size = config.micro_batch_size
@@ -52,7 +56,39 @@ class Scorer:
         """The options of every call over the head."""
         return self.config.head_options() | {"chunk_bytes": self.chunk_bytes}
 
-    def smaller(self) -> str:
+    def memory(self) -> list[int | None]:
+        """The option `micro_batch_size`, and what is taken of it and of chunks of logits."""
+        return [self.config.micro_batch_size, self.micro_batch_size, self.chunk_bytes]
+
+    def restore_memory(self, memory: list[int | None] | None) -> None:
+        """Goes on with what a run had left of it, unless the option is another one now."""
+        if memory is not None and memory[0] == self.config.micro_batch_size:
+            _, size, self.chunk_bytes = memory
+            assert size is not None
+            self.micro_batch_size = size
+
+    def in_memory(
+        self,
+        work: Callable[[], _T],
+        drop_gradients: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> _T:
+        """Does the work again, in smaller parts, as long as memory runs out.
+
+        Micro-batches do not change gradients: what was added up is dropped and made again.
+        """
+        while True:
+            try:
+                return work()
+            except OutOfMemory:
+                drop_gradients()
+                now = self._smaller()
+            clear_device_cache(garbage_collection=True)
+            drawn = self.config.backward == "sampled"
+            same = "other columns are drawn" if drawn else "the gradients are the same"
+            warn(f"memory ran out: from now on {now}; {same}")
+
+    def _smaller(self) -> str:
         """Halves micro-batches; those of one completion stay, and the head's chunks are halved.
 
         Returns:
@@ -94,25 +130,33 @@ class Scorer:
         if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
             trained = (self.trained(samples, *x) for x in enumerate(minibatches))
             parts = [part for rows in trained for part in self.plan(samples, rows)]
-            samples.old_logps, _ = self._logps(self.policy, samples, parts)
+        with self._in_forwards():
+            if config.minibatches > 1:
+                samples.old_logps, _ = self._logps(self.policy, samples, parts)
+            if config.top_entropy_quantile < 1:
+                _, entropy = self._logps(self.policy, samples, plan, entropy=True)
+            if self.reference is not None:
+                with self.reference.active(self.policy) as reference:
+                    samples.ref_logps, _ = self._logps(reference, samples, plan)
         if config.top_entropy_quantile < 1:
-            _, entropy = self._logps(self.policy, samples, plan, entropy=True)
             share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
             samples.entropy_threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
-        if self.reference is not None:
-            with self.reference.active(self.policy) as reference:
-                samples.ref_logps, _ = self._logps(reference, samples, plan)
 
     def check_sampler(self, samples: Samples) -> SamplerCheck | None:
-        """Compares log-probs of the sampler with those of logits that are rounded, and not."""
+        """Compares the sampler's log-probs with those of logits that are rounded, and not."""
         some = self.plan(samples, range(len(samples.texts)))[:1]
-        by_policy = [
-            self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
-        ]
+        with self._in_forwards():
+            by_policy = [
+                self._logps(self.policy, samples, some, logits_dtype=x)[0] for x in LOGITS_DTYPES
+            ]
         assert samples.sampling_logps is not None
         given = (samples.sampling_logps, *by_policy, samples.mask)
         sampled, fp32, model, mask = (x[some[0]] for x in given)
         return check_sampler(sampled, fp32, model, mask) if mask.any() else None
+
+    def _in_forwards(self) -> AbstractContextManager[None]:
+        """Forwards in which one process may run out of memory; nothing else is exchanged inside."""
+        return self.interruptions.shared(waits=ranks.sharding(self.accelerator) is not None)
 
     def _logps(
         self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, **head: Any

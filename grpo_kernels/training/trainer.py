@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from .. import group_advantages
@@ -24,17 +23,16 @@ from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
-from .interruptions import BadUpdates, Interruptions, OutOfMemory, Preempted, StepError
+from .interruptions import BadUpdates, Interruptions, Preempted, StepError, ran_out_of_memory
 from .loading import check_folder
-from .micro_batches import Plan, Size, config_of_part, equal_parts, num_items
+from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import (
     Reward,
-    RewardError,
     is_correct,
+    judge,
     resolve_rewards,
-    rewards_or_error,
     weighted_sum,
 )
 from .rollout import (
@@ -114,11 +112,13 @@ class Trainer:
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
             self.encode, config, self.accelerator,
         )  # fmt: skip
-        self.scorer = Scorer(
-            self.policy, self.reference, self.accelerator, config, tokenizer.pad_token_id
-        )
         self.interruptions = Interruptions(self.accelerator)
+        self.scorer = Scorer(
+            self.policy, self.reference, self.interruptions, config, tokenizer.pad_token_id
+        )
         self.step, self.best, self.bad_updates = 0, dict[str, Any](), 0
+        self.saved = 0  # the last step of which there is a checkpoint
+        self.within_step = False  # whether weights are between two steps
         self.evaluated = True  # False where an evaluation was begun and not finished
         checkpoint.trained_weights_only(self.accelerator)
 
@@ -134,6 +134,7 @@ class Trainer:
             self._open_folder()
             if self.step == 0 or not self.evaluated:
                 self._evaluate()
+                self.interruptions.check()
             self.course.restore(self.course.state())  # problems of a step that failed come again
             self.log.start(self.step)
             self._train_steps(on_step)
@@ -159,7 +160,9 @@ class Trainer:
                 last = self.step == config.steps
                 improved = (last or _every(config.eval_every, self.step)) and self._evaluate()
                 self.interruptions.check(may_stop=not last)
-            except (StepError, Preempted) as error:
+            except BaseException as error:
+                if not isinstance(error, (StepError, Preempted)) and not ran_out_of_memory(error):
+                    raise
                 self._drop_gradients()
                 self._stop_after(trained, error)
                 raise
@@ -178,10 +181,10 @@ class Trainer:
         self.interruptions.check()
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
-            self._in_memory(partial(self._score, samples, minibatches))
+            self._in_memory(partial(self.scorer.score, samples, minibatches))
             rounds = self.step == 1 and ranks.gemm_dtype(self.config) != "float32"
             if rounds and samples.sampling_logps is not None:
-                found = self.scorer.check_sampler(samples)
+                found = self._in_memory(partial(self.scorer.check_sampler, samples))
                 if found is not None and found.closer not in (None, self.config.logits_dtype):
                     self.log.warn(str(found))
         with clock("train"):
@@ -190,6 +193,7 @@ class Trainer:
                 samples.old_logps = samples.logps.clone()  # of the policy that sampled
             rest = (minibatches * self.config.epochs_per_rollout)[1:]
             updates += [self._update(samples, number, rows) for number, rows in enumerate(rest, 1)]
+        self.within_step = False
         return self._row(samples, updates, clock), samples
 
     # Sampling and judging
@@ -236,14 +240,8 @@ class Trainer:
         with clock("reward"):
             judged = [problem for problem in problems for _ in range(G)]
             texts = self.sampler.texts(completions)
-            given = (self.rewards, judged, texts, config.reward_timeout)
-            table, error = rewards_or_error(*given)
-            told = ranks.reduce(
-                self.accelerator, None if error is None else str(error), ranks.first
-            )
-            if told is not None:
-                raise RewardError(told) from error
-        return completions, texts, torch.tensor(table, dtype=torch.float64)
+            table = judge(self.accelerator, self.rewards, judged, texts, config.reward_timeout)
+        return completions, texts, table
 
     def _resample(
         self, problems: list[Problem], completions: list[Completion], texts: list[str],
@@ -270,10 +268,6 @@ class Trainer:
             replaced += len(equal)
         return replaced
 
-    def _score(self, samples: Samples, minibatches: Plan) -> None:
-        with self.interruptions.shared(waits=ranks.sharding(self.accelerator) is not None):
-            self.scorer.score(samples, minibatches)
-
     # Updates
 
     def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
@@ -290,15 +284,7 @@ class Trainer:
 
     def _in_memory(self, work: Callable[[], _T]) -> _T:
         """Does the work again, in smaller parts, as long as memory runs out."""
-        while True:
-            try:
-                return work()
-            except OutOfMemory:
-                # Micro-batches do not change gradients: what was added up is made again.
-                self._drop_gradients()
-                now = self.scorer.smaller()
-            clear_device_cache()
-            self.log.warn(f"memory ran out: from now on {now}, with the same gradients")
+        return self.scorer.in_memory(work, self._drop_gradients, self.log.warn)
 
     def _accumulate(
         self, samples: Samples, number: int, rows: list[int]
@@ -314,6 +300,7 @@ class Trainer:
             samples.logps = torch.zeros(samples.mask.shape, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
         loss = torch.zeros((), device=accelerator.device)
+        sharded, interruptions = ranks.sharding(accelerator) is not None, self.interruptions
         for index, part in enumerate(plan):
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             T = batch.mask.shape[1]
@@ -321,24 +308,25 @@ class Trainer:
             if config.backward == "sampled":
                 options["seed"] = self._seed(f"columns-{number}-{index}")
             last = index == len(plan) - 1
+            # DeepSpeed steps within the backward in which gradients are to be synced.
+            accelerator.sync_gradients = last
             with nullcontext() if last else accelerator.no_sync(self.policy):
-                waits = ranks.sharding(accelerator) is not None
-                early = self.interruptions.shared(waits=waits, may_stop=number == 0)
-                with early, accelerator.autocast():
-                    part_loss, part_metrics, logps = self.policy(
-                        "loss", batch, samples.advantages[where], part_config,
-                        **samples.other_logps(where, T), **options,
-                    )  # fmt: skip
+                with interruptions.shared(waits=sharded, may_stop=number == 0):
+                    with accelerator.autocast():
+                        part_loss, part_metrics, logps = self.policy(
+                            "loss", batch, samples.advantages[where], part_config,
+                            **samples.other_logps(where, T), **options,
+                        )  # fmt: skip
+                    if not last:
+                        accelerator.backward(part_loss)
                 measured.append(part_metrics)
                 if last:
                     merged = metrics.merge_micro_batches(measured, self._gather)
                     if number == 0:
                         dtype = getattr(self.sampler.rollout, "explained_by", None)
                         merged |= self.log.watch.sampler_gap(merged, dtype)
-                # DeepSpeed steps within the backward in which gradients are to be synced.
-                accelerator.sync_gradients = last
-                with self.interruptions.shared(waits=last or waits):
-                    accelerator.backward(part_loss)
+                    with interruptions.shared(waits=sharded or world > 1):
+                        accelerator.backward(part_loss)
             loss += part_loss.detach()
             if part:
                 samples.logps[where, :T] = logps
@@ -354,8 +342,7 @@ class Trainer:
         return options
 
     def _drop_gradients(self) -> None:
-        self.accelerator.sync_gradients = True  # without which accelerate keeps them
-        self.optimizer.zero_grad()
+        ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""
@@ -364,12 +351,13 @@ class Trainer:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         grad_norm = float(norm) if norm is not None else math.nan
         self.bad_updates += 1
-        if math.isfinite(grad_norm):
+        if norm is None or math.isfinite(grad_norm):
+            self.within_step = True
             self.optimizer.step()
             self.bad_updates = 0
         self.sampler.weights_changed()
         self.optimizer.zero_grad()
-        if self.bad_updates > self.config.max_bad_updates:
+        if self.bad_updates >= self.config.max_bad_updates:
             raise BadUpdates(self.bad_updates, checkpoint.latest(self.config.folder))
         return grad_norm
 
@@ -437,6 +425,8 @@ class Trainer:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
+            self.saved = self.step
+            self.scorer.restore_memory(state.get("memory"))
             self.course.restore(state.get("course", {"drawn": self.step * config.prompts_per_step}))
             self.evaluated = state.get("evaluated", True)
             self.log.watch.restore(state["watch"])
@@ -444,23 +434,30 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _stop_after(self, step: int, error: BaseException) -> None:
-        """Keeps what was trained up to a step, whose weights are still the policy's."""
+        """Keeps what was trained up to a step, if its weights are still the policy's."""
+        alone = self.accelerator.num_processes == 1
         self.step = step
-        if step and self.config.save_every >= 0:
+        if ran_out_of_memory(error) and not alone:
+            return  # the other processes wait elsewhere
+        if self.saved < step and not self.within_step and self.config.save_every >= 0:
             self._save()
-            self.log.say(f"Stopped after step {step}: resume goes on from there")
+        then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
+        self.log.say(f"Stopped in step {step + 1}: {then}")
         if step and isinstance(error, Preempted):
             self.log.finish()
+        self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": asdict(self.config), "processes": self.accelerator.num_processes,
             "course": self.course.state(), "watch": self.log.watch.state(),
+            "memory": self.scorer.memory(),
         }  # fmt: skip
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
         if error is None:
+            self.saved = self.step
             checkpoint.prune(self.accelerator, folder, self.best.get("step", self.step))
         else:
             self.log.warn(
@@ -488,7 +485,8 @@ class Trainer:
         )  # fmt: skip
         if ranks.sharding(self.accelerator) == "DEEPSPEED":
             ranks.configure_deepspeed(self.accelerator, config)
-        return self.accelerator.prepare(policy, optimizer)
+        policy, optimizer = self.accelerator.prepare(policy, optimizer)
+        return ranks.may_fail_alone(policy), optimizer
 
     def _seed(self, what: str) -> int:
         """The seed of one kind of draws, different in every step and process."""

@@ -99,30 +99,36 @@ def test_a_head_that_stays_sharded(name, ranks, tmp_path):
         torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
+JUDGE = "RewardError: reward function noise: ConnectionError: the judge is gone"
 FAULTS = {
-    # fault: what both ranks meet, the last step that is kept, and the size of micro-batches
-    "memory": ("nothing", 3, 1),
-    "signal": ("Preempted: 75", 0, 2),
-    "reward": ("RewardError: reward function noise: ConnectionError: the judge is gone", 1, 2),
+    # fault, call: what both ranks meet, the last step that is kept, and the size of micro-batches
+    **{("memory", call): ("nothing", 3, 1) for call in (1, 2, 4)},  # of the four of the first step
+    ("scoring", 2): ("nothing", 3, 1),
+    ("backward", 1): ("nothing", 3, 1),
+    ("signal", 2): ("Preempted: 75", 0, 2),
+    # The calls are of an evaluation, the first step, an evaluation, ...
+    ("reward", 3): (JUDGE, 1, 2),
+    ("reward", 4): (JUDGE, 1, 2),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_rank(fault, ranks, tiny_model, tmp_path):
+@pytest.mark.parametrize(("fault", "call"), FAULTS)
+def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
     """Both end or go on alike, and nothing but the step is lost."""
     options = {
-        "steps": 3, "learning_rate": 1e-3, "micro_batch_size": 2, "eval_size": 0,
-        "skip_untrained": False,
+        "steps": 3, "learning_rate": 1e-3, "micro_batch_size": 2, "skip_untrained": False,
+        "eval_every": int(fault == "reward"), "eval_size": 2 * (fault == "reward"),
+        "top_entropy_quantile": 0.5 if fault == "scoring" else 1.0,
     }  # fmt: skip
     expected = train("", str(tiny_model), str(tmp_path / "one"), options)
     given = (str(tiny_model), str(tmp_path / "two"))
     environment = {"ACCELERATE_USE_CPU": "true"}
     job = "tests.ranks.training_jobs:with_fault"
-    both = ranks(job, fault, *given, options, environment=environment)
-    assert [found[:3] for found in both] == [FAULTS[fault]] * 2
-    if fault != "memory":
+    both = ranks(job, fault, call, *given, options, environment=environment)
+    assert [found[:3] for found in both] == [FAULTS[fault, call]] * 2
+    if fault in ("signal", "reward"):
         again = options | {"resume": True}
-        both = ranks(job, "", *given, again, environment=environment)
+        both = ranks(job, "", 0, *given, again, environment=environment)
     assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
     for *_, weights in both:
         for key, weight in weights.items():

@@ -54,13 +54,21 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
     return trainer.accelerator.get_state_dict(trainer.policy)
 
 
-def with_fault(fault: str, model: str, output: str, options: dict):
-    """A run in which something happens to one rank; what each has met, and its weights."""
+def with_fault(fault: str, call: int, model: str, output: str, options: dict):
+    """A run in which something happens to one rank; what each has met, and its weights.
+
+    Memory runs out, or a signal comes, in the call of this number; a reward function fails in its
+    call of this number.
+    """
     config = config_of(model, Path(output), **options)
     calls: list[int] = []
 
+    def now():
+        calls.append(1)
+        return len(calls) == call and trainer.accelerator.process_index == 1
+
     def of_rank(prompts, completions, **_):
-        if fault == "reward" and trainer.step == 2 and trainer.accelerator.process_index == 1:
+        if fault == "reward" and now():
             raise ConnectionError("the judge is gone")
         return noise(prompts, completions)
 
@@ -70,18 +78,22 @@ def with_fault(fault: str, model: str, output: str, options: dict):
         rollout=lambda _: SameForAnyRanks(),
     )  # fmt: skip
     policy = trainer.accelerator.unwrap_model(trainer.policy)
-    loss = policy.loss
+    backward = trainer.accelerator.backward
 
-    def faulty(*args, **kwargs):
-        calls.append(1)
-        here = len(calls) == 2 and trainer.accelerator.process_index == 1
-        if here and fault == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if here and fault == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss(*args, **kwargs)
+    def faulty(work, *faults):
+        def done(*args, **kwargs):
+            here = fault in faults and now()
+            if here and fault == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif here:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return work(*args, **kwargs)
 
-    policy.loss = faulty
+        return done
+
+    policy.loss = faulty(policy.loss, "memory", "signal")
+    policy.logps = faulty(policy.logps, "scoring")
+    trainer.accelerator.backward = faulty(backward, "backward")
     met = "nothing"
     try:
         with no_curves():
