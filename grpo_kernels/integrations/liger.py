@@ -10,7 +10,8 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 - Masked positions may hold anything, NaN included.
 - In half precision, the logits and the sum of the weight's gradient over chunks are float32.
 - A reference that comes with `use_ref_model=False` is an error; Liger ignores it.
-- `vespo` with `vllm_is_ratio` needs `old_per_token_logps` to turn the ratio into log-probs.
+- `vespo` with `vllm_is_ratio` and no `old_per_token_logps` makes the policy's log-probs once more,
+  to turn the ratio into those of the sampler.
 - `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
   budget in bytes, `chunk_bytes`.
 - A call also takes `support`, the words that top-p, top-k or min-p kept for each token.
@@ -18,6 +19,7 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -106,9 +108,10 @@ class FusedLinearGRPOLoss(nn.Module):
     ) -> None:
         super().__init__()
         if importance_sampling_level == "sequence" and loss_type in _TOKEN_LEVEL_ONLY:
+            # Begins as Liger's does, which its users match.
             raise ValueError(
-                "importance_sampling_level: expected 'token' with loss_type="
-                f"{loss_type!r}; got 'sequence'"
+                f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
+                "importance_sampling_level: expected 'token'; got 'sequence'"
             )
         check_head_options(head_options, reused=True)
         given = {
@@ -192,6 +195,10 @@ class FusedLinearGRPOLoss(nn.Module):
             "ref_logps": ref_logps,
         }
         if vllm_is_ratio is not None:
+            if config.loss_type == "vespo" and old_per_token_logps is None:
+                arguments["old_logps"] = self._logps(
+                    _input, lin_weight, selected_token_ids, mask, bias, self.head_options | replay
+                )
             config, arguments = _with_is_weights(config, vllm_is_ratio, mask, arguments)
         num_items = None
         if config.loss_type in _STEP_WIDE:
@@ -230,6 +237,12 @@ class FusedLinearGRPOLoss(nn.Module):
                 raise ValueError(f"{name}: expected None with use_ref_model=False; got a tensor")
             return None
         if logps is not None:
+            if hidden is not None:
+                warnings.warn(
+                    "Both ref_per_token_logps and ref_input are provided. Using "
+                    "ref_per_token_logps, as Liger does",
+                    stacklevel=3,
+                )
             return logps
         if hidden is None or weight is None:
             raise ValueError(
@@ -238,16 +251,20 @@ class FusedLinearGRPOLoss(nn.Module):
             )
         if replay and "support_fallback" in self.head_options:
             replay = replay | {"support_fallback": self.head_options["support_fallback"]}
-        with torch.no_grad():
-            return linear_logprobs(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                mask=mask,
-                temperature=self.config.temperature,
-                **replay,
-            ).logps
+        return self._logps(hidden, weight, targets, mask, bias, replay)
+
+    @torch.no_grad()
+    def _logps(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        bias: Tensor | None,
+        head: dict[str, Any],
+    ) -> Tensor:
+        options = {"bias": bias, "mask": mask, "temperature": self.config.temperature, **head}
+        return linear_logprobs(hidden, weight, targets, **options).logps
 
 
 def _with_is_weights(
@@ -257,12 +274,6 @@ def _with_is_weights(
     if config.loss_type != "vespo":
         advantages = apply_is_weights(arguments["advantages"], weights, mask)
         return config, arguments | {"advantages": advantages}
-    old_logps = arguments["old_logps"]
-    if old_logps is None:
-        raise ValueError(
-            "old_per_token_logps: expected [B, T] log-probs, as vllm_is_ratio came with "
-            "loss_type='vespo'; got None"
-        )
     # vespo sums the log of the weights over a sequence, which `fused_grpo_loss` computes from the
     # sampler's log-probs.
     log_weights = weights.float().clamp(min=1e-8).log()
@@ -273,7 +284,7 @@ def _with_is_weights(
         first = mask.bool() & (mask.bool().cumsum(1) == 1)
         log_weights = torch.where(first, log_weights, 0.0)
     config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
-    return config, arguments | {"sampling_logps": old_logps - log_weights}
+    return config, arguments | {"sampling_logps": arguments["old_logps"] - log_weights}
 
 
 def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
