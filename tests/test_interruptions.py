@@ -1,26 +1,21 @@
 """What ends a step before its time: nothing is lost but the step, and the gradient is the same."""
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from grpo_kernels.training import checkpoint, scoring
 from grpo_kernels.training.interruptions import RESUME, Preempted
-from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import SamplingParams
 from tests.ranks.training_jobs import SameForAnyRanks
 from tests.support.trainer_runs import (
     assert_same_rows,
     config_of,
     no_curves,
-    noise,
     rows_of,
     trainer_of,
 )  # fmt: skip
@@ -289,121 +284,3 @@ def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
             finally:
                 child.kill()
         assert child.returncode == status
-
-
-# Rewards
-
-PROMPTS = [{"prompt": "p"}] * 3
-
-
-@pytest.mark.parametrize(
-    ("function", "error"),
-    (
-        (lambda p, c: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda p, c: [1.0] * 2, "expected 3 values, one per completion; got 2"),
-        (lambda p, c: [1.0, float("nan"), 0.0], "expected finite numbers, .* got nan for 'b'"),
-        (lambda p, c: [1.0, float("inf"), 0.0], "expected finite numbers, .* got inf for 'b'"),
-        (lambda p, c: None, "TypeError"),
-        (lambda p, c: ["a", "b", "c"], "ValueError: could not convert"),
-        (lambda p, c: time.sleep(5), "expected an answer within reward_timeout = 0.2 seconds"),
-    ),
-)
-def test_rewards_that_are_none(function, error):
-    with pytest.raises(RewardError, match=f"reward function it: .*{error}"):
-        reward_table({"it": function}, PROMPTS, ["a", "b", "c"], timeout=0.2)
-
-
-def test_a_reward_function_cannot_swallow_its_end():
-    def stubborn(prompts, completions):
-        with contextlib.suppress(Exception):
-            time.sleep(5)
-        return [0.0] * 3
-
-    start = time.monotonic()
-    with pytest.raises(RewardError, match="within reward_timeout"):
-        reward_table({"it": stubborn}, PROMPTS, ["a", "b", "c"], timeout=0.2)
-    assert time.monotonic() - start < 4
-
-
-def test_tensors_and_none_are_rewards():
-    table = reward_table({"it": lambda p, c: torch.arange(3)}, PROMPTS, ["a", "b", "c"], timeout=9)
-    assert table == [[0.0], [1.0], [2.0]]
-    table = reward_table({"it": lambda p, c: [None, 1, 2]}, PROMPTS, ["a", "b", "c"])
-    assert table[0][0] != table[0][0] and table[1:] == [[1.0], [2.0]]
-
-
-def test_a_reward_function_that_fails_leaves_a_checkpoint(tiny_model, tmp_path):
-    calls = []
-
-    def fails_later(prompts, completions, **_):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ConnectionError("the judge is gone")
-        return noise(prompts, completions)
-
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    with pytest.raises(RewardError, match="noise: ConnectionError: the judge is gone"):
-        run(config, rewards={"noise": fails_later})
-    assert checkpoint.latest(config.folder).name == "step-000002"
-
-
-# Gradients, checkpoints, folders
-
-
-def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 4})
-    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-    clip, calls = trainer.accelerator.clip_grad_norm_, []
-
-    def broken(*args):
-        calls.append(1)
-        norm = clip(*args)
-        return norm if len(calls) <= 2 or len(calls) == 4 else norm * torch.nan
-
-    trainer.accelerator.clip_grad_norm_ = broken
-    with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint: .*step-000003"):
-        trainer.train()
-    assert len(calls) == 8  # two, one, one, and four in a row
-
-
-@pytest.mark.parametrize("damage", ("truncated", "bit", "gone", "hashes"))
-def test_a_damaged_checkpoint_is_told_with_the_one_before(damage, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    expected = run(config)
-    last = checkpoint.latest(config.folder)
-    path = last / ("sha256.json" if damage == "hashes" else "trained.pt")
-    content = path.read_bytes()
-    if damage == "bit":
-        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"damaged: .* the one before is .*step-000002"):
-        run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
-    last.rename(tmp_path / "aside")
-    actual = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
-    assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
-
-
-def test_hashes_are_of_every_file(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    run(config)
-    folders = sorted((config.folder / "checkpoints").iterdir())
-    assert [folder.name for folder in folders] == ["step-000002", "step-000003"]
-    for folder in folders:
-        files = {str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()}
-        assert json.loads((folder / "sha256.json").read_text()).keys() == files - {"sha256.json"}
-
-
-def test_two_runs_in_one_folder(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    second = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-
-    def and_another(*_):
-        with pytest.raises(RuntimeError, match="a folder in which no other process trains"):
-            second.train()
-
-    first = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-    first.train(and_another)
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]

@@ -202,10 +202,10 @@ def test_a_rollout_that_ends_leaves_a_checkpoint(fails_at, kept, tiny_model, tmp
         trainer.train()
     found, told = latest(config.folder), capsys.readouterr().out
     if kept is None:
-        assert found is None and "Stopped after" not in told
+        assert found is None and "resume goes on" not in told
         return
     assert found.name == f"step-{kept:06d}"
-    assert f"Stopped after step {kept}: resume goes on from there" in told
+    assert f"Stopped: resume goes on after step {kept}" in told
     # The evaluation after the last step is made up for.
     steps = 2 if kept == 2 else 3
     again, rollout = of_copy(config_of(tiny_model, tmp_path, eval_size=4, steps=steps, resume=True))

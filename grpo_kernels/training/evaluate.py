@@ -29,7 +29,7 @@ from .rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .rollout import Sampler
+from .rollout import Sampler, words_of
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy(model.to(accelerator.device).eval(), share_prompts=config.share_prompts)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, encode, config, accelerator)
+    sampler = Sampler(rollout, encode, config, accelerator, words_of(model))
     log.open(-1)
 
     def ask(count: int) -> Evaluation:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..objective import masked_quantile
@@ -126,6 +126,20 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
     if accelerator.num_processes == 1:
         return value
     return function(gather_object([value]))
+
+
+def finite(accelerator: Accelerator, policy: nn.Module) -> bool:
+    """Whether no trained weight, of any process, is NaN or inf."""
+    trained = (p for p in policy.parameters() if p.requires_grad)
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
+    return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in local), all))
+
+
+def raise_in_all(accelerator: Accelerator, error: Exception | None, kind: type[Exception]) -> None:
+    """Raises an error of one process in all of them, with its text."""
+    told = reduce(accelerator, None if error is None else str(error), first)
+    if told is not None:
+        raise kind(told) from error
 
 
 def first(values: list[_T | None]) -> _T | None:

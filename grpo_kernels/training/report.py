@@ -125,9 +125,14 @@ def write(folder: Path) -> Path:
     page = _PAGE.format(title=title, body="\n".join(parts))
     path = folder / "report.html"
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(page, encoding="utf-8")
+    _put(scratch, page)
     scratch.replace(path)
     return path
+
+
+def _put(path: Path, page: str) -> None:
+    """Writes a page, whatever is in its text: half of a surrogate pair, too."""
+    path.write_text(page, encoding="utf-8", errors="replace")
 
 
 def picture(folder: Path) -> Path:
@@ -163,6 +168,7 @@ def picture(folder: Path) -> Path:
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1120px; padding: 0 1rem;
@@ -423,7 +429,7 @@ def compare(folders: Sequence[Path]) -> Path:
     ]
     title = html.escape(" and ".join(names))
     path = folders[0].parent / "compare.html"
-    path.write_text(_PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
+    _put(path, _PAGE.format(title=title, body="\n".join(parts)))
     return path
 
 

@@ -263,9 +263,7 @@ def judge(
         table = reward_table(rewards, problems, completions, timeout=timeout)
     except RewardError as failed:
         error = failed
-    told = ranks.reduce(accelerator, None if error is None else str(error), ranks.first)
-    if told is not None:
-        raise RewardError(told) from error
+    ranks.raise_in_all(accelerator, error, RewardError)
     return torch.tensor(table, dtype=torch.float64)
 
 

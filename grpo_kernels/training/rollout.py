@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -56,8 +57,8 @@ class Completion:
     support: Support | None = field(default=None, compare=False)
 
 
-class RolloutError(StepError):
-    """A rollout that cannot go on."""
+class RolloutError(StepError, ValueError):
+    """A rollout that cannot go on, or that returned what are no completions."""
 
 
 class Rollout(Protocol):
@@ -160,14 +161,17 @@ class GenerateRollout:
 
 
 class Sampler:
-    """Samples completions of problems by a rollout, and checks what comes back."""
+    """Samples completions of problems by a rollout, and checks what comes back.
+
+    `words`: the model's, each of which a token's id names.
+    """
 
     def __init__(
         self, rollout: Rollout, encode: PromptEncoder, config: TrainingConfig,
-        accelerator: Accelerator,
+        accelerator: Accelerator, words: int,
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
-        self.accelerator = accelerator
+        self.accelerator, self.words = accelerator, words
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
 
@@ -187,27 +191,58 @@ class Sampler:
         self, problems: Sequence[Problem], count: int, temperature: float, *,
         record_support: bool = False,
     ) -> list[Completion]:  # fmt: skip
-        """`count` completions per problem; those of a problem are neighbors."""
+        """`count` completions per problem; those of a problem are neighbors.
+
+        Raises:
+            RolloutError: in all processes, whatever the rollout raised or returned in one.
+        """
         c = self.config
         sampling = SamplingParams(
             c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
             record_support=record_support,
         )  # fmt: skip
         self.update_weights()
-        with self.accelerator.autocast():
-            done = list(
-                self.rollout([self.encode(problem) for problem in problems], count, sampling)
-            )
-        if len(done) != len(problems) * count:
-            raise ValueError(
-                f"rollout: expected {count} completions of {len(problems)} prompts; got {len(done)}"
-            )
-        if not all(c.token_ids for c in done):
-            raise ValueError("rollout: expected at least one token in every completion; got none")
-        for i, one in enumerate(done):
-            if one.support is not None:
-                check_support(f"rollout: completions[{i}].support", one.support, len(one.token_ids))
+        done, error = list[Completion](), None
+        prompts = [self.encode(problem) for problem in problems]
+        try:
+            with self.accelerator.autocast():
+                done = list(self.rollout(prompts, count, sampling))
+            self._check(done, len(prompts), count)
+        except RolloutError as failed:
+            error = failed
+        except Exception as failed:
+            error = RolloutError(f"rollout: {type(failed).__name__}: {failed}")
+            error.__cause__ = failed
+        ranks.raise_in_all(self.accelerator, error, RolloutError)
         return done
+
+    def _check(self, done: Sequence[Completion], prompts: int, count: int) -> None:
+        """Refuses what are not `count` completions of each of so many prompts."""
+        if len(done) != prompts * count:
+            raise RolloutError(
+                f"rollout: expected {count} completions of {prompts} prompts; got {len(done)}"
+            )
+        for i, one in enumerate(done):
+            name, ids = f"rollout: completions[{i}]", getattr(one, "token_ids", None)
+            if not isinstance(one, Completion) or not ids:
+                raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
+            wrong = next((x for x in ids if x not in range(self.words)), None)
+            if wrong is not None:
+                raise RolloutError(
+                    f"{name}.token_ids: expected ints from 0 to {self.words - 1}; got {wrong!r}"
+                )
+            if one.logps is not None and (
+                len(one.logps) != len(ids) or not all(map(math.isfinite, one.logps))
+            ):
+                raise RolloutError(
+                    f"{name}.logps: expected {len(ids)} finite numbers, one per token; got "
+                    f"{list(one.logps)[:5]}, {len(one.logps)} in all"
+                )
+            if one.support is not None:
+                try:
+                    check_support(f"{name}.support", one.support, len(ids))
+                except (ValueError, TypeError) as error:
+                    raise RolloutError(str(error)) from error
 
     def texts(self, completions: Sequence[Completion]) -> list[str]:
         """Decodes completions, without special tokens."""
@@ -346,6 +381,11 @@ class ContinuousBatchingRollout:
             completion(list(result.generated_tokens), eos, sampling, self.tokenizer)
             for _, result in ordered
         ]
+
+
+def words_of(model: Any) -> int:
+    """How many words the model has; a token's id is below it."""
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def end_tokens(model: Any) -> list[int]:

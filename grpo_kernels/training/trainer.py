@@ -28,13 +28,7 @@ from .loading import check_folder
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import (
-    Reward,
-    is_correct,
-    judge,
-    resolve_rewards,
-    weighted_sum,
-)
+from .rewards import Reward, is_correct, judge, resolve_rewards, weighted_sum
 from .rollout import (
     Completion,
     Rollout,
@@ -42,6 +36,7 @@ from .rollout import (
     check_has_logps,
     check_rollout,
     make_rollout,
+    words_of,
 )
 from .run_log import RunLog
 from .samples import Samples, completion_mask, sampling_logps
@@ -110,7 +105,7 @@ class Trainer:
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
-            self.encode, config, self.accelerator,
+            self.encode, config, self.accelerator, words_of(model),
         )  # fmt: skip
         self.interruptions = Interruptions(self.accelerator)
         self.scorer = Scorer(
@@ -442,12 +437,15 @@ class Trainer:
         if self.saved < step and not self.within_step and self.config.save_every >= 0:
             self._save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
-        self.log.say(f"Stopped in step {step + 1}: {then}")
+        self.log.say(f"Stopped: {then}")
         if step and isinstance(error, Preempted):
             self.log.finish()
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
+        if self.bad_updates or not ranks.finite(self.accelerator, self.policy):
+            self.log.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
+            return
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": asdict(self.config), "processes": self.accelerator.num_processes,

@@ -1,0 +1,133 @@
+"""Texts that want more than to be read: in a real browser's report, and in the reward parsers."""
+
+import http.server
+import json
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+
+from grpo_kernels.training import report, rewards
+from tests.support.trainer_runs import config_of, trainer_of
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+# What asks for {url}, or changes the page, where a browser takes it for more than text.
+HOSTILE = (
+    "<script>document.title='TAKEN'; fetch('{url}/script')</script>",
+    "</pre></td></table></body><script src='{url}/src'></script>",
+    "<img src='{url}/image' onerror=\"document.title='TAKEN'\">",
+    "<svg onload=\"fetch('{url}/svg'); document.title='TAKEN'\"><use href='{url}/use#a'/></svg>",
+    "<iframe src='{url}/frame'></iframe><object data='{url}/object'></object>",
+    "<style>@import url('{url}/style'); body {{ background: url('{url}/background') }}</style>",
+    "<link rel='stylesheet' href='{url}/link'>",
+    "<meta http-equiv='refresh' content='0;url={url}/meta'>",
+    "\" onmouseover=\"fetch('{url}/attribute')\" style=\"background:url({url}/inline)",
+    "<a href=\"javascript:alert()\" autofocus onfocus=\"document.title='TAKEN'\">x</a>",
+    "<base href='{url}/'><form action='{url}/form'><input autofocus onfocus=fetch('{url}/focus')>",
+    "--><![CDATA[<script>document.title='TAKEN'</script>]]><!--",
+    "&lt;script&gt; &#x3c;script&#x3e; \ud800 \x00 \u202e {title} {{body}} $\\frac{{1}}$",
+)  # fmt: skip
+
+
+@pytest.fixture
+def canary():
+    """A server that nobody should ask, and what it was asked."""
+    asked = []
+
+    class Canary(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canary) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+def hostile_run(folder, tiny_model, url):
+    """A run in whose every text something hostile stands."""
+    texts = [text.replace("{url}", url) for text in HOSTILE]
+    config = config_of(tiny_model, folder, steps=2, eval_size=3, save_every=-1)
+    run = trainer_of(config).train()
+    for name in ("samples.jsonl", "answers.jsonl", "metrics.jsonl"):
+        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        first = rows[-1]
+        rows = rows if name == "metrics.jsonl" else [{**first} for _ in texts]
+        for i, row in enumerate(rows):
+            text = texts[i % len(texts)]
+            row |= {key: text for key in ("prompt", "completion", "answer", "level") if key in row}
+            if name == "metrics.jsonl":
+                row["warnings"] = texts
+        (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stored = json.loads((run / "config.json").read_text())
+    stored |= {"name": texts[0], "dataset": texts[2], "rewards": texts}
+    (run / "config.json").write_text(json.dumps(stored))
+    return run, texts
+
+
+def shown(page, folder):
+    """The page as a browser has it after all its scripts, if any, have run."""
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
+        "--virtual-time-budget=4000", "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_a_report_runs_no_script_and_asks_nobody(canary, tiny_model, tmp_path):
+    url, asked = canary
+    run, texts = hostile_run(tmp_path, tiny_model, url)
+    other = shutil.copytree(run, tmp_path / "<img src=x onerror=alert(1)>")
+    for page in (report.write(run), report.compare([run, other])):
+        dom = shown(page, tmp_path / "profile")
+        assert "<title>TAKEN" not in dom and "<script" not in dom and "<iframe" not in dom
+        assert "<img" not in dom and "onload=" not in dom.replace("&lt;svg onload=", "")
+    assert asked == []
+    # The browser does ask, where it is let.
+    bad = tmp_path / "bad.html"
+    bad.write_text("<!doctype html>" + texts[0] + texts[2])
+    assert "<title>TAKEN" in shown(bad, tmp_path / "profile")
+    assert "/script" in asked and "/image" in asked
+
+
+LONG = 200_000
+ADVERSARIAL = (
+    "<answer>" * LONG, "</answer>" * LONG, "<think>" * LONG + "<answer>1</answer>", "\x00" * LONG,
+    "<answer>" + "1" * LONG + "</answer>", "<answer>" + "1," * LONG + "</answer>",
+    "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>",
+    "<answer>" + "9" * 4000 + "/" + "7" * 4000 + "</answer>",
+    "<answer>" + "\u0663" * LONG + "</answer>", "<answer>" + "(" * 900 + "</answer>",
+    "<answer>" + "2^" * 400 + "2</answer>", "<answer>10^10^10^10</answer>",
+    "<answer>9**9**9**9</answer>", "<answer>factorial(10**9)</answer>",
+    "<answer>\\binom{10^9}{5\\cdot 10^8}</answer>", "<answer>\\frac{" * LONG,
+    "<answer>" + "\\sqrt{" * 120 + "2" + "}" * 120 + "</answer>",
+    "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ("answer", "format", "addition", "math_equal", "marked"))
+def test_parsers_are_bounded(name):
+    """Seconds for texts that a model under training may well write; none of them is right."""
+    for text in ADVERSARIAL:
+        start = time.monotonic()
+        if name == "marked":
+            assert not rewards.is_marked_correct(text, "12345")
+        else:
+            function = rewards.REWARDS[name]
+            (value,) = function(["p"], [text], answer=["12345"])
+            assert value <= 0.8 if name == "format" else value < 0.6
+        assert time.monotonic() - start < 12, text[:40]
