@@ -42,8 +42,10 @@ else
 endif
 
 SEED := $(shell date +%s)
+SECONDS ?= 600
 fuzz: $(VENV)/installed
 	@echo "To see the same again: make fuzz SEED=$(SEED)"
+	OMP_NUM_THREADS=1 $(RUN) -m tests.tools.fuzz --seconds $(SECONDS) --seed $(SEED)
 	$(TEST) $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(ARGS)
 
 mutants: $(VENV)/installed

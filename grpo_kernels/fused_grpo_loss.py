@@ -256,6 +256,8 @@ def fused_grpo_loss(
             "seq_group: expected None with capturable=True, as the ranks' numbers of sequences are "
             "read from the device; got a group"
         )
+    if not isinstance(skip_untrained, bool):
+        raise TypeError(f"skip_untrained: expected a bool; got {skip_untrained!r}")
     if capturable and skip_untrained:
         raise ValueError(
             "skip_untrained: expected False with capturable=True, as every row takes part; got True"

@@ -146,10 +146,12 @@ class _PolicyLoss(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
             policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
-        ctx.save_for_backward(policy.d_logps, policy.d_entropy)
+        # Autograd may give back one element at stride 0, which cannot be scaled in place.
+        stored = [None if x is None else x.contiguous() for x in policy[1:]]
+        ctx.save_for_backward(*stored)
         ctx.dtypes = dtypes_of(logps, entropy)
         # Copies, as the backward scales the saved ones in place.
-        shown = [None if x is None else x.clone() for x in policy[1:]]
+        shown = [None if x is None else x.clone() for x in stored]
         ctx.mark_non_differentiable(*(x for x in shown if x is not None))
         return policy.loss, *shown
 

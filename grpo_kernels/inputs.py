@@ -220,6 +220,8 @@ def _scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
+        if value.is_complex():
+            raise TypeError(f"{name}: expected a real number; got {value.dtype}")
         if value.device == device:
             return value.detach()
         if value.device.type != "cpu":

@@ -75,6 +75,8 @@ def selective_log_softmax(
     check_tensor("logits", logits, dtypes=HEAD_DTYPES)
     if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
+    if logits.device.type == "meta":
+        raise ValueError("logits: expected a tensor with values; got one on the meta device")
     selected = select_backend(backend, logits.device)
     V = logits.shape[-1]
     flat_targets = check_targets(targets, logits.shape[:-1], logits.device)
