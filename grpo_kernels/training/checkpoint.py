@@ -177,8 +177,25 @@ def latest(folder: Path) -> Path | None:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """The state that was saved beside the tensors."""
-    return json.loads((path / _STATE).read_text())
+    """The state that was saved beside the tensors.
+
+    Raises:
+        ValueError: it is none of this library's.
+    """
+    text = (path / _STATE).read_text(errors="replace")
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError):
+        state = None
+    kinds = {"step": int, "config": dict, "processes": int, "best": dict, "watch": dict}
+    if not isinstance(state, dict) or not all(
+        isinstance(state.get(k), t) for k, t in kinds.items()
+    ):
+        raise ValueError(
+            f"resume: expected a checkpoint of this library, with {', '.join(kinds)} in {_STATE}; "
+            f"got {text[:80]!r} in {path}"
+        )
+    return state
 
 
 def load(accelerator: Accelerator, path: Path, reference: Any = None) -> None:
@@ -198,14 +215,14 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
     # Checkpoints of version 0.1 have the folder of the demo's model in the place of its name.
     alias = {str(demo_model.cache_folder()): demo_model.MODEL}
     before, config = (
-        {**options, "model": alias.get(options["model"], options["model"])}
+        {**options, "model": alias.get(str(options.get("model")), options.get("model"))}
         for options in (state["config"], config)
     )
     # Checkpoints from before this option are of losses over the whole softmax.
     truncated = before.get("top_k") or before.get("top_p", 1) < 1 or before.get("min_p")
     before.setdefault("replay_support", not truncated and config.get("replay_support"))
     # Options that came later were as their defaults are.
-    before = asdict(TrainingConfig(model=before["model"])) | before
+    before = asdict(TrainingConfig(model=str(before["model"]))) | before
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)

@@ -41,13 +41,15 @@ class Logs:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, without a last one that was not finished."""
+    """The rows of a file, without lines that are none: a last one that was not finished, damage."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
