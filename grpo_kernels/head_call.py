@@ -143,6 +143,8 @@ def head_call(
 
         weight, bias, low_rank, vocab_group = local_parts(weight, bias, low_rank, vocab_group)
     _check_head(hidden, weight, bias, least=int(vocab_group is None))
+    if hidden.device.type == "meta":
+        raise ValueError("hidden: expected a tensor with values; got one on the meta device")
     lora_a_out, lora_b = _low_rank(low_rank, hidden, weight)
     _check_logit_scalars(logit_scale, softcap)
     if chunk_bytes is not None and (

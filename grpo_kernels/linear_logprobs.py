@@ -140,6 +140,8 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     check_support_options(support, support_fallback, score, sparse_weight_grad)
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy: expected a bool; got {entropy!r}")
     operands, call = head_call(
         hidden,
         weight,

@@ -15,6 +15,8 @@ FOUND = {
     6665: "refused",  # skip_untrained a tensor
     10846: "refused",
     8220: "refused",  # tensors on the meta device
+    1074792: "refused",
+    1030836: "refused",  # entropy a tensor
 }
 
 
