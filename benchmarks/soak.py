@@ -42,13 +42,24 @@ KINDS = ("kill", "rename", "signal", "reward", "disk")
 WARM = 50
 
 
-def faults_at(steps: int, every: int, seed: int = 0) -> dict[int, str]:
+def options_of(model: str, steps: int) -> dict[str, Any]:
+    """The demo's task at its smallest."""
+    return {
+        "model": model, "dataset": "additions", "rewards": ["noise"], "steps": steps,
+        "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4,
+        "micro_batch_size": 2, "epochs_per_rollout": 2, "eval_size": 4, "eval_every": 25,
+        "save_every": 10, "learning_rate": 1e-6, "save_model": False, "show_every": 10**6,
+    }  # fmt: skip
+
+
+def faults_at(
+    steps: int, every: int, kinds: tuple[str, ...] = KINDS, seed: int = 0
+) -> dict[int, str]:
     """The fault of each step that has one."""
     draw = random.Random(seed)
     places = range(every, steps, every)
-    kinds = [KINDS[i % len(KINDS)] for i in range(len(places))]
-    draw.shuffle(kinds)
-    return dict(zip(places, kinds, strict=True))
+    kinds = tuple(kinds[i % len(kinds)] for i in range(len(places)))
+    return dict(zip(places, draw.sample(kinds, len(kinds)), strict=True))
 
 
 class Faulty:
@@ -57,13 +68,17 @@ class Faulty:
     def __init__(self, trainer: Trainer, faults: Mapping[int, str], met: Path) -> None:
         self.trainer, self.faults, self.met = trainer, faults, met
         self.draw, self.seconds = random.Random(os.getpid()), 1.0
+        self.killer: threading.Timer | None = None
         own_step, own_backward = trainer.train_step, trainer.accelerator.backward
         own_rename, own_hash = Path.rename, checkpoint._hash
 
         def train_step(problems: Any) -> Any:
             start = time.perf_counter()
+            if self.killer is not None:
+                self.killer.join()  # not later than here
             if self.now("kill"):
-                threading.Timer(self.draw.uniform(0, 1.5 * self.seconds), self.kill).start()
+                self.killer = threading.Timer(self.draw.uniform(0, 1.5 * self.seconds), self.kill)
+                self.killer.start()
             done = own_step(problems)
             self.seconds = time.perf_counter() - start
             return done
@@ -193,13 +208,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     args = parser.parse_args(argv)
     shutil.rmtree(args.folder, ignore_errors=True)
-    options: dict[str, Any] = {
-        "model": args.model, "dataset": "additions", "rewards": ["noise"], "steps": args.steps,
-        "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4,
-        "micro_batch_size": 2, "epochs_per_rollout": 2, "eval_size": 4, "eval_every": 25,
-        "save_every": 10, "learning_rate": 1e-6, "save_model": False, "show_every": 10**6,
-        "trainable": args.trainable,
-    }  # fmt: skip
+    options = options_of(args.model, args.steps) | {"trainable": args.trainable}
     faults = faults_at(args.steps, args.every)
     started = time.perf_counter()
     soak(options | {"name": "whole"}, {}, args.folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import soak
 from tests.support.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -67,6 +68,19 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
     assert rows_of(folder) == rows_of(expected)
     for log in ("evaluations.jsonl", "answers.jsonl"):
         assert (folder / log).read_text() == (expected / log).read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_twenty_kills(tiny_model, tmp_path):
+    """At moments that are drawn, half of them while a checkpoint gets its name."""
+    faults = soak.faults_at(44, 2, ("kill", "rename"))
+    options = soak.options_of(str(tiny_model), 44) | {"save_every": 1, "learning_rate": 1e-3}
+    soak.soak(options | {"name": "whole"}, {}, tmp_path)
+    codes = soak.soak(options | {"name": "faulty"}, faults, tmp_path)
+    met = soak.rows_of(tmp_path / "faulty" / "faults.jsonl")
+    assert len(met) == len(faults) == codes.count(-signal.SIGKILL) == 21
+    same = soak.compare(tmp_path / "whole", tmp_path / "faulty")
+    assert same == {"rows": True, "weights": True}
 
 
 def count(folder):
