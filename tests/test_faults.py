@@ -153,6 +153,7 @@ def rubbish(what):
             "word": [replace(first, token_ids=[10**6]), *done[1:]],
             "negative": [replace(first, token_ids=[-1]), *done[1:]],
             "fraction": [replace(first, token_ids=[0.5]), *done[1:]],
+            "whole": [replace(first, token_ids=[5.0]), *done[1:]],
             "short": [replace(first, logps=[-1.0] * (len(first.token_ids) + 1)), *done[1:]],
             "nan": [replace(first, logps=[math.nan] * len(first.token_ids)), *done[1:]],
         }
@@ -176,6 +177,7 @@ def dies(_):
         (rubbish("word"), r"\.token_ids: expected ints from 0 to 256; got 1000000"),
         (rubbish("negative"), r"\.token_ids: expected ints from 0 to 256; got -1"),
         (rubbish("fraction"), r"\.token_ids: expected ints from 0 to 256; got 0\.5"),
+        (rubbish("whole"), r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
         (rubbish("short"), r"\.logps: expected \d finite numbers, one per token; got \[-1"),
         (rubbish("nan"), r"\.logps: expected \d finite numbers, one per token; got \[nan"),
     ),

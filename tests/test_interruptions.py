@@ -1,5 +1,6 @@
 """What ends a step before its time: nothing is lost but the step, and the gradient is the same."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -64,6 +65,13 @@ def out_of_memory(config, what, numbers):
     return trainer
 
 
+FAST = (("forward", 1), ("forward", 6), ("backward", 3), ("backward", 8))
+PLACES = [
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    for case in itertools.product(("forward", "backward"), range(1, 9))
+]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model, tmp_path_factory):
     """The rows and the weights of the run without a fault."""
@@ -73,8 +81,7 @@ def undisturbed(tiny_model, tmp_path_factory):
         return rows_of(config.folder), weights
 
 
-@pytest.mark.parametrize("place", range(1, 9))
-@pytest.mark.parametrize("where", ("forward", "backward"))
+@pytest.mark.parametrize(("where", "place"), PLACES)
 def test_memory_that_runs_out_in_any_micro_batch_changes_nothing(
     where, place, undisturbed, tiny_model, tmp_path
 ):
@@ -197,6 +204,7 @@ def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
         rollout(prompts, 2, sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
 def test_a_budget_on_a_cpu(tiny_model, tmp_path):
     """What is beyond it is told as memory that ran out, by a real allocator."""
@@ -211,8 +219,9 @@ def test_a_budget_on_a_cpu(tiny_model, tmp_path):
         "except interruptions.OutOfMemory: print('ran out')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=120
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=120,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
     assert done.stdout.endswith("ran out\n"), done.stderr
 
 
@@ -257,6 +266,7 @@ def test_a_signal_loses_the_step_at_most(calls, tiny_model, tmp_path):
     assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
     """As users see it: a process, two signals, and their statuses."""
     code = (

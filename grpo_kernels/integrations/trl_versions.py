@@ -7,6 +7,7 @@ and entropies out of them with functions of its module: `LogitsInName` stands fo
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ _FROM = "grpo_kernels.integrations.trl"
 
 def numbers(version: str) -> tuple[int, int]:
     """The first two numbers of a version."""
-    major, minor = version.split(".")[:2]
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 

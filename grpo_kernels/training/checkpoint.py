@@ -247,6 +247,8 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
 def prune(accelerator: Accelerator, folder: Path, best: int) -> None:
     """Deletes all checkpoints but that of the best step and the last two, one for the other."""
     if accelerator.is_main_process:
+        for left in (folder / "checkpoints").glob(".step-*.gone"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
         whole = _whole(folder)
         for step in set(whole) - {best, *sorted(whole)[-2:]}:
             # Renamed first: a kill leaves no half of it under its name.

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,7 +112,8 @@ class Interruptions:
         self._restore()
         if self.accelerator.is_main_process:  # print is not safe in a handler
             name = signal.Signals(number).name
-            os.write(2, f"\n{name}: ends as soon as nothing is lost; again: at once\n".encode())
+            with suppress(OSError):  # nobody may read it any more
+                os.write(2, f"\n{name}: ends as soon as nothing is lost; again: at once\n".encode())
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

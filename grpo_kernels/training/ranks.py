@@ -63,14 +63,15 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 def _limit_memory(gib: float, device: torch.device) -> None:
     """Makes what a process allocates beyond so much fail as on a device without memory; 0: nothing.
 
-    On a CPU by the limit on its data, which is Unix's.
+    On a CPU by the limit on its data, which Linux enforces. It holds for the rest of the process.
     """
     if not gib:
         return
     limit = int(gib * 2**30)
     if device.type == "cuda":
-        share = limit / torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        share = limit / torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
         return
     try:
         import resource

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -226,7 +227,7 @@ class Sampler:
             name, ids = f"rollout: completions[{i}]", getattr(one, "token_ids", None)
             if not isinstance(one, Completion) or not ids:
                 raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
-            wrong = next((x for x in ids if x not in range(self.words)), None)
+            wrong = next((x for x in ids if not _is_word(x, self.words)), None)
             if wrong is not None:
                 raise RolloutError(
                     f"{name}.token_ids: expected ints from 0 to {self.words - 1}; got {wrong!r}"
@@ -385,7 +386,15 @@ class ContinuousBatchingRollout:
 
 def words_of(model: Any) -> int:
     """How many words the model has; a token's id is below it."""
-    return int(model.get_input_embeddings().num_embeddings)
+    embeddings = model.get_input_embeddings()
+    return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
+
+
+def _is_word(token: Any, words: int) -> bool:
+    try:
+        return 0 <= index(token) < words
+    except TypeError:
+        return False
 
 
 def end_tokens(model: Any) -> list[int]:

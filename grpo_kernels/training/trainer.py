@@ -129,6 +129,8 @@ class Trainer:
             self._open_folder()
             if self.step == 0 or not self.evaluated:
                 self._evaluate()
+                if self.step and config.save_every >= 0:  # due before, and not to be made again
+                    self._save()
                 self.interruptions.check()
             self.course.restore(self.course.state())  # problems of a step that failed come again
             self.log.start(self.step)
@@ -420,7 +422,7 @@ class Trainer:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
-            self.saved = self.step
+            self.saved, self.within_step = self.step, False
             self.scorer.restore_memory(state.get("memory"))
             self.course.restore(state.get("course", {"drawn": self.step * config.prompts_per_step}))
             self.evaluated = state.get("evaluated", True)
@@ -432,7 +434,7 @@ class Trainer:
         """Keeps what was trained up to a step, if its weights are still the policy's."""
         alone = self.accelerator.num_processes == 1
         self.step = step
-        if ran_out_of_memory(error) and not alone:
+        if not alone and not isinstance(error, (StepError, Preempted)):
             return  # the other processes wait elsewhere
         if self.saved < step and not self.within_step and self.config.save_every >= 0:
             self._save()

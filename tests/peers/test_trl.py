@@ -290,7 +290,7 @@ def test_other_versions():
     for old in ("1.7.1", "0.29.0"):
         with pytest.raises(ImportError, match=f"got {old}: pip install 'trl>=1.8'"):
             check_version(old)
-    for new in ("1.17.0", "2.0.0.dev0"):
+    for new in ("1.17.0", "1.17rc1", "2.0.0.dev0"):
         with pytest.warns(UserWarning, match=f"expected TRL 1.8 to 1.16, .* got {new}. Its loss"):
             check_version(new)
     for tested in ("1.8.0", "1.14.2", "1.16.3"):

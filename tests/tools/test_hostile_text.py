@@ -130,4 +130,4 @@ def test_parsers_are_bounded(name):
             function = rewards.REWARDS[name]
             (value,) = function(["p"], [text], answer=["12345"])
             assert value <= 0.8 if name == "format" else value < 0.6
-        assert time.monotonic() - start < 12, text[:40]
+        assert time.monotonic() - start < 30, text[:40]
