@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from grpo_kernels.training import checkpoint
-from grpo_kernels.training.interruptions import BadUpdates
+from grpo_kernels.training.interruptions import BadUpdates, Preempted
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
 from tests.ranks.training_jobs import SameForAnyRanks
@@ -253,3 +254,35 @@ def test_a_folder_that_cannot_be_written(tiny_model, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
         run(config_of(tiny_model, tmp_path, **STEPS))
+
+
+def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
+    """By the run that goes on, whatever that one meets then."""
+    calls = []
+
+    def faulty(prompts, completions, **_):
+        calls.append(1)
+        if len(calls) == 3:  # those of step 0, of the first step, and of its evaluation
+            raise ConnectionError("the judge is gone")
+        if len(calls) == 5:  # of the second step, after that evaluation was made up for
+            os.kill(os.getpid(), signal.SIGTERM)
+        return noise(prompts, completions)
+
+    options = STEPS | {"eval_size": 2, "eval_every": 1, "resume": True}
+    config = config_of(tiny_model, tmp_path, **options)
+    for error in (RewardError, Preempted):
+        with pytest.raises(error):
+            run(config, rewards={"noise": faulty})
+    run(config, rewards={"noise": faulty})
+    lines = (config.folder / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+
+
+def test_what_a_killed_deletion_left_is_deleted(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    left = config.folder / "checkpoints" / ".step-000000.gone"
+    left.mkdir(parents=True)
+    (left / "trained.pt").write_text("half")
+    run(config)
+    assert not left.exists()
