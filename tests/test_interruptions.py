@@ -225,6 +225,12 @@ def test_a_budget_on_a_cpu(tiny_model, tmp_path):
     assert done.stdout.endswith("ran out\n"), done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_budget_below_what_there_is(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"max_memory_gib: expected more than .*; got 0\.001"):
+        trainer_of(config_of(tiny_model, tmp_path, max_memory_gib=0.001))
+
+
 def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
     """A run that goes on does not run out of memory again; another option is taken as given."""
     config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -77,6 +78,14 @@ def _limit_memory(gib: float, device: torch.device) -> None:
         import resource
     except ImportError:
         raise ValueError("max_memory_gib: expected 0 on Windows, which has no limit") from None
+    status = Path("/proc/self/status")
+    if status.exists():
+        held = next(int(x.split()[1]) for x in status.read_text().splitlines() if "VmData" in x)
+        if held * 1024 >= limit:
+            raise ValueError(
+                f"max_memory_gib: expected more than {held / 2**20:.1f}, which the process takes "
+                f"before it trains; got {gib}"
+            )
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
