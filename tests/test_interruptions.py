@@ -153,6 +153,19 @@ def test_memory_that_never_suffices(first, undisturbed, tiny_model, tmp_path, ca
             torch.testing.assert_close(again[name], weight, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("first", "kept"), ((9, "step-000001"), (13, None)))
+def test_half_a_step_is_not_kept(first, kept, tiny_model, tmp_path, capsys):
+    """Its first update has moved the weights, which are no longer those of the step before."""
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    trainer.policy.forward = FailingPolicy(trainer.policy, "loss", range(first, 999))
+    with pytest.raises(RuntimeError, match="memory ran out in a micro-batch of one completion"):
+        trainer.train()
+    latest = checkpoint.latest(config.folder)
+    assert (latest and latest.name) == kept
+    assert ("no checkpoint was kept" in capsys.readouterr().out) == (kept is None)
+
+
 def test_memory_that_runs_out_elsewhere_leaves_a_checkpoint(tiny_model, tmp_path, capsys):
     """In a rollout, or where AdamW makes its states: nothing can be made smaller there."""
     config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})

@@ -9,13 +9,7 @@ from grpo_kernels.lm_head import LMHead
 from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
-from tests.support.supports import (
-    csr,
-    everything,
-    make_support,
-    with_logps_of,
-    with_logps_of_call,
-)
+from tests.support.supports import csr, everything, make_support, with_logps_of, with_logps_of_call
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
 
