@@ -148,12 +148,7 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
     if layer.merged:
         return layer.base_layer, ()
     names = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
-    plain = hasattr(layer, "lora_A") and not any(
-        name in getattr(layer, "lora_variant", {})  # since PEFT 0.16
-        or getattr(layer, "use_dora", {}).get(name)
-        or getattr(layer, "lora_bias", {}).get(name)
-        for name in names
-    )
+    plain = hasattr(layer, "lora_A") and not any(beyond_lora(layer, name) for name in names)
     if not plain or not isinstance(layer.base_layer, nn.Linear):
         raise ValueError(
             "model: expected no adapter on the output layer, or LoRA without a bias and without "
@@ -169,6 +164,15 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
         for name in names
     )
     return layer.base_layer, tuple(adapters)
+
+
+def beyond_lora(layer: Any, adapter: str) -> str | None:
+    """What an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)  # since PEFT 0.16
+    if variant is not None:
+        return type(variant).__name__
+    options = ("use_dora", "lora_bias")
+    return next((name for name in options if getattr(layer, name, {}).get(adapter)), None)
 
 
 @torch.no_grad()

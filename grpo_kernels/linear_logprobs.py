@@ -29,7 +29,7 @@ from .head_call import HeadCall, HeadOperands, head_call
 from .head_gradients import HeadGradients, chunk_layout
 from .lm_head import LMHead
 from .outputs import BothLogprobOutput, LogprobOutput
-from .row_plan import RowPlan, plan_rows
+from .row_plan import RowPlan, in_memory, plan_rows
 from .sampled_gradients import DrawnBlocks
 from .support import check_support_options
 from .support_head import SupportHead, of_support_alone, with_support
@@ -230,7 +230,19 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        head = LMHead(operands, call, plan.logit_rows)
+        work = partial(_LinearLogprobs._of_rows, ctx, operands, call, wants_entropy, wanted)
+        return in_memory(work, plan, call)
+
+    @staticmethod
+    def _of_rows(
+        ctx: Any,
+        operands: HeadOperands,
+        call: HeadCall,
+        wants_entropy: bool,
+        wanted: Sequence[bool],
+        plan: RowPlan,
+    ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+        hidden, head = operands.hidden, LMHead(operands, call, plan.logit_rows)
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         own_logps = logps if call.shard is None else torch.zeros_like(logps)
@@ -361,8 +373,19 @@ def _exact_gradients(
         shard=call.shard,
         **chunk_layout(call, True, strips=True),
     )
+    return in_memory(partial(_gradients_of_rows, operands, call, grads, wanted, also), plan, call)
+
+
+def _gradients_of_rows(
+    operands: HeadOperands,
+    call: HeadCall,
+    grads: RowGrads,
+    wanted: Sequence[bool],
+    also: Callable[[HeadGradients], None] | None,
+    plan: RowPlan,
+) -> tuple[Tensor | None, ...]:
     head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
-    every_row = plan.num_rows == len(needed)
+    every_row = plan.num_rows == len(operands.hidden)
     largest = max(plan.largest_chunk, call.support_rows)
     gradients = HeadGradients(head, call.backend, wanted, largest, every_row=every_row)
     for chunk in plan.chunks():

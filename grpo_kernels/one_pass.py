@@ -20,6 +20,7 @@ are computed and stored `scale` times as large, a power of two that float16 need
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .head_call import HeadCall, HeadOperands
 from .head_gradients import HeadGradients
 from .lm_head import LMHead
 from .objective import LossInputs
-from .row_plan import RowPlan
+from .row_plan import RowPlan, in_memory
 from .sampled_gradients import SampledGradients
 from .support_head import SupportHead
 
@@ -59,7 +60,20 @@ class OnePassLoss(torch.autograd.Function):
         wanted: Sequence[bool],
     ) -> tuple[Any, ...]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        shape = (4, len(hidden))
+        work = partial(OnePassLoss._of_rows, ctx, operands, config, inputs, call, wanted)
+        return in_memory(work, plan, call)
+
+    @staticmethod
+    def _of_rows(
+        ctx: Any,
+        operands: HeadOperands,
+        config: GRPOLossConfig,
+        inputs: LossInputs,
+        call: HeadCall,
+        wanted: Sequence[bool],
+        plan: RowPlan,
+    ) -> tuple[Any, ...]:
+        hidden, shape = operands.hidden, (4, len(operands.hidden))
         logps, entropy, d_logps, d_entropy = hidden.new_zeros(shape, dtype=torch.float32)
         losses = [logps.new_zeros(())]
         with torch.autocast(hidden.device.type, enabled=False):

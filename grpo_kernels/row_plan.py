@@ -10,9 +10,10 @@ multiplied at a time, the less often the weight's gradient is read and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from torch import Tensor
 from .layout import ValueChecks
 
 if TYPE_CHECKING:
+    from .head_call import HeadCall
     from .vocab_shards import Counts, VocabShard
+
+_T = TypeVar("_T")
 
 # 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
 _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
@@ -31,6 +35,16 @@ ROW_MULTIPLE = 128
 _MOST_STRIP_ROWS = 640
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
 _TILE_COLUMNS = 256
+# Where memory runs out, fewer rows than these at a time are not tried.
+_LEAST_ROWS = 16
+# What torch says without memory on a CPU, oneDNN within it, cuBLAS, and Triton.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "could not create a memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class RowPlan:
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
         ranks: where ranks work on the rows of all of them, what each has of rows with a gradient
             and of all. Every chunk then has a part of each rank's rows.
+        row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
     """
 
     order: Tensor | None
@@ -63,6 +78,7 @@ class RowPlan:
     tiles: tuple[int, int] | None = None
     ranks: Counts | None = None
     rank: int = 0
+    row_bytes: tuple[int, int] = (0, 0)
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
@@ -125,6 +141,47 @@ class RowPlan:
         """The rows of the buffer of logits."""
         least = 0 if self.ranks is None else len(self.ranks)
         return min(max(self.max_logit_rows, least), self.largest_chunk)
+
+    def halved(self) -> RowPlan:
+        """Half as many rows at a time."""
+        most, logit_rows = (
+            max(1, min(rows, self.largest_chunk) // 2)
+            for rows in (self.max_chunk_rows, self.max_logit_rows)
+        )
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
+
+
+def in_memory(work: Callable[[RowPlan], _T], plan: RowPlan, call: HeadCall) -> _T:
+    """Does the work, again with half as many rows at a time as long as memory runs out.
+
+    Not with a budget of the caller's own, where other ranks wait, or in the capture of a graph.
+    """
+    first, fixed = plan, call.chunk_bytes is not None or call.shard is not None or call.capturable
+    while True:
+        try:
+            result = work(plan)
+            break
+        except Exception as error:
+            too_few = plan.logit_rows <= (call.tile or _LEAST_ROWS)
+            if fixed or too_few or not ran_out_of_memory(error):
+                raise
+        plan = plan.halved()  # when the error no longer holds what the work had
+    if plan is not first:
+        rows, of_logits, of_gradients = plan.logit_rows, *plan.row_bytes
+        taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
+        warnings.warn(
+            f"memory ran out over the head, which took {rows} rows of logits at a time instead, "
+            f"with the same result; pass chunk_bytes={taken} to begin so",
+            stacklevel=2,
+        )
+    return result
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether that is what a device, or the allocator of a CPU, says with it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -201,7 +258,8 @@ def plan_rows(
         rank = shard.group.rank()
         return RowPlan(order, num_grad_rows, num_rows, *sizes, None, ranks, rank)
     order = _order(active, with_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles)
+    row = (4 * V, grad_bytes * V)
+    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles, row_bytes=row)
 
 
 def _order(

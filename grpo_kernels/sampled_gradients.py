@@ -13,6 +13,7 @@ columns take the exact way, `HeadGradients.add`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from .head_call import ColumnSampling, HeadCall, HeadOperands
 from .head_gradients import HeadGradients, put_rows
 from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
-from .row_plan import RowPlan
+from .row_plan import RowPlan, in_memory, slices
 
 # Bounds of the estimated growth of the variance, and of 1 over it.
 _MOST_GROWTH = 16.0
@@ -274,15 +275,30 @@ class DrawnBlocks:
         tokens that have a support.
         """
         blocks = self._with_gradient(needed)
+        work = partial(self._of_blocks, blocks, operands, call, grads, wanted, also)
+        return in_memory(work, self.plan, call)
+
+    @staticmethod
+    def _of_blocks(
+        blocks: list[tuple[Tensor, KeptColumns | None]],
+        operands: HeadOperands,
+        call: HeadCall,
+        grads: RowGrads,
+        wanted: Sequence[bool],
+        also: Callable[[HeadGradients], None] | None,
+        plan: RowPlan,
+    ) -> tuple[Tensor | None, ...]:
         largest = max((len(index) for index, kept in blocks if kept is None), default=0)
-        largest = max(largest, call.support_rows)
+        largest = max(min(largest, plan.max_chunk_rows), call.support_rows)
         head = LMHead(operands, call, largest)
         gradients = KeptColumnGradients(head, call.backend, wanted, largest)
         for index, kept in blocks:
-            rows = head.rows(index)
             if kept is None:
-                gradients.add(rows, head.logits(rows), grads.at(index))
+                for part in slices(0, len(index), largest):
+                    rows = head.rows(index[part])
+                    gradients.add(rows, head.logits(rows), grads.at(index[part]))
             else:
+                rows = head.rows(index)
                 logits = head.columns(rows, kept.ids.long())
                 gradients.add_kept(rows, logits, grads.at(index), kept)
         if also is not None:

@@ -402,6 +402,6 @@ def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--help"])
     text = capsys.readouterr().out
-    assert "weight of the KL to the reference policy" in text
+    assert "weight of the KL to the reference policy" in " ".join(text.split())
     assert text.count("(default:") >= len(TrainingConfig.__dataclass_fields__)
     assert all(f.metadata["help"] for f in TrainingConfig.__dataclass_fields__.values())

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf_head import beyond_lora
+
 # What the two sides say to each other; they may be of different versions.
 PROTOCOL = 1
 
@@ -186,9 +188,7 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         with _gathered([parameter, *(layer.parameters() if adapters else ())]):
             weight = _whole(parameter.detach())
             for adapter in adapters:
-                variant = getattr(layer, "lora_variant", {}).get(adapter)
-                if variant is not None or layer.lora_bias.get(adapter):
-                    kind = "lora_bias" if variant is None else type(variant).__name__
+                if (kind := beyond_lora(layer, adapter)) is not None:
                     raise ValueError(
                         f"model: expected plain LoRA, which can be merged on the way to vLLM; got "
                         f"{kind} in {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def _option(default: Any, text: str) -> Any:
 def _of_loss(name: str) -> Any:
     """An option of `GRPOLossConfig`, with its default, and its docstring as help."""
     default = next(f.default for f in fields(GRPOLossConfig) if f.name == name)
-    lines = (GRPOLossConfig.__doc__ or "").split("Args:")[1].split("Raises:")[0]
-    found = re.search(rf"^ {{8}}{name}: (.*?)(?=^ {{8}}\w+: |\Z)", lines, re.M | re.S)
+    lines = (getdoc(GRPOLossConfig) or "").partition("Args:")[2].partition("Raises:")[0]
+    found = re.search(rf"^ {{4}}{name}: (.*?)(?=^ {{4}}\w+: |\Z)", lines, re.M | re.S)
     text = " ".join(found[1].split()) if found else ""
     return field(default=default, metadata={"help": text.replace("`", "").replace("%", "%%")})
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
+from ..row_plan import ran_out_of_memory
 from . import ranks
 
 # The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).
 RESUME = 75
-# What torch says on a CPU, and oneDNN within it.
-_NO_MEMORY = ("can't allocate memory", "std::bad_alloc", "could not create a memory")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -40,13 +38,6 @@ class BadUpdates(RuntimeError):
 
 class OutOfMemory(Exception):
     """A process had too little memory for a micro-batch; raised in all of them."""
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether that is what a device, or the allocator of a CPU, says with it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 class Preempted(SystemExit):

@@ -281,7 +281,9 @@ def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, DTYPES[config.dtype])
-    return set_trainable(AutoModelForCausalLM.from_config(model_config, dtype=dtype), config)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    model.tie_weights()  # transformers 5.0 leaves them apart where there is no memory
+    return set_trainable(model, config)
 
 
 def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:

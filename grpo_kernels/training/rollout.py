@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..hf_head import evaluating
 from ..layout import check_tensor, to_device
+from ..row_plan import ran_out_of_memory
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder
-from .interruptions import StepError, ran_out_of_memory
+from .interruptions import StepError
 
 
 @dataclass(frozen=True)

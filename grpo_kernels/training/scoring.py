@@ -54,7 +54,15 @@ class Scorer:
 
     def head_options(self) -> dict[str, Any]:
         """The options of every call over the head."""
-        return self.config.head_options() | {"chunk_bytes": self.chunk_bytes}
+        # Where weights are sharded, None: a head that is out of memory shrinks its chunks itself.
+        sharded = ranks.sharding(self.accelerator) is not None
+        chunk_bytes = None if sharded else self.chunk_bytes or self._default_chunk_bytes()
+        return self.config.head_options() | {"chunk_bytes": chunk_bytes}
+
+    def _default_chunk_bytes(self) -> int:
+        weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
+        memory = gpu(weight.device).total_memory if weight.device.type == "cuda" else None
+        return default_chunk_bytes(len(weight), weight.device.type, memory)
 
     def memory(self) -> list[int | None]:
         """The option `micro_batch_size`, and what is taken of it and of chunks of logits."""
@@ -100,10 +108,7 @@ class Scorer:
         if self.micro_batch_size > 1:
             self.micro_batch_size //= 2
             return f"micro_batch_size is {self.micro_batch_size}"
-        weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
-        memory = gpu(weight.device).total_memory if weight.device.type == "cuda" else None
-        default = default_chunk_bytes(weight.shape[0], weight.device.type, memory)
-        self.chunk_bytes = (self.chunk_bytes or default) // 2
+        self.chunk_bytes = (self.chunk_bytes or self._default_chunk_bytes()) // 2
         if self.chunk_bytes < _LEAST_CHUNK_BYTES:
             raise StepError(
                 "memory ran out in a micro-batch of one completion: shorten "

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from .. import group_advantages
 from ..hf_head import check_logits
 from ..layout import to_device
+from ..row_plan import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
-from .interruptions import BadUpdates, Interruptions, Preempted, StepError, ran_out_of_memory
+from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .loading import check_folder
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
