@@ -6,8 +6,10 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,11 +251,25 @@ def test_a_clock_that_jumps(tiny_model, tmp_path, monkeypatch):
         assert 0 <= json.loads(line)["seconds"] < 600
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
 def test_a_folder_that_cannot_be_written(tiny_model, tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError):
-        run(config_of(tiny_model, tmp_path, **STEPS))
+    folder = tmp_path if os.geteuid() else Path("/sys")  # root may write anywhere else
+    with pytest.raises(PermissionError, match=str(folder)):
+        run(config_of(tiny_model, folder, **STEPS))
+
+
+def test_is_correct_that_raises_leaves_a_checkpoint(tiny_model, tmp_path):
+    calls = []
+
+    def fails_later(text, answer):
+        calls.append(1)
+        return 1 / 0 if len(calls) > 20 else True
+
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
+    with pytest.raises(RewardError, match="is_correct: ZeroDivisionError"):
+        run(config, is_correct=fails_later)
+    assert checkpoint.latest(config.folder) is not None
 
 
 def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):

@@ -1,10 +1,12 @@
 """What ends a step before its time: nothing is lost but the step, and the gradient is the same."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -242,6 +244,37 @@ def test_a_budget_on_a_cpu(tiny_model, tmp_path):
 def test_a_budget_below_what_there_is(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"max_memory_gib: expected more than .*; got 0\.001"):
         trainer_of(config_of(tiny_model, tmp_path, max_memory_gib=0.001))
+
+
+def test_prompts_at_a_time_are_kept(tiny_model, tmp_path):
+    """How many are sampled at a time changes what is drawn, in a run that goes on, too."""
+    options = STEPS | {"steps": 2, "save_every": 1}
+    whole, cut = (config_of(tiny_model, tmp_path / name, **options) for name in "ab")
+    runs = []
+    for config, steps in ((whole, 2), (cut, 1)):
+        trainer = trainer_of(replace(config, steps=steps))
+        trainer.sampler.rollout.most_prompts = 1
+        trainer.train()
+        runs.append(trainer)
+    again = trainer_of(replace(cut, resume=True))
+    again.train()
+    assert again.sampler.rollout.most_prompts == 1
+    assert_same_weights(weights_of(runs[0]), weights_of(again), rtol=0, atol=0)
+
+
+def test_an_evaluation_that_was_due_is_made_up_for(tiny_model, tmp_path):
+    """Memory that runs out after a step and before its evaluation."""
+    options = STEPS | {"steps": 2, "eval_every": 1, "eval_size": 3}
+    config = config_of(tiny_model, tmp_path, **options)
+
+    def no_memory(row, samples):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer_of(config).train(no_memory)
+    trainer_of(replace(config, resume=True)).train()
+    rows = (config.folder / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
 
 
 def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):

@@ -2,6 +2,7 @@
 
 import random
 
+import peft
 import pytest
 import torch
 import transformers
@@ -145,6 +146,24 @@ def test_stop_strings_end_generation():
     done = rollout([[7, 8, 9]], 1, SamplingParams(8, temperature=0.0, stop=(string,)))[0]
     assert done.ended and done.token_ids == full.token_ids[: len(done.token_ids)]
     assert len(done.token_ids) <= 3
+
+
+@pytest.mark.parametrize("adapters", (False, True))
+def test_what_a_model_brings_for_generate_is_left_out(adapters):
+    """Penalties and cutoffs of its own would make the samples another policy's."""
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    sampling = SamplingParams(12, temperature=0.0)
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    rollout = GenerateRollout(Policy(model), tokenizer)
+    expected = rollout([[7, 8, 9]], 2, sampling)
+    own = {
+        "no_repeat_ngram_size": 1, "suppress_tokens": expected[0].token_ids[:1], "num_beams": 2,
+        "repetition_penalty": 5.0, "min_new_tokens": 12,
+    }  # fmt: skip
+    model.generation_config.update(**own)
+    assert rollout([[7, 8, 9]], 2, sampling) == expected
+    assert model.generation_config.num_beams == 2  # and is there again
 
 
 def test_continuous_batching_samples_the_same(tiny_model, tmp_path):

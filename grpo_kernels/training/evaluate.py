@@ -24,6 +24,7 @@ from .rewards import (
     Reward,
     is_marked_correct,
     judge,
+    judge_answers,
     marked_answer,
     number_of,
     resolve_rewards,
@@ -107,12 +108,13 @@ def evaluate(
         completions = sampler(asked, count, temperature)
         texts = sampler.texts(completions)
         table = judge(accelerator, rewards, some, texts, config.reward_timeout)
+        right = judge_answers(accelerator, is_correct, some, texts, config.reward_timeout)
         totals = weighted_sum(table, config.reward_weights).tolist()
-        rows = zip(some, texts, table.tolist(), totals, completions, strict=True)
-        for problem, text, values, total, done in rows:
+        rows = zip(some, texts, table.tolist(), totals, completions, right, strict=True)
+        for problem, text, values, total, done, correct in rows:
             answers.append({
                 "prompt": problem["prompt"], "completion": text, "answer": problem["answer"],
-                "correct": is_correct(text, str(problem["answer"])), "ended": done.ended,
+                "correct": correct, "ended": done.ended,
                 "reward": total, "rewards": dict(zip(rewards, values, strict=True)),
                 **{column: problem[column] for column in GROUPS if column in problem},
             })  # fmt: skip

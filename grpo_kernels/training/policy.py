@@ -6,7 +6,8 @@ and nowhere else. So everything that needs the weights happens inside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,7 +124,9 @@ class Policy(nn.Module):
             cache = self._encode(ids[:, :-1], mask[:, :-1]).past_key_values
             cache.batch_repeat_interleave(count)
             inputs["past_key_values"] = cache
-        return self.model.generate(**inputs, **options), end_tokens(self.model)  # type: ignore
+        eos = end_tokens(self.model)
+        with _sampling_as_is(self.model, base_model(self.model)):
+            return self.model.generate(**inputs, **options), eos  # type: ignore[operator]
 
     def hidden(self, batch: Batch) -> Tensor:
         """The states that predict the tokens of the completions: `[B, T, H]`."""
@@ -178,6 +181,23 @@ class Policy(nn.Module):
     @property
     def _body(self) -> Any:
         return base_model(self.model).base_model
+
+
+@contextmanager
+def _sampling_as_is(*models: Any) -> Iterator[None]:
+    """Leaves out what a model comes with for `generate`, but for the ids of tokens.
+
+    With its penalties, cutoffs or beams, samples would not be the policy's.
+    """
+    before = [model.generation_config for model in models]
+    for model, config in zip(models, before, strict=True):
+        ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.generation_config = type(config)(**ids)
+    try:
+        yield
+    finally:
+        for model, config in zip(models, before, strict=True):
+            model.generation_config = config
 
 
 def without_dropout(policy: Policy) -> Policy:

@@ -225,19 +225,9 @@ def reward_table(
         some = [problems[i] for i in asked]
         columns = _columns(name, function, some)
         prompts = [problem["prompt"] for problem in some]
-        try:
-            with _at_most(timeout):
-                values = list(function(prompts, [completions[i] for i in asked], **columns))
-                numbers = [math.nan if value is None else float(value) for value in values]
-        except _Late:
-            raise RewardError(
-                f"reward function {name}: expected an answer within reward_timeout = {timeout:g} "
-                "seconds; got none"
-            ) from None
-        except ImportError:
-            raise
-        except Exception as error:
-            raise RewardError(f"reward function {name}: {type(error).__name__}: {error}") from error
+        with _asked(f"reward function {name}", timeout):
+            values = list(function(prompts, [completions[i] for i in asked], **columns))
+            numbers = [math.nan if value is None else float(value) for value in values]
         if len(values) != len(asked):
             raise RewardError(
                 f"reward function {name}: expected {len(asked)} values, one per completion; "
@@ -265,6 +255,38 @@ def judge(
         error = failed
     ranks.raise_in_all(accelerator, error, RewardError)
     return torch.tensor(table, dtype=torch.float64)
+
+
+def judge_answers(
+    accelerator: Accelerator, is_correct: Callable[[str, str], bool],
+    problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
+) -> list[bool]:  # fmt: skip
+    """Whether each completion has its problem's answer; what one process raises, all raise."""
+    found, error = list[bool](), None
+    try:
+        with _asked("is_correct", timeout):
+            pairs = zip(completions, problems, strict=True)
+            found = [bool(is_correct(text, str(problem["answer"]))) for text, problem in pairs]
+    except RewardError as failed:
+        error = failed
+    ranks.raise_in_all(accelerator, error, RewardError)
+    return found
+
+
+@contextmanager
+def _asked(what: str, timeout: float) -> Iterator[None]:
+    """Raises RewardError in the name of a function that fails, or takes longer."""
+    try:
+        with _at_most(timeout):
+            yield
+    except _Late:
+        raise RewardError(
+            f"{what}: expected an answer within reward_timeout = {timeout:g} seconds; got none"
+        ) from None
+    except ImportError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

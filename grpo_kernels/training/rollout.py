@@ -134,8 +134,6 @@ class GenerateRollout:
         options: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": self.tokenizer.pad_token_id,
-            # A model's own default may differ, and the samples would not be the policy's.
-            "repetition_penalty": 1.0,
             "do_sample": sampling.temperature > 0,
             "synced_gpus": self.synced,
         }
@@ -176,6 +174,16 @@ class Sampler:
         self.accelerator, self.words = accelerator, words
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
+
+    def memory(self) -> list[int | None]:
+        """How many prompts each process samples at a time, once its memory has run out."""
+        own = [getattr(self.rollout, "most_prompts", None)]
+        return ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
+
+    def restore_memory(self, memory: list[int | None] | None) -> None:
+        """Goes on with what a run had left of it."""
+        if memory is not None and hasattr(self.rollout, "most_prompts"):
+            self.rollout.most_prompts = memory[self.accelerator.process_index]
 
     def weights_changed(self) -> None:
         """Notes that a rollout with a copy of the weights needs them again."""

@@ -24,12 +24,13 @@ from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
+from .heartbeats import Heartbeats
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .loading import check_folder
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_correct, judge, resolve_rewards, weighted_sum
+from .rewards import Reward, is_correct, judge, judge_answers, resolve_rewards, weighted_sum
 from .rollout import (
     Completion,
     Rollout,
@@ -115,7 +116,7 @@ class Trainer:
         self.step, self.best, self.bad_updates = 0, dict[str, Any](), 0
         self.saved = 0  # the last step of which there is a checkpoint
         self.within_step = False  # whether weights are between two steps
-        self.evaluated = True  # False where an evaluation was begun and not finished
+        self.evaluated = True  # False where an evaluation is due
         checkpoint.trained_weights_only(self.accelerator)
 
     def train(self, on_step: OnStep | None = None) -> Path:
@@ -126,7 +127,7 @@ class Trainer:
                 before the step's evaluation and checkpoint.
         """
         config = self.config
-        with self.log.locked(), self.interruptions:
+        with self.log.locked(), self.interruptions, Heartbeats(self.accelerator):
             self._open_folder()
             if self.step == 0 or not self.evaluated:
                 self._evaluate()
@@ -150,13 +151,13 @@ class Trainer:
             try:
                 self.step += 1
                 row, samples = self.train_step(problems)
-                trained = self.step
+                trained, last = self.step, self.step == config.steps
+                self.evaluated = not (last or _every(config.eval_every, self.step))
                 self.course.after_step(row)
                 self.log.step(row, samples)
                 if on_step is not None:
                     on_step(row, samples)
-                last = self.step == config.steps
-                improved = (last or _every(config.eval_every, self.step)) and self._evaluate()
+                improved = not self.evaluated and self._evaluate()
                 self.interruptions.check(may_stop=not last)
             except BaseException as error:
                 if not isinstance(error, (StepError, Preempted)) and not ran_out_of_memory(error):
@@ -210,8 +211,8 @@ class Trainer:
                 weights=config.reward_weights or None,
             )[rank * len(texts) : (rank + 1) * len(texts)]  # fmt: skip
             judged = [problem for problem in mine for _ in range(G)]
-            pairs = zip(texts, judged, strict=True) if self.has_answers else ()
-            correct = [self.is_correct(text, str(p["answer"])) for text, p in pairs]
+            asked = (self.accelerator, self.is_correct, judged, texts, config.reward_timeout)
+            correct = judge_answers(*asked) if self.has_answers else []
         mask = completion_mask(completions, config.mask_truncated_completions)
         mask = to_device(mask, device)
         logps = sampling_logps(completions, mask)
@@ -392,9 +393,9 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Answers the held-out problems; returns True for the best accuracy of the training."""
-        if not self.held_out:
+        self.evaluated = not self.held_out
+        if self.evaluated:
             return False
-        self.evaluated = False
         set_seed(self._seed("evaluation"))
         evaluation = self.evaluate(self.held_out)
         self.evaluated = True
@@ -408,12 +409,11 @@ class Trainer:
 
     def _open_folder(self) -> None:
         """Makes the run's folder, or resumes the run in it."""
-        config = self.config
+        config, state = self.config, dict[str, Any]()
         found = checkpoint.latest(config.folder) if config.resume else None
         if found is not None:
             checkpoint.verify(self.accelerator, config.folder, found)
-        state = {} if found is None else checkpoint.state_of(found)
-        if found is not None:
+            state = checkpoint.state_of(found)
             checkpoint.check_same(state, asdict(config), self.accelerator.num_processes)
         self.accelerator.wait_for_everyone()
         self.log.open(state.get("step", -1))
@@ -425,6 +425,7 @@ class Trainer:
             self.step, self.best = state["step"], state["best"]
             self.saved, self.within_step = self.step, False
             self.scorer.restore_memory(state.get("memory"))
+            self.sampler.restore_memory(state.get("sampling_memory"))
             self.course.restore(state.get("course", {"drawn": self.step * config.prompts_per_step}))
             self.evaluated = state.get("evaluated", True)
             self.log.watch.restore(state["watch"])
@@ -453,7 +454,7 @@ class Trainer:
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": asdict(self.config), "processes": self.accelerator.num_processes,
             "course": self.course.state(), "watch": self.log.watch.state(),
-            "memory": self.scorer.memory(),
+            "memory": self.scorer.memory(), "sampling_memory": self.sampler.memory(),
         }  # fmt: skip
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
