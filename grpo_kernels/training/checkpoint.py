@@ -101,15 +101,19 @@ def save(
     return error
 
 
+class _Failed(Exception):
+    """What a process could not write or read."""
+
+
 def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
     """Does the work; returns the first error in any process, or None, and the same in all."""
-    text: str | None = None
     try:
-        work()
-    # A full disk is an OSError to Python, a RuntimeError to torch, another error to safetensors.
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return ranks.reduce(accelerator, text, ranks.first)
+        # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
+        with ranks.alike(accelerator, _Failed, others=""):
+            work()
+    except _Failed as error:
+        return str(error)
+    return None
 
 
 def _commit(scratch: Path, final: Path) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,11 +146,27 @@ def finite(accelerator: Accelerator, policy: nn.Module) -> bool:
     return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in local), all))
 
 
-def raise_in_all(accelerator: Accelerator, error: Exception | None, kind: type[Exception]) -> None:
-    """Raises an error of one process in all of them, with its text."""
+@contextmanager
+def alike(
+    accelerator: Accelerator, kind: type[Exception], others: str | None = None
+) -> Iterator[None]:
+    """Raises in all processes, after the block, the error of this kind that one has met in it.
+
+    `others`: errors of other kinds, too, with their names after this text; None: not those.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except kind as found:
+        error = found
+    except Exception as found:
+        if others is None:
+            raise
+        error = kind(f"{others}{type(found).__name__}: {found}")
+        error.__cause__ = found
     told = reduce(accelerator, None if error is None else str(error), first)
     if told is not None:
-        raise kind(told) from error
+        raise error or kind(told)
 
 
 def first(values: list[_T | None]) -> _T | None:

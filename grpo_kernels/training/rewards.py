@@ -248,12 +248,8 @@ def judge(
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
 ) -> Tensor:  # fmt: skip
     """`reward_table` as a float64 tensor; what one process raises is raised in all."""
-    table, error = list[list[float]](), None
-    try:
+    with ranks.alike(accelerator, RewardError):
         table = reward_table(rewards, problems, completions, timeout=timeout)
-    except RewardError as failed:
-        error = failed
-    ranks.raise_in_all(accelerator, error, RewardError)
     return torch.tensor(table, dtype=torch.float64)
 
 
@@ -262,15 +258,9 @@ def judge_answers(
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
 ) -> list[bool]:  # fmt: skip
     """Whether each completion has its problem's answer; what one process raises, all raise."""
-    found, error = list[bool](), None
-    try:
-        with _asked("is_correct", timeout):
-            pairs = zip(completions, problems, strict=True)
-            found = [bool(is_correct(text, str(problem["answer"]))) for text, problem in pairs]
-    except RewardError as failed:
-        error = failed
-    ranks.raise_in_all(accelerator, error, RewardError)
-    return found
+    pairs = zip(completions, problems, strict=True)
+    with ranks.alike(accelerator, RewardError), _asked("is_correct", timeout):
+        return [bool(is_correct(text, str(problem["answer"]))) for text, problem in pairs]
 
 
 @contextmanager

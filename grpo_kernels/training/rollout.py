@@ -212,18 +212,11 @@ class Sampler:
             record_support=record_support,
         )  # fmt: skip
         self.update_weights()
-        done, error = list[Completion](), None
         prompts = [self.encode(problem) for problem in problems]
-        try:
+        with ranks.alike(self.accelerator, RolloutError, others="rollout: "):
             with self.accelerator.autocast():
                 done = list(self.rollout(prompts, count, sampling))
             self._check(done, len(prompts), count)
-        except RolloutError as failed:
-            error = failed
-        except Exception as failed:
-            error = RolloutError(f"rollout: {type(failed).__name__}: {failed}")
-            error.__cause__ = failed
-        ranks.raise_in_all(self.accelerator, error, RolloutError)
         return done
 
     def _check(self, done: Sequence[Completion], prompts: int, count: int) -> None:

@@ -215,19 +215,12 @@ class VLLMRollout:
         Raises:
             RolloutError: in every process, where another error came in one.
         """
-        lost, error = "", ""
-        try:
-            work()
-        except ServerLost as found:
-            lost = str(found)
-        except Exception as found:
-            own = isinstance(found, RolloutError)
-            error = str(found) if own else f"{type(found).__name__}: {found}"
-            if self.accelerator.num_processes == 1:
-                raise RolloutError(error) from found
-        errors = ranks.reduce(self.accelerator, error, lambda texts: list(filter(None, texts)))
-        if errors:
-            raise RolloutError(errors[0])
+        lost = ""
+        with ranks.alike(self.accelerator, RolloutError, others=""):
+            try:
+                work()
+            except ServerLost as found:
+                lost = str(found)
         return ranks.reduce(self.accelerator, lost, lambda texts: max(texts, key=len))
 
     def _check(self) -> None:
