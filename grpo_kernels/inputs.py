@@ -195,7 +195,7 @@ def _entropy_threshold(
             "entropy_threshold: expected None, as config.top_entropy_quantile = 1.0 trains every "
             f"token; got {threshold!r}"
         )
-    number = _scalar("entropy_threshold", threshold, like.device)
+    number = scalar("entropy_threshold", threshold, like.device)
     if isinstance(number, Tensor):
         checks.add(number.isnan(), "entropy_threshold: expected a number; got NaN")
         return number.to(like.dtype)
@@ -207,7 +207,7 @@ def _num_items(
 ) -> float | Tensor | None:
     if num_items is None:
         return None
-    number = _scalar("num_items", num_items, device)
+    number = scalar("num_items", num_items, device)
     if isinstance(number, Tensor):
         checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")
     elif number < 0:
@@ -215,7 +215,7 @@ def _num_items(
     return number
 
 
-def _scalar(name: str, value: object, device: torch.device) -> float | Tensor:
+def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     """Returns a number, or a 0-d tensor on `device`; one on the CPU is read without waiting."""
     if isinstance(value, Tensor):
         if value.ndim != 0:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensor(
@@ -157,7 +157,7 @@ class Layout:
                 "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
                 f"[N]; got a tensor with {name} of shape {list(x.shape)}"
             )
-        check_tensor("cu_seqlens", cu_seqlens, dtypes=_INTEGERS[:2], device=x.device)
+        check_tensor("cu_seqlens", cu_seqlens, dtypes=INTEGERS[:2], device=x.device)
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
             raise ValueError(f"cu_seqlens: expected shape [B + 1]; got {list(cu_seqlens.shape)}")
         N = x.shape[0]
@@ -176,14 +176,14 @@ class Layout:
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flattens a constant with one value per token to `[N]`."""
-        x = check_tensor(name, x, shape=self.shape, dtypes=_FLOATS, device=self.device)
+        x = check_tensor(name, x, shape=self.shape, dtypes=FLOATS, device=self.device)
         return flatten(x.detach()).to(dtype)
 
     def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
         """Flattens a mask to bool `[N]`; None when every token counts."""
         if mask is None:
             return None
-        dtypes = (torch.bool, *_INTEGERS, *_FLOATS)
+        dtypes = (torch.bool, *INTEGERS, *FLOATS)
         mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
         flat = flatten(mask.detach())
         if flat.dtype == torch.bool:
@@ -195,7 +195,7 @@ class Layout:
         self, advantages: object, checks: ValueChecks, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Flattens `[B]`, `[B, T]` or `[N]` to `[N]`."""
-        x = check_tensor("advantages", advantages, dtypes=_FLOATS, device=self.device)
+        x = check_tensor("advantages", advantages, dtypes=FLOATS, device=self.device)
         x = x.detach().to(dtype)
         sequences = self.sequences
         if x.shape == self.shape:
@@ -241,7 +241,7 @@ class Layout:
 
 def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
     """Returns the target ids as int64 `[N]`."""
-    targets = check_tensor("targets", targets, shape=shape, dtypes=_INTEGERS, device=device)
+    targets = check_tensor("targets", targets, shape=shape, dtypes=INTEGERS, device=device)
     return flatten(targets.detach()).long()
 
 

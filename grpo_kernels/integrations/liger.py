@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ..config import GRPOLossConfig
 from ..fused_grpo_loss import fused_grpo_loss
 from ..hf_head import apply_is_weights, check_head_options
-from ..inputs import loss_inputs
-from ..layout import Layout, ValueChecks
+from ..inputs import loss_inputs, scalar
+from ..layout import FLOATS, Layout, ValueChecks, check_tensor
 from ..linear_logprobs import linear_logprobs
 from ..objective import Tokens, clipped_tokens, importance_ratio
 
@@ -107,6 +107,8 @@ class FusedLinearGRPOLoss(nn.Module):
         **head_options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(loss_type, str):
+            raise TypeError(f"loss_type: expected a string; got {loss_type!r}")
         if importance_sampling_level == "sequence" and loss_type in _TOKEN_LEVEL_ONLY:
             # Begins as Liger's does, which its users match.
             raise ValueError(
@@ -184,7 +186,9 @@ class FusedLinearGRPOLoss(nn.Module):
             TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
                 `use_ref_model=False`, or none without it.
         """
-        config, mask = self.config, attention_mask
+        config = self.config
+        targets = check_tensor("selected_token_ids", selected_token_ids)
+        mask = check_tensor("attention_mask", attention_mask, shape=targets.shape)
         replay: dict[str, Any] = {} if support is None else {"support": support}
         ref_logps = self._ref_logps(
             selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias, replay
@@ -195,6 +199,7 @@ class FusedLinearGRPOLoss(nn.Module):
             "ref_logps": ref_logps,
         }
         if vllm_is_ratio is not None:
+            _check_is_weights(vllm_is_ratio, advantages, old_per_token_logps, mask)
             if config.loss_type == "vespo" and old_per_token_logps is None:
                 arguments["old_logps"] = self._logps(
                     _input, lin_weight, selected_token_ids, mask, bias, self.head_options | replay
@@ -267,6 +272,25 @@ class FusedLinearGRPOLoss(nn.Module):
         return linear_logprobs(hidden, weight, targets, **options).logps
 
 
+def _check_is_weights(weights: object, advantages: object, old_logps: object, mask: Tensor) -> None:
+    """Checks importance-sampling weights, and what they are put into, before they are."""
+    B, T = mask.shape
+    weights = check_tensor("vllm_is_ratio", weights, dtypes=FLOATS, device=mask.device)
+    if tuple(weights.shape) not in ((B,), (B, 1), (B, T)):
+        raise ValueError(
+            f"vllm_is_ratio: expected shape {[B, T]}, {[B, 1]} or {[B]}; got {list(weights.shape)}"
+        )
+    advantages = check_tensor("advantages", advantages, dtypes=FLOATS, device=mask.device)
+    if tuple(advantages.shape) not in ((B,), (B, T)):
+        raise ValueError(
+            f"advantages: expected shape {[B]} or {[B, T]}; got {list(advantages.shape)}"
+        )
+    if old_logps is not None:
+        check_tensor(
+            "old_per_token_logps", old_logps, shape=(B, T), dtypes=FLOATS, device=mask.device
+        )
+
+
 def _with_is_weights(
     config: GRPOLossConfig, weights: Tensor, mask: Tensor, arguments: dict[str, Any]
 ) -> tuple[GRPOLossConfig, dict[str, Any]]:
@@ -291,13 +315,15 @@ def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
     """Returns Liger's divisor: the tokens over all ranks, divided by the number of ranks."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if num_items is not None:
-        total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
+        total = torch.as_tensor(scalar("num_items_in_batch", num_items, mask.device))
+        total = total.to(mask.device, torch.float32)
     else:
         total = mask.sum(dtype=torch.float32)
         if distributed:
             torch.distributed.all_reduce(total)
     ranks = torch.distributed.get_world_size() if distributed else 1
-    return (total / ranks).clamp(min=1)
+    total = total / ranks
+    return torch.where(total < 0, total, total.clamp(min=1))  # below 0 it is refused
 
 
 @torch.no_grad()

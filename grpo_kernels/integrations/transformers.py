@@ -37,6 +37,8 @@ from ..hf_head import (
     is_sharded,
     register_with_zero3,
 )
+from ..inputs import check_config
+from ..layout import INTEGERS, check_tensor
 from ..linear_logprobs import linear_logprobs
 
 try:
@@ -126,6 +128,10 @@ class Objective:
         **head_options: Any,
     ) -> None:
         check_head_options(head_options)
+        if not isinstance(skip_untrained, bool):
+            raise TypeError(f"skip_untrained: expected a bool; got {skip_untrained!r}")
+        if config is not None:
+            check_config(config)
         optional = {
             "old_logps": old_logps,
             "ref_logps": ref_logps,
@@ -358,7 +364,9 @@ class _Labels:
 
     def align(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the hidden states `[B, T, H]` that predict the targets `[B, T]`, and these."""
-        targets = self.ids
+        targets = check_tensor("labels", self.ids, dtypes=INTEGERS)
+        if targets.is_meta:
+            raise ValueError("labels: expected a tensor with values; got one on the meta device")
         if targets.shape != hidden.shape[:2]:
             raise ValueError(
                 f"labels: expected shape {list(hidden.shape[:2])}, that of the hidden states; got "
@@ -378,18 +386,22 @@ def _score(
     weight: Tensor, hidden: Tensor, targets: Tensor, options: dict[str, Any], objective: Objective
 ) -> FusedHeadOutput:
     def to_device(x: Any) -> Any:
-        return x.to(weight.device) if isinstance(x, Tensor) else x
+        # What is on the meta device stays there, and is refused by its name.
+        return x.to(weight.device) if isinstance(x, Tensor) and x.device.type != "meta" else x
 
     mask = targets != -100
     if objective.mask is not None:
-        mask = mask & to_device(objective.mask).bool()
+        given = to_device(objective.mask)
+        given = check_tensor("mask", given, shape=mask.shape, device=mask.device)
+        mask = given.masked_fill(~mask, 0)  # other values than 0 and 1 stay, and are refused
     if objective.support is not None:
         options |= {"support": tuple(to_device(x) for x in objective.support)}
     if objective.advantages is None:
         scored = linear_logprobs(hidden, weight, targets, mask=mask, entropy=True, **options)
-        return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask)
+        return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask.bool())
     options |= {name: to_device(x) for name, x in objective.loss_options.items()}
     out = fused_grpo_loss(hidden, weight, targets, to_device(objective.advantages), mask, **options)
+    mask = mask.bool()
     if "ce_weights" in options:
         mask = mask | (options["ce_weights"] != 0)
     return FusedHeadOutput(

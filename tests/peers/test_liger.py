@@ -243,3 +243,25 @@ def test_verl_s_call(reduction):
         assert relative_error(ours.grad, theirs.grad) < 1e-4
     with pytest.raises(ValueError, match="reduction: expected one of"):
         linear_cross_entropy(*leaves, targets, 1.0, "max")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    (
+        ({"attention_mask": None}, "attention_mask: expected a tensor; got NoneType"),
+        ({"attention_mask": torch.ones(5)}, "attention_mask: expected shape"),
+        ({"num_items_in_batch": -3}, "num_items: expected a number >= 0"),
+        ({"num_items_in_batch": "x"}, "num_items_in_batch: expected a number"),
+        ({"vllm_is_ratio": torch.ones(2, 4)}, "vllm_is_ratio: expected shape"),
+        ({"vllm_is_ratio": torch.ones(2), "advantages": None}, "advantages: expected a tensor"),
+        ({"vllm_is_ratio": torch.ones(2), "old_per_token_logps": torch.ones(2)}, "old_per_token"),
+    ),
+)
+def test_what_is_refused_in_words(changed, error):
+    given = {
+        "_input": torch.randn(2, 5, 8), "lin_weight": torch.randn(11, 8),
+        "selected_token_ids": torch.zeros(2, 5, dtype=torch.long),
+        "attention_mask": torch.ones(2, 5), "advantages": torch.ones(2),
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=error):
+        FusedLinearGRPOLoss(use_ref_model=False)(**given | changed)

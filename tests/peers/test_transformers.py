@@ -453,3 +453,30 @@ class TestMistakes:
         inputs, labels = batch_of()
         with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
             model(**inputs, labels=labels, fused_head=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    (
+        ({"mask": torch.ones(9)}, r"mask: expected shape \[4, 9\]; got \[9\]"),  # not broadcast
+        ({"mask": [1] * 9}, "mask: expected a tensor; got list"),
+        ({"mask": 0.5 * torch.ones(4, 9)}, "mask: expected 0 or 1; got other values"),
+        ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
+        ({"skip_untrained": torch.ones(2)}, "skip_untrained: expected a bool"),
+    ),
+)
+def test_what_an_objective_does_not_take(options, error):
+    model = make_model("llama")
+    attach_fused_head(model)
+    ids = torch.randint(1, 257, (4, 10), generator=torch.Generator().manual_seed(0))
+    with pytest.raises((TypeError, ValueError), match=error):
+        model(ids, labels=ids, fused_head=Objective(torch.ones(4), **options))
+
+
+def test_labels_are_a_tensor():
+    model = make_model("llama")
+    attach_fused_head(model)
+    ids = torch.ones(2, 3, dtype=torch.long)
+    for labels, error in ((ids.tolist(), "labels: expected a tensor"), (ids.to("meta"), "meta")):
+        with pytest.raises((TypeError, ValueError), match=error):
+            model(ids, labels=labels, fused_head=True)

@@ -2,7 +2,8 @@
 
     python -m tests.tools.fuzz --seconds 600 [--seed 7]
 
-Each input is a valid call of one of the four functions to which up to three things happen: other
+Each input is a valid call of one of the four functions, or of a drop-in (Liger's class, verl's
+function, a fused head on a model of transformers), to which up to three things happen: other
 strides, dtypes, layouts, an alias, extreme or missing values, another shape, an option with any
 value. It may raise a TypeError or ValueError that says what was expected. Else value and gradients
 are those of the float64 reference, or, where the reference is not finite either or float32 cannot
@@ -20,28 +21,50 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from copy import deepcopy
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import reference
+from grpo_kernels import GRPOLossConfig, reference
+from grpo_kernels.hf_head import HEAD_OPTIONS
+from grpo_kernels.integrations import verl
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
 from tests.support.batches import OBJECTIVES, config, make_batch, packed
+from tests.support.tiny_models import V as WORDS_OF_MODEL
+from tests.support.tiny_models import make_model
 
 CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss", "selective_log_softmax")
 # What an error has to say.
 IN_WORDS = re.compile(r"(expected|unexpected keyword|required positional|multiple values|must be)")
 PER_TOKEN = ("old_logps", "ref_logps", "sampling_logps", "temperature", "ce_weights")
 HEAD = ("hidden", "weight", "bias")
+# Objectives that Liger's class has, and the options it names as we do.
+_OF_LIGER = (
+    "on_policy", "old_logps", "clip_asymmetric", "no_clip_range", "delta", "luspo", "kl",
+    "kl_metric_only", "kl_old_delta", "kl_uncorrected", "cispo", "sapo", "sequence", "vespo",
+)  # fmt: skip
+_LIGER_OPTIONS = (
+    "loss_type", "beta", "epsilon_high", "delta", "max_completion_length", "temperature",
+    "importance_sampling_level", "use_bias_correction_kl", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
 
 
 class Call:
     """A call of a function by names, and what happened to it."""
 
+    names: tuple[str, ...] = CALLS
+    kept: tuple[str, ...] = ()  # to which nothing happens
+
     def __init__(self, seed: int) -> None:
         self.seed, self.draw = seed, random.Random(seed)
-        self.name = self.draw.choice(CALLS)
+        self.name = self.draw.choice(self.names)
         self.notes: list[str] = []
         self.given = self._valid()
         for _ in range(self.draw.choice((0, 1, 1, 1, 2, 2, 3))):
@@ -87,7 +110,7 @@ class Call:
 
     def _happens(self) -> str:
         draw = self.draw
-        tensors = [k for k, v in self.given.items() if isinstance(v, Tensor)]
+        tensors = [k for k, v in self.given.items() if isinstance(v, Tensor) and k not in self.kept]
         name = draw.choice(tensors)
         x = self.given[name]
         g = torch.Generator().manual_seed(draw.randrange(10**6))
@@ -161,7 +184,7 @@ class Call:
                 del given["logits_dtype"]
             if self.name == "linear_logprobs":
                 given.pop("entropy", None)
-        out = getattr(reference if exact else grpo_kernels, self.name)(**given)
+        out = self._call(exact, given)
         names = ["loss", "logps"]
         # The reference of `linear_logprobs` always has them.
         if self.name != "linear_logprobs" or self.given.get("entropy"):
@@ -174,6 +197,128 @@ class Call:
             total.backward()
         grads = {f"d_{k}": x.grad for k, x in leaves.items() if x.grad is not None}
         return {k: v.detach() for k, v in (values | grads).items()}
+
+    def _call(self, exact: bool, given: dict[str, Any]) -> Any:
+        return getattr(reference if exact else grpo_kernels, self.name)(**given)
+
+
+class DropIn(Call):
+    """A call of a drop-in, with the names of `fused_grpo_loss` until it is made."""
+
+    names = ("liger", "verl", "transformers")
+    kept = ("input_ids", "attention_mask")
+
+    def _valid(self) -> dict[str, Any]:
+        draw = self.draw
+        B, T = draw.randint(1, 4), draw.randint(2, 7)
+        V = 200_000 if draw.random() < 0.01 else draw.choice((2, 17, 130, 1025))
+        H = 1 if V == 200_000 else draw.choice((1, 3, 16))
+        batch = make_batch(B=B, T=T, H=H, V=WORDS_OF_MODEL if self.name == "transformers" else V,
+                           seed=draw.randrange(10**6))  # fmt: skip
+        given: dict[str, Any] = {"targets": batch.targets, "mask": batch.mask}
+        if self.name == "transformers":
+            given["input_ids"] = torch.where(batch.mask, batch.targets, 1)
+            given["attention_mask"] = torch.ones_like(batch.targets)
+        else:
+            given |= {"hidden": batch.hidden, "weight": batch.weight}
+            given |= {"bias": batch.bias} if draw.random() < 0.3 else {}
+        if self.name == "verl":
+            given |= {"temperature": 0.7} if draw.random() < 0.3 else {}
+            given |= {"reduction": draw.choice(("none", "sum", "mean"))}
+            return given
+        if self.name == "transformers" and draw.random() < 0.3:
+            return given
+        if self.name == "liger" and draw.random() < 0.2:
+            given["vllm_is_ratio"] = torch.ones(batch.mask.shape)
+        objectives = _OF_LIGER if self.name == "liger" else list(OBJECTIVES)
+        options, tensors = OBJECTIVES[draw.choice(objectives)]
+        given |= {"config": config(**options), "advantages": batch.advantages}
+        given |= {name: getattr(batch, name) for name in tensors}
+        if draw.random() < 0.2:
+            given["num_items"] = draw.choice((1, 7.5, torch.tensor(9.0)))
+        return given
+
+    def _call(self, exact: bool, given: dict[str, Any]) -> Any:
+        if self.name == "verl":
+            if not exact:
+                given = {"labels" if k == "targets" else k: v for k, v in given.items()}
+                logps, entropy = verl.linear_cross_entropy(**given)
+                return SimpleNamespace(logps=logps, entropy=entropy)
+            reduction = given.pop("reduction", "none")
+            out = reference.linear_logprobs(**given)
+            logps = out.logps if reduction == "none" else getattr(out.logps, reduction)()
+            return SimpleNamespace(logps=logps, entropy=out.entropy)
+        if exact:
+            options = given.get("config")
+            if getattr(options, "loss_type", "") not in ("dapo", "cispo", "vespo"):
+                given.pop("num_items", None)  # Liger's others do not take it
+            else:
+                given["num_items"] = max(1.0, float(given.get("num_items", given["mask"].sum())))
+            # What else it does has no reference here.
+            assert (given.pop("vllm_is_ratio", torch.ones(1)) == 1).all()
+            return SimpleNamespace(loss=reference.fused_grpo_loss(**given).loss)
+        options = given.pop("config", None)
+        names = {
+            "hidden": "_input", "weight": "lin_weight", "targets": "selected_token_ids",
+            "mask": "attention_mask", "old_logps": "old_per_token_logps",
+            "ref_logps": "ref_per_token_logps", "num_items": "num_items_in_batch",
+        }  # fmt: skip
+        made: dict[str, Any] = {"use_ref_model": "ref_logps" in given}
+        if isinstance(options, GRPOLossConfig):
+            of_config = {k: v for k, v in vars(options).items() if k in _LIGER_OPTIONS}
+            made |= of_config | {"epsilon_low": options.epsilon}
+            if options.epsilon_high is None:
+                made["epsilon_high"] = options.epsilon
+        else:
+            made["loss_type"] = options
+        head = {k: given.pop(k) for k in [*given] if k in HEAD_OPTIONS}
+        loss = FusedLinearGRPOLoss(**made, **head)
+        return SimpleNamespace(loss=loss(**{names.get(k, k): v for k, v in given.items()})[0])
+
+    def run(self, exact: bool) -> dict[str, Tensor]:
+        """As of a call; of a model with the gradients of its head and of its first layer."""
+        if self.name != "transformers":
+            return super().run(exact)
+        model = _model(exact)
+        model.zero_grad()
+        given = dict(self.given)
+        ids, attention = given.pop("input_ids"), given.pop("attention_mask")
+        labels = given.pop("targets", None)
+        if exact:
+            given = {k: _widened(v) for k, v in given.items() if k not in (*_FAST, "logits_dtype")}
+            hidden = model.model(ids, attention_mask=attention).last_hidden_state
+            # As with the model's own labels, -100 is not scored, whatever the mask says.
+            given["mask"] = (labels != -100) & given.get("mask", torch.ones_like(ids)).bool()
+            given |= {"hidden": hidden, "weight": model.lm_head.weight, "targets": labels}
+            function = "fused_grpo_loss" if "advantages" in given else "linear_logprobs"
+            out = getattr(reference, function)(**given)
+        else:
+            # A label is predicted by the position before it.
+            longer = (torch.nn.functional.pad(x, (0, 1), value=1) for x in (ids, attention))
+            if isinstance(labels, Tensor) and labels.ndim == 2:
+                labels = torch.nn.functional.pad(labels, (1, 0))
+            ids, attention = longer
+            objective = Objective(**given)
+            out = model(ids, attention_mask=attention, labels=labels, fused_head=objective)
+        loss = getattr(out, "loss", None)
+        total = out.logps.sum() + out.entropy.sum() if loss is None else loss
+        total.backward()
+        found = {"logps": out.logps, "d_head": model.lm_head.weight.grad}
+        found["d_first"] = model.model.layers[0].self_attn.q_proj.weight.grad
+        found |= {} if loss is None else {"loss": loss}
+        return {k: v.detach().clone() for k, v in found.items()}
+
+
+@cache
+def _model(exact: bool) -> Any:
+    """A model of transformers with a fused head; the same in float64."""
+    if exact:
+        model = deepcopy(_model(False))
+        detach_fused_head(model)
+        return model.double()
+    model = make_model("llama", tie_word_embeddings=False).eval()
+    attach_fused_head(model)
+    return model
 
 
 _FAST = {
@@ -221,6 +366,8 @@ def verdict(call: Call) -> str:
         return f"not compared: the reference raises {type(error).__name__}"
     if not all(bool(x.isfinite().all()) for x in expected.values()):
         return "not compared: the reference is not finite"
+    if not all(bool(x.isfinite().all()) for x in found.values()) and _not_finite(call):
+        return "not compared: not finite, as what was given"
     if call.given.get("backward") == "sampled" or call.given.get("logits_dtype") == "model":
         return "not compared: drawn, or rounded to one neighbour or the other"
     if max(map(_largest, expected.values()), default=0.0) > 1e30:
@@ -257,6 +404,16 @@ def _close_entropies(call: Call, expected: dict[str, Tensor]) -> bool:
     return bool((gaps < 1e-5).any())
 
 
+def _not_finite(call: Call) -> bool:
+    """Whether a token of the mask was given a value that is not finite."""
+    mask = call.given.get("mask")
+    return isinstance(mask, Tensor) and any(
+        bool((~x[mask != 0].isfinite()).any())
+        for x in _tensors(call)
+        if x.is_floating_point() and x.shape == mask.shape
+    )
+
+
 def _tensors(call: Call) -> list[Tensor]:
     return [x for x in call.given.values() if isinstance(x, Tensor)]
 
@@ -291,12 +448,12 @@ def fuzz(seconds: float, seed: int, most: int = 10**12) -> tuple[Counter[str], l
     told, bad, end = Counter[str](), list[int](), time.monotonic() + seconds
     while time.monotonic() < end and told.total() < most:
         seed += 1
+        call = (DropIn if seed % 4 == 0 else Call)(seed)
         try:
-            told[verdict(Call(seed))] += 1
+            told[verdict(call)] += 1
         except Exception as error:
             told["WRONG"] += 1
             bad.append(seed)
-            call = Call(seed)
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(
                 f"seed {seed}: {call.name}, {'; '.join(call.notes) or 'as it is'}: "
