@@ -37,6 +37,7 @@ PROMPTS = [{"prompt": "p"}] * 3
         (lambda p, c: [1.0, float("nan"), 0.0], "expected finite numbers, .* got nan for 'b'"),
         (lambda p, c: [1.0, float("inf"), 0.0], "expected finite numbers, .* got inf for 'b'"),
         (lambda p, c: None, "TypeError"),
+        (lambda p, c: torch.ones(3, device="meta"), "cannot be called on meta tensors"),
         (lambda p, c: ["a", "b", "c"], "ValueError: could not convert"),
         (lambda p, c: time.sleep(5), "expected an answer within reward_timeout = 0.2 seconds"),
     ),
