@@ -98,6 +98,7 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path):
     with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint: .*step-000002"):
         trainer.train()
     assert len(calls) == 8  # two, one, one, and four in a row
+    assert [row.get("bad_updates") for row in rows_of(config.folder)] == [None, None, 2]
 
 
 @pytest.mark.parametrize("damage", ("truncated", "bit", "gone", "hashes"))

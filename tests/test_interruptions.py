@@ -131,7 +131,11 @@ def test_less_memory_down_to_chunks_of_one_completion(tiny_model, tmp_path, monk
     again = config_of(tiny_model, tmp_path / "b", **STEPS)
     actual = out_of_memory(again, "loss", {1, 2, 3, 4})
     assert actual.scorer.micro_batch_size == 1
-    assert actual.scorer.head_options()["chunk_bytes"] == 512 * 4 * 257 // 4
+    left = 512 * 4 * 257 // 4
+    assert actual.scorer.head_options()["chunk_bytes"] == left
+    for row in rows_of(again.folder):
+        assert (row["micro_batch_size"], row["chunk_mib"]) == (1, left / 2**20)
+    assert all("chunk_mib" not in row for row in rows_of(config.folder))
     assert_same_rows(rows_of(again.folder), rows_of(config.folder))
     assert_same_weights(weights_of(expected), weights_of(actual), rtol=1e-4, atol=1e-6)
 

@@ -309,11 +309,11 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
                     continue
                 steps, values = zip(*known, strict=True)
                 label = name.removeprefix("reward/").removeprefix("accuracy/").replace("_", " ")
+                line = "o" if len(steps) == 1 else "-"  # a line of one point is not to be seen
+                curve = _smooth(values) if smooth else values
+                (drawn,) = axes.plot(steps, curve, line, markersize=4, label=label)
                 if smooth:
-                    (drawn,) = axes.plot(steps, _smooth(values), label=label)
                     axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.3, markersize=3)
-                else:
-                    axes.plot(steps, values, label=label)
             if len(names) > 1 and axes.lines:
                 axes.legend(fontsize=7)
             if log and axes.lines:
@@ -337,7 +337,8 @@ def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
 
     def split(axes: Any) -> None:
         parts = [p for p in _PHASES if any(_has(r, f"seconds/{p}") for r in rows)]
-        axes.stackplot(x, [[r.get(f"seconds/{p}", 0) for r in rows] for p in parts], labels=parts)
+        ends, at = (x, rows) if len(x) > 1 else ([x[0] - 0.5, x[0] + 0.5], [*rows, *rows])
+        axes.stackplot(ends, [[r.get(f"seconds/{p}", 0) for r in at] for p in parts], labels=parts)
         axes.legend(fontsize=7, loc="lower left")
         axes.set_ylim(bottom=0)
 
@@ -391,7 +392,7 @@ def compare(folders: Sequence[Path]) -> Path:
                              [r["high"] - r[name] for r in known]]  # fmt: skip
                     axes.errorbar(x, values, edges, fmt="o-", markersize=3, capsize=3, label=label)
                 else:
-                    axes.plot(x, smooth, label=label)
+                    axes.plot(x, smooth, "o" if len(x) == 1 else "-", label=label)
             if name == "accuracy":
                 axes.set_ylim(0, 1.02)
             axes.legend(fontsize=7)

@@ -68,6 +68,15 @@ class Scorer:
         """The option `micro_batch_size`, and what is taken of it and of chunks of logits."""
         return [self.config.micro_batch_size, self.micro_batch_size, self.chunk_bytes]
 
+    def taken_of_memory(self) -> dict[str, float]:
+        """For a row of metrics: what is taken once memory has run out; nothing before."""
+        taken: dict[str, float] = {}
+        if self.micro_batch_size < self.config.micro_batch_size:
+            taken["micro_batch_size"] = self.micro_batch_size
+        if self.chunk_bytes is not None:
+            taken["chunk_mib"] = self.chunk_bytes / 2**20
+        return taken
+
     def restore_memory(self, memory: list[int | None] | None) -> None:
         """Goes on with what a run had left of it, unless the option is another one now."""
         if memory is not None and memory[0] == self.config.micro_batch_size:

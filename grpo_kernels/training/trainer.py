@@ -213,8 +213,7 @@ class Trainer:
             judged = [problem for problem in mine for _ in range(G)]
             asked = (self.accelerator, self.is_correct, judged, texts, config.reward_timeout)
             correct = judge_answers(*asked) if self.has_answers else []
-        mask = completion_mask(completions, config.mask_truncated_completions)
-        mask = to_device(mask, device)
+        mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
         logps = sampling_logps(completions, mask)
         check_has_logps(config, logps is not None)
         # Equal in all processes, so that they have the same metrics.
@@ -376,7 +375,9 @@ class Trainer:
         row |= metrics.merge_updates(updates)
         if c.resample_equal_groups:
             row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
-        row |= self.course.metrics
+        row |= self.course.metrics | self.scorer.taken_of_memory()
+        if self.bad_updates:
+            row["bad_updates"] = self.bad_updates
         # That of an evaluation before this step, too.
         if self.sampler.sync_seconds:
             clock.seconds["sync"], self.sampler.sync_seconds = self.sampler.sync_seconds, 0.0
@@ -434,10 +435,9 @@ class Trainer:
 
     def _stop_after(self, step: int, error: BaseException) -> None:
         """Keeps what was trained up to a step, if its weights are still the policy's."""
-        alone = self.accelerator.num_processes == 1
         self.step = step
-        if not alone and not isinstance(error, (StepError, Preempted)):
-            return  # the other processes wait elsewhere
+        if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
+            return  # the others wait elsewhere
         if self.saved < step and not self.within_step and self.config.save_every >= 0:
             self._save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
