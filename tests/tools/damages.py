@@ -227,6 +227,16 @@ DAMAGES = [
          "            rank += ~group", "            rank += group"),
     ),
     *_in(
+        "row_plan.py",
+        "test_head_memory",
+        ("memory that runs out over the head ends the call",
+         "if fixed or too_few or not ran_out_of_memory(error):", "if True:"),
+        ("a budget of the caller's own is not kept to",
+         "fixed = plan, call.chunk_bytes is not None or", "fixed = plan,"),
+        ("what failed is held while it is done again",
+         "            too_few = plan", "            kept = error\n            too_few = plan"),
+    ),
+    *_in(
         "one_pass.py",
         "test_fused_grpo_loss test_autograd",
         ("the caller's scale of the loss is ignored",
