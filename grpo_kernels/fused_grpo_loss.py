@@ -158,7 +158,8 @@ def fused_grpo_loss(
         chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, which is kept
             to. None: on a CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB, or 1/16 of
             its memory if that is less; and where memory runs out, the call is made again with half
-            of it, down to 16 rows, and warns. Not so with a `vocab_group`, nor `capturable`.
+            of it, down to 16 rows (256 if `batch_invariant`), and warns. Not so with a
+            `vocab_group`, with `capturable`, nor for tokens of a `support`.
         capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
             masked ones and those of advantage 0 too, at their cost, and values are checked by
             assertions on the device. For the exact backward.

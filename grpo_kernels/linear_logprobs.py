@@ -242,6 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted: Sequence[bool],
         plan: RowPlan,
     ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+        ctx.words = None
         hidden, head = operands.hidden, LMHead(operands, call, plan.logit_rows)
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
@@ -263,7 +264,6 @@ class _LinearLogprobs(torch.autograd.Function):
                     entropy[index] = stats.entropy
                 if drawn is not None and chunk.needs_grad:
                     drawn.draw(rows, logits, stats, call.backend)
-            ctx.words = None
             if call.support is not None:
                 words = SupportHead(operands, call)
                 ctx.words = words.logits()

@@ -121,8 +121,8 @@ class OnePassLoss(torch.autograd.Function):
                 per_token = (logps, entropy, d_logps, d_entropy)
                 losses.append(_add_support(config, inputs, gradients, scale, per_token, wanted))
             call.zeroed(logps, entropy)
-            ctx.save_for_backward(scale, *gradients.finish())
-            sampled = gradients.metrics()
+            finished, sampled = gradients.finish(), gradients.metrics()
+        ctx.save_for_backward(scale, *finished)
         ctx.dtypes, ctx.shard = dtypes_of(*operands), call.shard
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
         of_loss = (d_logps, d_entropy) if any(wanted) else (None, None)

@@ -10,6 +10,7 @@ multiplied at a time, the less often the weight's gradient is read and written.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,13 +38,12 @@ _MOST_STRIP_ROWS = 640
 _TILE_COLUMNS = 256
 # Where memory runs out, fewer rows than these at a time are not tried.
 _LEAST_ROWS = 16
-# What torch says without memory on a CPU, oneDNN within it, cuBLAS, and Triton.
-_NO_MEMORY = (
-    "can't allocate memory",
-    "std::bad_alloc",
-    "could not create a memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "Triton Error [CUDA]: out of memory",
+# What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
+# own calls (Triton's as well), cuBLAS, and Metal.
+_NO_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|std::bad_alloc|could not create a memory"
+    "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    "|MPS backend out of memory"
 )
 
 
@@ -142,10 +142,10 @@ class RowPlan:
         least = 0 if self.ranks is None else len(self.ranks)
         return min(max(self.max_logit_rows, least), self.largest_chunk)
 
-    def halved(self) -> RowPlan:
-        """Half as many rows at a time."""
+    def halved(self, least: int = 1) -> RowPlan:
+        """Half as many rows at a time, but not fewer than `least`."""
         most, logit_rows = (
-            max(1, min(rows, self.largest_chunk) // 2)
+            max(least, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
         return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
@@ -156,22 +156,29 @@ def in_memory(work: Callable[[RowPlan], _T], plan: RowPlan, call: HeadCall) -> _
 
     Not with a budget of the caller's own, where other ranks wait, or in the capture of a graph.
     """
-    first, fixed = plan, call.chunk_bytes is not None or call.shard is not None or call.capturable
+    first, least = plan, call.tile or _LEAST_ROWS
+    fixed = call.chunk_bytes is not None or call.shard is not None or call.capturable
     while True:
         try:
             result = work(plan)
             break
         except Exception as error:
-            too_few = plan.logit_rows <= (call.tile or _LEAST_ROWS)
+            # As many rows as a support takes are there in any case.
+            too_few = plan.logit_rows <= max(least, call.support_rows)
             if fixed or too_few or not ran_out_of_memory(error):
                 raise
-        plan = plan.halved()  # when the error no longer holds what the work had
+        # When the error no longer holds what the work had. Not all that asks is torch's allocator.
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        plan = plan.halved(least)
     if plan is not first:
         rows, of_logits, of_gradients = plan.logit_rows, *plan.row_bytes
         taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
+        drawn = call.sampling is not None
         warnings.warn(
-            f"memory ran out over the head, which took {rows} rows of logits at a time instead, "
-            f"with the same result; pass chunk_bytes={taken} to begin so",
+            f"memory ran out over the head, which took {rows} rows of logits at a time instead; "
+            f"{'other columns are drawn' if drawn else 'the result is the same'}. With chunk_bytes="
+            f"{taken} it begins so, and keeps to that",
             stacklevel=2,
         )
     return result
@@ -181,7 +188,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether that is what a device, or the allocator of a CPU, says with it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:

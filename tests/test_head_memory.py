@@ -65,10 +65,11 @@ def test_a_sampled_backward_is_unbiased_still(config, batch, little_memory, monk
     monkeypatch.setattr(sampling_cost, "pays", lambda *_: True)
     options = {"config": config, "old_logps": True}
     expected = run_fused(batch, exact=True, **options)
-    with pytest.warns(UserWarning, match=SAID):
+    with pytest.warns(UserWarning, match=SAID) as caught:
         actual = run_fused(
             batch, exact=False, **options, backward="sampled", tolerance=1e-3, seed=3
         )
+    assert "other columns are drawn" in str(caught[0].message)
     for name in ("hidden", "weight"):
         want, got = expected.gradients[name], actual.gradients[name]
         assert (got - want).norm() <= 2e-2 * want.norm() > 0
@@ -92,7 +93,7 @@ def test_log_probs_in_both_directions(batch, little_memory):
 def test_the_warning_says_where_to_begin(batch, little_memory):
     with pytest.warns(UserWarning) as caught:
         run_fused(batch, exact=False, config=config(), old_logps=True)
-    begin = int(re.search(r"pass chunk_bytes=(\d+) to begin so", str(caught[0].message))[1])
+    begin = int(re.search(r"With chunk_bytes=(\d+) it begins so", str(caught[0].message))[1])
     little_memory.clear()
     run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin)
     assert max(little_memory) <= ROWS
@@ -109,13 +110,39 @@ def test_whole_tiles_are_the_least(batch, little_memory):
         run_fused(batch, exact=False, config=config(), batch_invariant=True)
 
 
-def test_memory_that_never_suffices_is_the_devices_error(batch, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "attempts"),
+    (
+        ({"mask": False}, [144, 72, 36, 18, 16]),
+        ({"mask": False, "batch_invariant": True}, [256]),  # a tile
+    ),
+)
+def test_memory_that_never_suffices_is_the_devices_error(options, attempts, monkeypatch):
+    asked, batch = [], make_batch(B=4, T=48)
+    batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
+
     def nothing(self, count, dtype):
+        asked.append(count)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     monkeypatch.setattr(LMHead, "new_rows", nothing)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        run_fused(batch, exact=False, config=config())
+        run_fused(batch, exact=False, config=config(), **options)
+    assert asked == attempts
+
+
+def test_rows_of_a_support_are_not_tried_again(batch, little_memory):
+    """They are as many however few the others are."""
+    V, mask = len(batch.weight), batch.mask.flatten()
+    counts = torch.where(mask, V // 2, 0)
+    counts[: len(counts) // 2] = 0  # half of the tokens have the whole vocabulary
+    words = [
+        (torch.arange(n) + t) % V for n, t in zip(counts, batch.targets.flatten(), strict=True)
+    ]
+    support = torch.cat(words), torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    with pytest.raises(torch.OutOfMemoryError):
+        run_fused(batch, exact=False, config=config(), support=support)
+    assert len(little_memory) == 1
 
 
 def test_other_errors_are_raised_at_once(batch, monkeypatch):
@@ -144,6 +171,12 @@ def test_half_of_what_was_taken():
         (MemoryError(), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("can't allocate memory"), False),
     ),

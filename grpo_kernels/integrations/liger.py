@@ -315,15 +315,17 @@ def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
     """Returns Liger's divisor: the tokens over all ranks, divided by the number of ranks."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if num_items is not None:
-        total = torch.as_tensor(scalar("num_items_in_batch", num_items, mask.device))
-        total = total.to(mask.device, torch.float32)
+        number = scalar("num_items_in_batch", num_items, mask.device)
+        if not isinstance(number, Tensor) and number < 0:
+            raise ValueError(f"num_items_in_batch: expected a number >= 0; got {number}")
+        total = torch.as_tensor(number).to(mask.device, torch.float32)
     else:
         total = mask.sum(dtype=torch.float32)
         if distributed:
             torch.distributed.all_reduce(total)
     ranks = torch.distributed.get_world_size() if distributed else 1
     total = total / ranks
-    return torch.where(total < 0, total, total.clamp(min=1))  # below 0 it is refused
+    return torch.where(total < 0, total, total.clamp(min=1))  # a tensor below 0 is refused
 
 
 @torch.no_grad()

@@ -93,7 +93,9 @@ class TrainingConfig:
     rewards: list[str] = _option(("answer", "format"), "names of reward functions")
     reward_weights: list[float] = _option((), "one per reward function; none: 1 each")
     reward_timeout: float = _option(
-        0.0, "seconds that a reward function may take for the completions of a step; 0: any time"
+        0.0,
+        "seconds that a reward function, and is_correct, may take for the completions of a "
+        "step; 0: any time",
     )
 
     # Rollouts

@@ -185,15 +185,16 @@ class Policy(nn.Module):
 
 @contextmanager
 def _sampling_as_is(*models: Any) -> Iterator[None]:
-    """Leaves out what a model comes with for `generate`, but for the ids of tokens.
+    """Leaves out what a model comes with for `generate`, but for ids of tokens and its cache.
 
     With its penalties, cutoffs or beams, samples would not be the policy's.
     """
     before = [model.generation_config for model in models]
-    for model, config in zip(models, before, strict=True):
-        ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        model.generation_config = type(config)(**ids)
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation")
     try:
+        for model, config in zip(models, before, strict=True):
+            some = {k: x for k in kept if (x := getattr(config, k, None)) is not None}
+            model.generation_config = type(config)(**some)
         yield
     finally:
         for model, config in zip(models, before, strict=True):

@@ -166,7 +166,7 @@ def alike(
         error.__cause__ = found
     told = reduce(accelerator, None if error is None else str(error), first)
     if told is not None:
-        raise error or kind(told)
+        raise kind(told) from error
 
 
 def first(values: list[_T | None]) -> _T | None:

@@ -257,7 +257,7 @@ def judge_answers(
     accelerator: Accelerator, is_correct: Callable[[str, str], bool],
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
 ) -> list[bool]:  # fmt: skip
-    """Whether each completion has its problem's answer; what one process raises, all raise."""
+    """Whether each completion has its problem's answer; a RewardError of one, all raise."""
     pairs = zip(completions, problems, strict=True)
     with ranks.alike(accelerator, RewardError), _asked("is_correct", timeout):
         return [bool(is_correct(text, str(problem["answer"]))) for text, problem in pairs]

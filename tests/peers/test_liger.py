@@ -250,7 +250,8 @@ def test_verl_s_call(reduction):
     (
         ({"attention_mask": None}, "attention_mask: expected a tensor; got NoneType"),
         ({"attention_mask": torch.ones(5)}, "attention_mask: expected shape"),
-        ({"num_items_in_batch": -3}, "num_items: expected a number >= 0"),
+        ({"num_items_in_batch": -3}, "num_items_in_batch: expected a number >= 0; got -3"),
+        ({"num_items_in_batch": torch.tensor(-3.0)}, "num_items: expected a number >= 0"),
         ({"num_items_in_batch": "x"}, "num_items_in_batch: expected a number"),
         ({"vllm_is_ratio": torch.ones(2, 4)}, "vllm_is_ratio: expected shape"),
         ({"vllm_is_ratio": torch.ones(2), "advantages": None}, "advantages: expected a tensor"),

@@ -99,6 +99,7 @@ def test_a_head_that_stays_sharded(name, ranks, tmp_path):
         torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
+ANSWER = "RewardError: is_correct: ConnectionError: the judge is gone"
 JUDGE = "RewardError: reward function noise: ConnectionError: the judge is gone"
 FAULTS = {
     # fault, call: what both ranks meet, the last step that is kept, and the size of micro-batches
@@ -109,6 +110,7 @@ FAULTS = {
     # The calls are of an evaluation, the first step, an evaluation, ...
     ("reward", 3): (JUDGE, 1, 2),
     ("reward", 4): (JUDGE, 1, 2),
+    ("is_correct", 1): (ANSWER, 0, 2),
 }
 
 
@@ -126,7 +128,7 @@ def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
     job = "tests.ranks.training_jobs:with_fault"
     both = ranks(job, fault, call, *given, options, environment=environment)
     assert [found[:3] for found in both] == [FAULTS[fault, call]] * 2
-    if fault in ("signal", "reward"):
+    if fault in ("signal", "reward", "is_correct"):
         again = options | {"resume": True}
         both = ranks(job, "", 0, *given, again, environment=environment)
     assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))

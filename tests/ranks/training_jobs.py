@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.training import Trainer, load_model, load_problems
+from grpo_kernels.training.rewards import is_correct
 from tests.support.trainer_runs import config_of, no_curves, noise, support_around
 
 
@@ -57,8 +58,8 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
 def with_fault(fault: str, call: int, model: str, output: str, options: dict):
     """A run in which something happens to one rank; what each has met, and its weights.
 
-    Memory runs out, or a signal comes, in the call of this number; a reward function fails in its
-    call of this number.
+    Memory runs out, or a signal comes, in the call of this number; a reward function, or
+    `is_correct`, fails in its call of this number.
     """
     config = config_of(model, Path(output), **options)
     calls: list[int] = []
@@ -72,11 +73,17 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
             raise ConnectionError("the judge is gone")
         return noise(prompts, completions)
 
+    def answered(text, answer):
+        if fault == "is_correct" and now():
+            raise ConnectionError("the judge is gone")
+        return is_correct(text, answer)
+
     train, held_out = load_problems(config)
     trainer = Trainer(
         config, *load_model(config), train, held_out, rewards={"noise": of_rank},
-        rollout=lambda _: SameForAnyRanks(),
+        rollout=lambda _: SameForAnyRanks(), is_correct=answered,
     )  # fmt: skip
+    trainer.sampler.rollout.most_prompts = trainer.accelerator.process_index + 3
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     backward = trainer.accelerator.backward
 
@@ -100,6 +107,11 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
             trainer.train()
     except (SystemExit, RuntimeError) as error:
         met = f"{type(error).__name__}: {error}"
+    # What each process has left of memory is its own.
+    sampler = trainer.sampler
+    held, sampler.rollout.most_prompts = sampler.memory(), None
+    sampler.restore_memory(held)
+    assert sampler.rollout.most_prompts == trainer.accelerator.process_index + 3
     return met, trainer.step, trainer.scorer.micro_batch_size, policy.state_dict()
 
 

@@ -232,7 +232,7 @@ DAMAGES = [
         ("memory that runs out over the head ends the call",
          "if fixed or too_few or not ran_out_of_memory(error):", "if True:"),
         ("a budget of the caller's own is not kept to",
-         "fixed = plan, call.chunk_bytes is not None or", "fixed = plan,"),
+         "fixed = call.chunk_bytes is not None or", "fixed ="),
         ("what failed is held while it is done again",
          "            too_few = plan", "            kept = error\n            too_few = plan"),
     ),
