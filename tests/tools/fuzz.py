@@ -317,7 +317,7 @@ class DropIn(Call):
         loss = getattr(out, "loss", None)
         total = out.logps.sum() + out.entropy.sum() if loss is None else loss
         total.backward()
-        found = {"logps": out.logps, "d_head": model.lm_head.weight.grad}
+        found = {"logps": out.logps, "entropy": out.entropy, "d_head": model.lm_head.weight.grad}
         found["d_first"] = model.model.layers[0].self_attn.q_proj.weight.grad
         found |= {} if loss is None else {"loss": loss}
         return {k: v.detach().clone() for k, v in found.items()}
