@@ -73,6 +73,26 @@ def test_two_processes_are_as_one(name, ranks, tiny_model, tmp_path):
             torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("loss_type", ("dapo", "gmpo"))
+def test_a_head_that_runs_out_of_memory_while_weights_are_sharded(
+    loss_type, ranks, tiny_model, tmp_path
+):
+    """In one process alone, in a forward and, with gmpo, in a backward."""
+    options = {"steps": 2, "learning_rate": 1e-3, "eval_size": 0, "loss_type": loss_type}
+    options["skip_untrained"] = False
+    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
+    environment = environment_of(ROOT / "examples/configs/fsdp2.yaml")
+    environment["ACCELERATE_USE_CPU"] = "true"
+    (weights, none), (_, refused) = ranks(
+        "tests.ranks.training_jobs:train_with_little_memory", "fsdp2", str(tiny_model),
+        str(tmp_path / "two"), options, environment=environment,
+    )  # fmt: skip
+    assert none == 0 and refused >= 2 * (1 + (loss_type == "gmpo"))
+    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+
+
 SHARDED = {
     "dapo, kl, minibatches": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
     "gmpo, in two passes": {"loss_type": "gmpo", "epochs_per_rollout": 2},

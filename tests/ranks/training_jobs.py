@@ -3,9 +3,11 @@
 import os
 import signal
 from pathlib import Path
+from warnings import catch_warnings, simplefilter
 
 import torch
 
+from grpo_kernels.lm_head import LMHead
 from grpo_kernels.training import Trainer, load_model, load_problems
 from grpo_kernels.training.rewards import is_correct
 from tests.support.trainer_runs import config_of, no_curves, noise, support_around
@@ -53,6 +55,29 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
     with no_curves():
         trainer.train()
     return trainer.accelerator.get_state_dict(trainer.policy)
+
+
+def train_with_little_memory(kind: str, model: str, output: str, options: dict):
+    """As `train`, with memory for fewer rows of logits in the second process than it asks for.
+
+    Also how often it asked for too many.
+    """
+    new_rows, refused = LMHead.new_rows, 0
+
+    def limited(self, count, dtype):
+        nonlocal refused
+        if count > 16 and torch.distributed.get_rank() == 1:
+            refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return new_rows(self, count, dtype)
+
+    LMHead.new_rows = limited
+    try:
+        with catch_warnings():
+            simplefilter("ignore")  # that says so
+            return train(kind, model, output, options), refused
+    finally:
+        LMHead.new_rows = new_rows
 
 
 def with_fault(fault: str, call: int, model: str, output: str, options: dict):
