@@ -128,8 +128,6 @@ class Objective:
         **head_options: Any,
     ) -> None:
         check_head_options(head_options)
-        if not isinstance(skip_untrained, bool):
-            raise TypeError(f"skip_untrained: expected a bool; got {skip_untrained!r}")
         if config is not None:
             check_config(config)
         optional = {
@@ -140,7 +138,7 @@ class Objective:
             "config": config,
             "num_items": num_items,
             "entropy_threshold": entropy_threshold,
-            "skip_untrained": skip_untrained or None,
+            "skip_untrained": None if skip_untrained is False else skip_untrained,
         }
         self.loss_options = {name: x for name, x in optional.items() if x is not None}
         if advantages is None and self.loss_options:
