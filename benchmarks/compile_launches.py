@@ -251,7 +251,7 @@ def _takes_most_registers(launch: KernelLaunch) -> bool:
     """Returns True for float32 throughout, a bias, and one more operand; the report checks it."""
     flags, kinds = dict(launch.constants), {kind for _, kind in launch.signature}
     wide = not kinds & {"*bf16", "*fp16"} and flags.get("BLOCK_V", 0) >= 2048
-    more = flags.get("HAS_WEIGHTS") or flags.get("IN_PLACE")
+    more = flags.get("HAS_WEIGHTS") or flags.get("INVARIANT")
     return bool(wide and more and flags["HAS_BIAS"] and flags["HAS_TEMPERATURE"])
 
 

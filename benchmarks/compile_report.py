@@ -3,7 +3,8 @@
     python -m benchmarks.compile_report [--arch sm_80 gfx942] [--full] [--check] [--markdown FILE]
 
 `compile_launches` has the configurations. Each kernel is compiled aligned, for memory and rows that
-divide by 16, and unaligned, for any, where Triton tells the two apart. This is done for a sample:
+divide by 16, unaligned, for any, and mixed, with one of its strides of any size, where Triton tells
+these apart. This is done for a sample:
 every pair of options that occurs at all, and the configurations that take the most registers. With
 `--full` it is done for every configuration on sm_90 and gfx942, of the policy loss on sm_90 alone.
 
@@ -203,9 +204,18 @@ def builds(
         full_archs = IN_FULL.get(launch.kernel, IN_FULL_OTHERWISE) if in_full else ()
         for arch in archs:
             if launch in sampled or arch in full_archs:
-                for build in (launch, replace(launch, divisible=())):
+                for build in (launch, replace(launch, divisible=()), *mixed(launch)):
                     jobs[build, arch] = jobs.get((build, arch), False) or launch in sampled
     return jobs
+
+
+def mixed(launch: KernelLaunch) -> list[KernelLaunch]:
+    """The launch with one of several strides not divisible: padded rows beside odd ones."""
+    strides = [name for name in launch.divisible if name.startswith("stride")]
+    if len(strides) < 2:
+        return []
+    rest = [tuple(n for n in launch.divisible if n != stride) for stride in strides]
+    return [replace(launch, divisible=divisible) for divisible in rest]
 
 
 def report(

@@ -156,6 +156,26 @@ def test_an_anchor_that_is_far_below(far, place, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", (1.0, -1.0))
+@pytest.mark.parametrize("sweeps", ("one", "two", "in_place"))
+def test_logits_as_large_as_float32_has_them(sweeps, scale, device):
+    """Finite, though in units of ln 2 they are not; scores of a negative scale, too."""
+    V = 2 * 2048 + 900
+    logits, targets, _ = tile(4, V, device)
+    at = 3 if sweeps == "one" else 3000
+    logits[0, at], logits[1, at], logits[2, at] = 3.3e38, -3.3e38, 2.5e38
+    logits[2, 9] = -2.5e38
+    transform = LogitTransform(logit_scale=scale)
+    expected = (scale * logits.double()).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    exps = logits.clone() if sweeps == "in_place" else None
+    given = exps if exps is not None else logits
+    stats = triton_backend.token_stats(given, targets, transform, entropy=True, exps=exps)
+    assert expected[:3].min() < -1e38 and expected[3] > -30
+    torch.testing.assert_close(stats.logps.double(), expected, rtol=1e-6, atol=1e-4)
+    assert (stats.entropy >= 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
 def test_one_sweep_over_infinite_logits(backend, device):
     """Words at -inf have no part; a row without a distribution is NaN, and no other is."""
@@ -184,7 +204,8 @@ def test_one_sweep_over_infinite_logits(backend, device):
     assert exps[2:].isnan().any(1).all()
 
 
-SIZES = (("cpu", 6, 5003), pytest.param("cuda", 2560, 151_936, marks=pytest.mark.gpu))
+CHUNK = pytest.param("cuda", 2560, 151_936, marks=(pytest.mark.gpu, pytest.mark.real_gpu))
+SIZES = (("cpu", 6, 5003), CHUNK)
 
 
 @pytest.mark.parametrize(("device", "C", "V"), SIZES)

@@ -52,7 +52,7 @@ def both(batch, objective, *, loss_type=None, tolerance=1e-5, dtype=torch.float3
     names = (*names, "entropy")
     expected = run(batch, cfg, names, exact=True, dtype=dtype)
     actual = run(batch, cfg, names, exact=False, dtype=dtype, **kwargs)
-    assert_matches(actual, expected, tolerance, logps=0.0)
+    assert_matches(actual, expected, tolerance, logps=0.0, rounded_to=dtype)
     return actual
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import LEVEL_STEPS, LogitTransform, RowGrads
 from .triton_logits import (
     Launch,
-    _block_v,
+    _block,
     _device_of,
     _gradient_pointers,
     _logit_grads,
@@ -129,9 +129,9 @@ def column_scores(
     count, V = logits.shape
     squares, sums = logits.new_empty((2, len(blocks), V), dtype=torch.float32)
     if count:
-        block_v = _block_v(launch, V)
+        block = _block(launch, V)
         with _device_of(logits):
-            column_scores_kernel[(triton.cdiv(V, block_v), len(blocks))](
+            column_scores_kernel[(triton.cdiv(V, block["BLOCK_V"]), len(blocks))](
                 logits, targets, *_transform_pointers(transform, logits),
                 *_gradient_pointers(grads, logits),
                 squares, sums,
@@ -140,7 +140,7 @@ def column_scores(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None,
-                BLOCK_V=block_v, num_warps=launch.num_warps,
+                **block,
             )  # fmt: skip
     return squares, sums
 

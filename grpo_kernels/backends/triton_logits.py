@@ -3,7 +3,7 @@
 One program owns one row of the chunk and sweeps it: whole blocks without a mask, so that they load
 and store vectors whatever V is divisible by, then the rest. Raw logits u = (hidden @ weight.T)_j
 become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that nothing but the chunk
-itself is read from memory; in kernels z is in units of ln 2, as the hardware has exp2.
+itself is read from memory; differences of z are taken in units of ln 2, as the hardware has exp2.
 
 Forward, with an anchor a that is known before the sweep:
 
@@ -12,6 +12,7 @@ Forward, with an anchor a that is known before the sweep:
 Any anchor will do that is not far below the row's maximum: the larger of the target's logit and the
 first block's. Sums are kept per lane and reduced once, after the loop, together with the maximum;
 where that is out of the anchor's reach, the program sweeps its row again with the maximum itself.
+An `INVARIANT` launch takes the maximum at once, and sums in an order that no layout changes.
 
 Backward, given dL/dl (d_logps), its softmax part (d_softmax) and dL/dE (d_entropy):
 
@@ -58,6 +59,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # What e^60 becomes: far from any overflow, also summed over the vocabulary.
 _REACH = tl.constexpr(60.0 * 1.4426950408889634)
+_MOST_HALVINGS = tl.constexpr(14)
 
 
 @triton.jit
@@ -79,9 +81,9 @@ def _expm1(x):
 
 
 @triton.jit
-def _to_log2(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
-    """What maps `_load_logits` to units of ln 2."""
-    factor = (1.0 / temperature) * _LOG2_E
+def _scale(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
+    """What maps `_load_logits` to logits; differences of these then go to units of ln 2."""
+    factor = 1.0 / temperature
     return factor if HAS_SOFTCAP else factor * logit_scale
 
 
@@ -90,7 +92,7 @@ def _load_logits(
     row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row's logits, to be multiplied by `_to_log2`, and the softcap's slope."""
+    """A block of one row's logits, to be multiplied by `_scale`, and the softcap's slope."""
     u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     if HAS_BIAS:
         u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
@@ -102,25 +104,24 @@ def _load_logits(
 
 
 @triton.jit
-def _first_anchor(
-    row_ptr, bias_ptr, target_logit, V, logit_scale, softcap, to_log2,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IN_PLACE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+def _anchor(
+    row_ptr, bias_ptr, target_logit, last, V, logit_scale, softcap, to_log2,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The larger of the target's logit and the first block's; in place, the row's largest."""
-    # A sweep that overwrites the logits can not be taken again.
-    last = V if IN_PLACE else BLOCK_V
+    """The largest of the target's logit and those before `last`, before `_scale`."""
+    # Not in units of ln 2, in which the largest numbers are infinite.
+    sign = tl.where(to_log2 < 0.0, -1.0, 1.0)
     peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     for start in range(0, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         u, _ = _load_logits(
             row_ptr, bias_ptr, offs_v, offs_v < V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
         )
-        peaks = tl.maximum(peaks, tl.where(offs_v < V, u * to_log2, float("-inf")))
-    peak = tl.maximum(target_logit * to_log2, tl.max(peaks, axis=0))
+        peaks = tl.maximum(peaks, tl.where(offs_v < V, u * sign, float("-inf")))
+    peak = tl.maximum(target_logit * sign, tl.max(peaks, axis=0))
     # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
     useless = (peak == float("-inf")) | (to_log2 == 0.0)
-    return tl.where(useless, 0.0, peak / to_log2)
+    return tl.where(useless, 0.0, peak * sign)
 
 
 @triton.jit
@@ -153,6 +154,20 @@ def _add_block(
     return total, weighted, peak
 
 
+@triton.jit
+def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The sum over a block; invariant: neighbours first, then neighbouring pairs, and so on.
+
+    Otherwise the order is that of the layout, which follows the dtypes that the kernel stores.
+    """
+    if INVARIANT:
+        # As many halvings as a block can take; those of one element do nothing.
+        for step in tl.static_range(_MOST_HALVINGS):
+            if BLOCK_V >> step > 1:
+                x = tl.sum(tl.reshape(x, (BLOCK_V >> (step + 1), 2)), axis=1)
+    return tl.sum(x, axis=0)
+
+
 @_per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
@@ -161,7 +176,7 @@ def token_stats_kernel(
     stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr, IN_PLACE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr,
     RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # A chunk passes 2^31 elements: row offsets need 64 bits.
@@ -176,23 +191,22 @@ def token_stats_kernel(
             return
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    to_log2 = _to_log2(logit_scale, temperature, HAS_SOFTCAP)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    to_log2 = scale * _LOG2_E
     target = tl.load(targets_ptr + row)
     target_logit, target_slope = _load_logits(
         row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
-    anchor = _first_anchor(
-        row_ptr, bias_ptr, target_logit, V, logit_scale, softcap, to_log2,
-        HAS_BIAS, HAS_SOFTCAP, IN_PLACE, BLOCK_V,
+    anchor = _anchor(
+        row_ptr, bias_ptr, target_logit, V if INVARIANT else BLOCK_V, V,
+        logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
-    next_anchor = anchor
     out_of_reach = True
     while out_of_reach:
-        anchor = next_anchor
         totals = tl.zeros((BLOCK_V,), tl.float32)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
@@ -210,19 +224,22 @@ def token_stats_kernel(
                 logit_scale, softcap, to_log2,
                 HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
             )  # fmt: skip
-        total = tl.sum(totals, axis=0)
-        weighted = tl.sum(weights, axis=0)
+        total = _sum(totals, INVARIANT, BLOCK_V)
+        weighted = _sum(weights, INVARIANT, BLOCK_V)
         above = tl.max(peaks, axis=0)
-        next_anchor = anchor + above / to_log2
-        # In place there are no logits left to sweep.
         out_of_reach = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
-        out_of_reach = out_of_reach & (not IN_PLACE)
+        out_of_reach = out_of_reach & (not INVARIANT)
+        if out_of_reach:
+            anchor = _anchor(
+                row_ptr, bias_ptr, target_logit, V, V,
+                logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
 
     log_total = tl.log2(total)
     # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
-    logp = ((target_logit - anchor) * to_log2 - log_total) * _LN_2
+    logp = (target_logit - anchor) * scale - log_total * _LN_2
     tl.store(logps_ptr + row, logp)
-    tl.store(logsumexp_ptr + row, (anchor * to_log2 + log_total) * _LN_2)
+    tl.store(logsumexp_ptr + row, anchor * scale + log_total * _LN_2)
     if HAS_ENTROPY:
         tl.store(entropy_ptr + row, (log_total - weighted / total) * _LN_2)
     if KEEPS_EXPS:
@@ -242,17 +259,17 @@ def _row_grads(
     """Loads what the gradient of a row's logits is made of, in the order of `_logit_grads`."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
-    to_log2 = _to_log2(logit_scale, temperature, HAS_SOFTCAP)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
     slope = logit_scale / temperature
     target = tl.load(targets_ptr + row)
-    logsumexp = tl.load(logsumexp_ptr + row) * _LOG2_E
+    logsumexp = tl.load(logsumexp_ptr + row)
     d_softmax = slope * tl.load(d_softmax_ptr + row)
     at_target = slope * tl.load(at_target_ptr + row)
     entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * _LOG2_E
         d_entropy = tl.load(d_entropy_ptr + row) * slope * _LN_2
-    return target, logsumexp, d_softmax, at_target, entropy, d_entropy, to_log2
+    return target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale
 
 
 @triton.jit
@@ -261,11 +278,11 @@ def _logit_grads(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of one row's raw logits; of no use where masked."""
-    target, logsumexp, d_softmax, at_target, entropy, d_entropy, to_log2 = row_grads
+    target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
     u, slope = _load_logits(
         row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
-    log_p = u * to_log2 - logsumexp
+    log_p = (u * scale - logsumexp) * _LOG2_E
     p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
@@ -360,9 +377,9 @@ def token_stats(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
-                # The anchor is then the row's maximum.
-                IN_PLACE=in_place or invariant, RAGGED=False,
-                BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
+                # In place there are no logits left to sweep from another anchor.
+                INVARIANT=in_place or invariant, RAGGED=False,
+                **_block(launch, V),
             )  # fmt: skip
     return out
 
@@ -389,7 +406,7 @@ def logit_grads_(
                 *_transform_scalars(transform),
                 **_transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
-                RAGGED=False, BLOCK_V=_block_v(launch, V), num_warps=launch.num_warps,
+                RAGGED=False, **_block(launch, V),
             )  # fmt: skip
 
 
@@ -398,8 +415,14 @@ def _device_of(x: Tensor) -> Any:
     return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
 
 
-def _block_v(launch: Launch, V: int) -> int:
-    return min(launch.block, max(128, triton.next_power_of_2(V)))
+def _block(launch: Launch, V: int) -> dict[str, int]:
+    """Columns that a program takes at a time, and its warps.
+
+    No more threads than columns, with warps of 64 as on AMD: a column that several threads hold
+    would be read by one of them while another one overwrites it.
+    """
+    block_v = min(launch.block, max(128, triton.next_power_of_2(V)))
+    return {"BLOCK_V": block_v, "num_warps": min(launch.num_warps, block_v // 64)}
 
 
 def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tensor, Tensor]:

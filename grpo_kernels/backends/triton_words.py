@@ -219,7 +219,7 @@ def word_stats(
             launch.block, launch.block,
             *_transform_scalars(transform),
             **_transform_flags(transform),
-            HAS_ENTROPY=out.entropy is not None, KEEPS_EXPS=False, IN_PLACE=False, RAGGED=True,
+            HAS_ENTROPY=out.entropy is not None, KEEPS_EXPS=False, INVARIANT=False, RAGGED=True,
             BLOCK_V=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
 

@@ -1,0 +1,74 @@
+"""What Triton's compiler makes of the kernels' loops: the interpreter, plain Python, cannot tell.
+
+A loop carries the names whose value differs, as a value, from what it was before the loop. If
+`b = a` stands before a loop that assigns both, one of them is not carried: after the loop it is
+what it was before.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+KERNELS = sorted((ROOT / "grpo_kernels/backends").glob("triton_*.py"))
+TTIR = """
+from benchmarks.compile_launches import head_launches, kernels, recorded
+from triton.backends.compiler import GPUTarget
+from benchmarks.compile_report import compiled
+launches = [x for x in recorded(head_launches) if x.kernel == "token_stats_kernel"]
+launch = max((x for x in launches if not dict(x.constants)["INVARIANT"]
+              and dict(x.constants)["HAS_ENTROPY"]), key=repr)
+print(compiled(launch, "sm_90").asm["ttir"])
+"""
+
+
+def aliases(source: str) -> list[str]:
+    """Names that begin as another one's alias before a loop that assigns both."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        pairs = [
+            (node.lineno, node.targets[0].id, node.value.id)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Name)
+        ]
+        for loop in ast.walk(function):
+            if isinstance(loop, ast.For | ast.While):
+                inside = [x for statement in loop.body for x in ast.walk(statement)]
+                names = {x.id for x in inside if isinstance(getattr(x, "ctx", None), ast.Store)
+                         and isinstance(x, ast.Name)}  # fmt: skip
+                found += [f"{function.name}:{line}: {a} = {b}" for line, a, b in pairs
+                          if line < loop.lineno and {a, b} <= names]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_no_name_begins_as_an_alias(path):
+    assert aliases(path.read_text()) == []
+
+
+def test_an_alias_is_seen():
+    loop = "def f(a):\n    b = a\n    while c:\n        a = b\n        b = a + 1\n"
+    assert aliases(loop) == ["f:2: b = a"]
+    assert aliases(loop.replace("        a = b\n", "")) == []
+
+
+def test_a_row_swept_twice_has_the_anchor_of_its_last_sweep():
+    """In Triton's IR, the log-prob is the target's logit less what the loop returns."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", TTIR]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loop = re.search(r"(%\w+):\d+ = scf\.while ", done.stdout)
+    indent = re.search(r"\n( *)%\w+:\d+ = scf\.while ", done.stdout)[1]
+    after = done.stdout[loop.end() :].split(f"\n{indent}}} attributes", 1)[-1]
+    after = after if len(after) < len(done.stdout) else done.stdout[loop.end() :]
+    assert re.search(rf"arith\.subf %\w+, {loop[1]}#\d+ : f32", after), after
