@@ -37,7 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A machine with a GPU may lack what the other modules import."""
+    """A machine with a GPU may lack what the other modules import; `ptx/` needs its plugin."""
+    if collection_path.name == "ptx" and not config.pluginmanager.has_plugin("tests.ptx.plugin"):
+        return True
     module = config.option.markexpr == "gpu" and collection_path.suffix == ".py"
     return True if module and "mark.gpu" not in collection_path.read_text() else None
 
@@ -45,16 +47,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests in folders as slow and, with many examples, those that hypothesis draws."""
     reason = None
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or config.getoption("--ptx-cuda", False)):
         reason = "no CUDA device"
     elif config.option.markexpr != "gpu":
         reason = "run them with -m gpu"
     many = config.getoption("--hypothesis-profile", None) in ("full", "fuzz")
     for item in items:
+        emulated = config.getoption("--ptx-cuda", False) and item.get_closest_marker("real_gpu")
+        if emulated:
+            item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
         drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        if item.path.parent != HERE or (many and drawn):
+        if item.path.parent not in (HERE, HERE / "ptx") or (many and drawn):
             item.add_marker("slow")
 
 
@@ -80,6 +85,18 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def emulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `-p tests.ptx.plugin --ptx-cuda`: tensors on CUDA that hold values."""
+    if not request.config.getoption("--ptx-cuda", False):
+        yield
+        return
+    from tests.support.fake_cuda import EmulatedCUDA
+
+    with EmulatedCUDA():
+        yield
 
 
 @pytest.fixture
