@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test test-all test-rest test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -40,6 +40,28 @@ ifdef NO_VLLM
 else
 	OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest -n $(WORKERS) --dist loadfile tests/vllm $(ARGS)
 endif
+
+# The kernels from their PTX, checked as by a compute-sanitizer (docs/testing.md): SANITIZE chooses
+# the GPU, the order of warps and how far approximations are off.
+SANITIZE ?= --ptx-arch 90
+SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_words logits \
+  selective_log_softmax linear_logprobs grpo_loss objective low_rank known_defects support \
+  column_sampling batch_invariant replay_support properties)
+# Of the matrix for a GPU, on tensors that say that they are on one: `make sanitize-cuda` runs all.
+ON_CUDA ?= tests/test_cuda_values.py tests/test_low_rank.py tests/test_fused_grpo_loss.py \
+  -k "values or low_rank or (test_cuda_objectives and triton and bf16)"
+sanitize: $(VENV)/installed
+	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) -m "not slow" $(SANITIZED) $(ARGS)
+	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)
+
+sanitize-cuda: $(VENV)/installed
+	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu tests $(ARGS)
+
+# Other GPUs, other orders, errors of approximations, assertions against overflow.
+sanitize-all: $(VENV)/installed
+	for options in "" "--ptx-arch 80" "--ptx-arch 100" "--ptx-arch 120" "--ptx-order falling" \
+	  "--ptx-order 1" "--ptx-error 1"; do $(MAKE) sanitize SANITIZE="$$options" || exit 1; done
+	TRITON_DEBUG=1 $(MAKE) sanitize
 
 SEED := $(shell date +%s)
 SECONDS ?= 600

@@ -59,6 +59,7 @@ def test_capturable_refuses_what_it_cannot_honour():
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("masked", (False, True), ids=("all", "masked"))
 def test_cuda_graph(masked):
     """A captured step, replayed on other inputs, gives what a plain call gives."""

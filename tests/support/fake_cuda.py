@@ -16,6 +16,13 @@ with the line that asked for it:
 - keys: what Triton specializes a kernel for, by Triton's own function.
 
 Values that are read have to be made up: `answer`.
+
+    with EmulatedCUDA():
+        out = fused_grpo_loss(...)  # of tensors made in here, with device="cuda"
+        out.loss.backward()
+
+Here tensors hold values, in memory of the CPU; torch's operations run on these, products of halves
+as a GPU rounds them, and Triton's kernels by the emulator of `tests.ptx`.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
@@ -113,10 +120,7 @@ class FakeCUDA(TorchDispatchMode):
         self._stack = ExitStack()
         self._stack.enter_context(_device_guard())
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=9)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
-        patch.setattr(torch, "Generator", _Generator)
+        _patch_cuda(patch, major=9)
         # Without the engine there is no graph task; in a plain backward the answer is False.
         patch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
         # In one read, where torch asks for value after value.
@@ -179,6 +183,161 @@ class FakeCUDA(TorchDispatchMode):
         constants = {name: params[name] for name in constexprs}
         key = {name: kind for name, kind in kinds.items() if name not in constants}
         self.keys[kernel.__name__, str(constants | options)].add(str(key))
+
+
+class OnCUDA(Tensor):
+    """A tensor that says that it is on CUDA; `held` has its values, on the CPU.
+
+    To C++ it is on the CPU, so that autograd's engine takes it.
+    """
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnCUDA:
+        x = Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, layout=held.layout, device=held.device,
+        )  # fmt: skip
+        x.held = held
+        return x
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _on_held(func, args, kwargs or {})
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return _FromCUDA.apply(self)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        places = [x for x in (*args, *kwargs.values()) if isinstance(x, (str, torch.device))]
+        if any(torch.device(x).type == "cpu" for x in places):
+            moved = self.cpu()
+            rest = [x for x in args if isinstance(x, torch.dtype)]
+            rest += [kwargs["dtype"]] if "dtype" in kwargs else []
+            return moved.to(*rest) if rest else moved
+        return super().to(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OnCUDA({self.held!r})"
+
+
+class _FromCUDA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: OnCUDA) -> Tensor:
+        return x.held.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return OnCUDA(gradient)
+
+
+class EmulatedCUDA(TorchDispatchMode):
+    """Runs what is inside on CUDA tensors that hold values.
+
+    Operations on tensors of both devices are refused, as on a GPU. Needs the driver of `tests.ptx`.
+
+    Args:
+        major: compute capability of the GPU, that the library sees.
+    """
+
+    def __init__(self, major: int = 9) -> None:
+        super().__init__()
+        self.major = major
+
+    def __enter__(self) -> EmulatedCUDA:
+        self._stack = ExitStack()
+        self._stack.enter_context(_device_guard())
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        _patch_cuda(patch, self.major)
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(Tensor, "pin_memory", lambda x, *_: x)
+        run = JITFunction.run
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = _tensors((args, kwargs))
+            assert all(isinstance(x, OnCUDA) for x in tensors), f"{kernel}: a tensor on the CPU"
+            return run(kernel, *map(_held, args), **{k: _held(v) for k, v in kwargs.items()})
+
+        patch.setattr(JITFunction, "run", launch)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _on_held(func, args, kwargs or {})
+
+
+def _held(x: Any) -> Any:
+    return x.held if isinstance(x, OnCUDA) else x
+
+
+def _on_held(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on the held tensors; what comes of it is where CUDA would have it."""
+    inputs = _tensors((args, kwargs))
+    wrappers = [x for x in inputs if isinstance(x, OnCUDA)]
+    name = func.name().removeprefix("aten::")
+    on_cuda = bool(wrappers)
+    if kwargs.get("device") is not None:
+        on_cuda = torch.device(kwargs["device"]).type == "cuda" or (
+            on_cuda and not name.startswith("_to_copy")
+        )
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    elif name.startswith("copy_") and inputs:
+        on_cuda = isinstance(inputs[0], OnCUDA)
+    # What autograd's own formulas make is where C++ has their operands.
+    in_backward = torch._C._current_graph_task_id() != -1
+    others = [x for x in inputs if not isinstance(x, OnCUDA) and x.dim() and not in_backward]
+    if wrappers and others and not name.startswith(("copy_", "_to_copy", "index", "_index")):
+        raise RuntimeError(f"{name}: tensors on the CPU beside tensors on CUDA, at {_where()}")
+    kwargs.pop("pin_memory", None)
+    plain, options = tree_map(_held, (args, kwargs))
+    if name in ("mm.dtype", "addmm.dtype", "mm.dtype_out", "addmm.dtype_out"):
+        out = _half_product(name, list(plain), dict(options))
+    else:
+        out = func(*plain, **options)
+    known = {id(x.held): x for x in wrappers}
+
+    def placed(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        # What was written to is what was given.
+        return known[id(x)] if id(x) in known else OnCUDA(x) if on_cuda else x
+
+    return tree_map(placed, out)
+
+
+def _half_product(name: str, args: list[Any], options: dict[str, Any]) -> Tensor:
+    """Products of halves that are added up in float32, which a CPU has not."""
+    out = options.pop("out", None)
+    dtype = next((a for a in args if isinstance(a, torch.dtype)), options.get("out_dtype"))
+    tensors = [a.float() for a in args if isinstance(a, Tensor)]
+    factors = {k: options[k] for k in ("alpha", "beta") if k in options}
+    result = (torch.mm if name.startswith("mm") else torch.addmm)(*tensors, **factors).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _patch_cuda(patch: pytest.MonkeyPatch, major: int) -> None:
+    properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=major)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+    patch.setattr(torch, "Generator", _Generator)
 
 
 def reads_nothing(call: Callable[[], Any]) -> FakeCUDA:

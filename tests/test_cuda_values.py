@@ -1,0 +1,151 @@
+"""Whole calls on the path of a GPU, value by value: every capability, in every dtype.
+
+They run on a GPU, or with `make sanitize` on CUDA tensors that are not on one, with the kernels
+from their PTX. Budgets are those of the compiled path: log-probs to 1e-4, gradients to 3e-3 of half
+precision's operands.
+"""
+
+import pytest
+import torch
+
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from tests.support.batches import config, make_batch, relative_error, run_fused
+from tests.support.head_options import OPTIONS, expect_equal, objective_options
+from tests.support.supports import make_support, with_logps_of
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# On few tokens the rounding of X and then of dH to bf16 scatters around 2.4e-3.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3, torch.float16: 3e-3}
+V = 1003  # odd: rows of logits are padded
+
+
+def head_option(name):
+    cfg, options = OPTIONS[name]
+    return {**options, "config": config(**cfg)}
+
+
+CASES = {
+    "one_pass": objective_options("old_logps"),
+    "two_passes": objective_options("gspo"),
+    "kl": objective_options("kl"),
+    **{name: head_option(name) for name in ("entropy", "bias", "softcap", "everything",
+                                            "temperature_per_token")},
+    "capturable": {"capturable": True, **objective_options("old_logps")},
+    "batch_invariant": {"batch_invariant": True, **objective_options("old_logps")},
+    "one_row_chunks": {"chunk_bytes": 4 * V, **objective_options("old_logps")},
+    "small_chunks": {"chunk_bytes": 6 * V * 16, **objective_options("old_logps")},
+    "strips": {"chunk_bytes": 6 * V * 64, **objective_options("old_logps")},
+    "models_logits": {"logits_dtype": "model", **objective_options("old_logps")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_values(case, dtype):
+    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
+    options = {"scale": 64.0, **CASES[case]}
+    if case == "models_logits" and dtype != torch.float32:
+        # Rounded as the model's own head does, on purpose: near, not equal.
+        near = run_fused(batch, exact=False, **options)
+        expected = run_fused(batch, exact=True, **{**options, "logits_dtype": "fp32"})
+        assert 1e-4 < (near.logps - expected.logps).abs().max() < 0.2
+        return
+    capturable = options.pop("capturable", False)
+    expect_equal(batch, options, tolerance=TOLERANCE[dtype])
+    if capturable:
+        plain = run_fused(batch, exact=False, **options)
+        captured = run_fused(batch, exact=False, capturable=True, **options)
+        assert (plain.logps - captured.logps).abs().max() <= 1e-4
+        for name, gradient in plain.gradients.items():
+            if gradient is not None:
+                assert relative_error(captured.gradients[name], gradient) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_a_support(dtype):
+    batch = make_batch(B=6, T=11, V=V).to("cpu", dtype)
+    sets = make_support(batch, without=0.3)
+    batch = with_logps_of(batch, sets).to("cuda", dtype)
+    options = {"support": tuple(x.cuda() for x in sets), "old_logps": True, "scale": 64.0}
+    expected, ours = (run_fused(batch, exact=exact, **options) for exact in (True, False))
+    assert (ours.logps - expected.logps).abs().max() <= 1e-4
+    for name, true in expected.gradients.items():
+        if true is not None:
+            assert relative_error(ours.gradients[name], true) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_log_probs_are_the_same_bits(dtype):
+    """Batch-invariant log-probs with a gradient, without, and of one token alone."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(6000, 16, generator=g).to(dtype)
+    hidden = (3 * torch.randn(9, 16, generator=g)).to(dtype)
+    targets = torch.randint(6000, (9,), generator=g).cuda()
+    hidden, weight = hidden.cuda().requires_grad_(), weight.cuda()
+    scored = linear_logprobs(hidden, weight, targets, entropy=True, batch_invariant=True)
+    out = fused_grpo_loss(hidden, weight, targets, torch.ones(9).cuda(), batch_invariant=True)
+    assert torch.equal(out.logps, scored.logps) and torch.equal(out.entropy, scored.entropy)
+    alone = linear_logprobs(hidden[4:5], weight, targets[4:5], batch_invariant=True)
+    assert torch.equal(alone.logps, scored.logps[4:5])
+    true = reference.linear_logprobs(hidden.detach().double(), weight.double(), targets)
+    assert (scored.logps - true.logps).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_log_probs(dtype, frozen):
+    """Two passes over any loss, and a head that is not trained."""
+    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
+    results = []
+    for call, to in ((reference.linear_logprobs, torch.float64), (linear_logprobs, dtype)):
+        hidden = batch.hidden.detach().to(to).requires_grad_()
+        weight = batch.weight.detach().to(to).requires_grad_(not frozen)
+        out = call(hidden, weight, batch.targets, mask=batch.mask)
+        loss = 64 * torch.where(batch.mask, out.logps, 0.0).square().mean()
+        results.append(torch.autograd.grad(loss, [hidden] if frozen else [hidden, weight]))
+    for true, mine in zip(*results, strict=True):
+        assert true.norm() > 0 and relative_error(mine, true) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_values_of_a_sampled_backward(dtype):
+    """Loss and log-probs are exact; the gradients are estimates."""
+    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
+    options = {"old_logps": True, "backward": "sampled", "seed": 0}
+    expected = run_fused(batch, exact=True, old_logps=True)
+    ours = run_fused(batch, exact=False, **options)
+    assert (ours.logps - expected.logps).abs().max() <= 1e-4
+    assert relative_error(ours.gradients["hidden"], expected.gradients["hidden"]) <= 0.05
+
+
+@pytest.mark.usefixtures("real_memory")
+def test_values_of_an_attached_model():
+    """A model of transformers whose head is fused: its log-probs, and gradients of all weights."""
+    pytest.importorskip("transformers")
+    from grpo_kernels.integrations.transformers import attach_fused_head
+    from tests.support.tiny_models import make_model
+
+    torch.manual_seed(0)
+    plain = make_model("llama")
+    ids = torch.randint(plain.config.vocab_size, (2, 9))
+    exact = make_model("llama").double()
+    exact.load_state_dict(plain.double().state_dict())
+    true = exact(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    true.sum().backward()
+    model = plain.float()
+    for module in model.modules():  # `Module.to` moves what a tensor is made of, under its feet
+        for name, x in module._parameters.items():
+            module._parameters[name] = None if x is None else torch.nn.Parameter(x.detach().cuda())
+        for name, x in module._buffers.items():
+            module._buffers[name] = None if x is None else x.cuda()
+    model.tie_weights()
+    attach_fused_head(model)
+    labels = ids.cuda()
+    logps = model(labels, labels=labels, fused_head=True).logps
+    mine = logps if logps.shape == true.shape else logps[:, 1:]
+    assert (mine.cpu() - true).abs().max() <= 1e-4
+    mine.sum().backward()
+    wanted = dict(exact.named_parameters())
+    for name, weight in model.named_parameters():
+        assert relative_error(weight.grad.cpu(), wanted[name].grad) <= 1e-4, name
