@@ -198,14 +198,13 @@ def render_ranks(ranks: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_section(page: Path, arguments: str, text: str) -> None:
+def write_section(page: Path, begin: str, end: str, text: str) -> None:
     """Replaces what stands between the two marks of a page."""
-    begin = BEGIN.format(arguments)
     before, _, rest = page.read_text().partition(begin)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{page}: expected {begin.strip()} and {END.strip()}; got none")
-    page.write_text(before + begin + text + END + after)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page}: expected {begin.strip()} and {end.strip()}; got none")
+    page.write_text(before + begin + text + end + after)
 
 
 def shape(text: str) -> Shape:
@@ -234,7 +233,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.ranks:
         text, arguments = render_ranks(args.ranks), f"--ranks {args.ranks} --markdown"
     if args.markdown:
-        write_section(args.markdown, f"{arguments} docs/{args.markdown.name}", text)
+        begin = BEGIN.format(f"{arguments} docs/{args.markdown.name}")
+        write_section(args.markdown, begin, END, text)
     else:
         print(text, end="")
 
