@@ -1,0 +1,198 @@
+"""More of Liger's and TRL's kernels: what `test_peers` leaves out, and where they are wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from tests.ptx import EmulatedDriver
+from tests.support.batches import relative_error
+from tests.support.peers import (  # noqa: F401
+    TEMPERATURE,
+    WITHOUT_OTHER,
+    B,
+    T,
+    V,
+    batch,
+    compare,
+    found,
+    lenient,
+    logps_of,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("lenient")
+SEQUENCE = {"importance_sampling_level": "sequence"}
+
+
+def liger_loss(logits, **options):
+    """Their loss of the batch, of other logits."""
+    kernels = pytest.importorskip("liger_kernel.transformers.grpo_loss")
+    _, ids, mask, old, ref, A = batch()
+    given = (ids, A, mask.float(), TEMPERATURE)
+    options = {"beta": 0.0, "inplace": False, **options}
+    return kernels.triton_grpo_loss(logits, old, ref, *given, reduce=True, **options)[0]
+
+
+def reference_loss(logits, advantages=None, call=reference.grpo_loss, **options):
+    _, ids, mask, old, ref, A = batch()
+    given = {"ref_logps": ref} if options.get("beta") else {}
+    A, cfg = A if advantages is None else advantages, GRPOLossConfig(**options)
+    return call(logps_of(logits, ids), A, mask, old_logps=old, config=cfg, **given).loss
+
+
+# id: options of both, of Liger alone, of our config alone
+PATHS = {
+    "bnpo": ({"loss_type": "bnpo"}, {}, {"epsilon_high": 0.4}),
+    "dr_grpo": ({"loss_type": "dr_grpo", "max_completion_length": 20}, {}, {"epsilon_high": 0.4}),
+    "vespo": ({"loss_type": "vespo"}, {}, {}),
+    "sequence_delta": (
+        {**SEQUENCE, "loss_type": "grpo", "delta": 1.05}, {"eps_high": 0.02}, {"epsilon_high": 0.02}
+    ),
+    "sequence_corrected_kl": (
+        {**SEQUENCE, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+        {}, {"epsilon_high": 0.4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_liger_grpo_is_ours(path):
+    both, theirs, ours = PATHS[path]
+    logits = batch()[0]
+
+    def plain(x, call=reference.grpo_loss):
+        return reference_loss(x, call=call, **both, **ours)
+
+    actual = compare(lambda x: liger_loss(x * 1, **both, **theirs), plain, logits)
+    own = compare(lambda x: plain(x, grpo_loss), plain, logits)
+    assert all(relative_error(a, b) <= 3e-6 for a, b in zip(actual, own, strict=True))
+
+
+@pytest.mark.parametrize("level", ("token", "sequence"))
+def test_liger_luspo(level):
+    """Its loss is a mean of loss times length (grpo_loss.py:597); TRL's and ours sums over tokens.
+
+    The gradient of the loss has one column (928), of which the kernel reads T (474): at the token
+    level what lies behind. At the sequence level it is multiplied by the mask before.
+    """
+    logits, _, mask, *_, A = batch()
+    x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    options = {"loss_type": "luspo", "importance_sampling_level": level}
+    loss = liger_loss(x * 1, **options)
+    truth = reference_loss(exact, A * mask.sum(1) / T, epsilon_high=0.4, **options)
+    (actual,), (gradient,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
+    assert relative_error(loss.detach(), truth.detach()) <= 2e-6
+    if level == "sequence":
+        assert relative_error(actual, gradient) <= 3e-6 and found() == set()
+    else:
+        assert not relative_error(actual, gradient) <= 1
+        assert found() == {("out of bounds", "_grpo_loss_bwd_kernel")}
+
+
+def test_liger_delta_within_the_clip_range():
+    """Where delta < ratio < 1 + eps_high and A < 0 the clipped term is the lesser, and trains.
+
+    Their backward has no gradient there (grpo_loss.py:497, at the sequence level 397); TRL's and
+    ours has.
+    """
+    logits, ids, mask, old, _, A = batch()
+    leaves = [logits.clone().requires_grad_(), logits.clone().requires_grad_()]
+    exact, options = logits.double().requires_grad_(), {"epsilon_high": 0.4, "delta": 1.05}
+    theirs = liger_loss(leaves[0] * 1, delta=1.05)
+    ours = reference_loss(leaves[1], call=grpo_loss, **options)
+    truth = reference_loss(exact, **options)
+    pairs = zip((theirs, ours, truth), (*leaves, exact), strict=True)
+    grad, own, true = (torch.autograd.grad(loss, x)[0][:, :-1] for loss, x in pairs)
+    assert relative_error(theirs.detach(), truth.detach()) <= 2e-6
+    assert relative_error(own, true) <= 3e-6
+    ratio = (logps_of(logits, ids) - old).exp()
+    lost = mask & (A[:, None] < 0) & (ratio > 1.05) & (ratio < 1.4)
+    assert lost.sum() > 1 and (true.norm(dim=-1)[lost] > 0).all()
+    assert relative_error(grad, true * ~lost[..., None]) <= 3e-6 and found() == set()
+
+
+def test_liger_grpo_is_ours_of_a_head():
+    _, ids, mask, old, ref, A = batch()
+
+    def theirs(h, w):
+        return liger_loss(F.pad(h @ w.T, (0, 0, 0, 1)), beta=0.1)
+
+    def ours(h, w, call=fused_grpo_loss, **given):
+        cfg = GRPOLossConfig(epsilon_high=0.4, beta=0.1, use_bias_correction_kl=False,
+                             temperature=TEMPERATURE)  # fmt: skip
+        return call(h, w, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **given).loss
+
+    def plain(h, w):
+        return ours(h, w, reference.fused_grpo_loss, logits_dtype=torch.float64)
+
+    # Ratios are far from 1 here, and log-probs of -40 are rounded.
+    given = {"tolerance": 1e-5}
+    operands = (torch.randn(B, T, 24) / 24**0.5, torch.randn(V, 24))
+    actual = compare(theirs, plain, *operands, **given)
+    own = compare(lambda h, w: ours(h, w, backend="triton"), plain, *operands, **given)
+    assert all(relative_error(a, b) <= 1e-5 for a, b in zip(actual, own, strict=True))
+
+
+def test_trl_log_probs_and_entropy_of_masked_rows():
+    kernels = pytest.importorskip("trl.kernels.logprob_entropy")
+    logits, ids, mask, *_ = batch()
+
+    def theirs(x):
+        given = (x[:, :-1], ids, TEMPERATURE, mask)
+        return torch.stack(kernels.selective_log_softmax_and_entropy(*given))
+
+    def plain(x):
+        logps = (x[:, :-1] / TEMPERATURE).log_softmax(-1)
+        return torch.stack((logps_of(x, ids), -(logps.exp() * logps).sum(-1))) * mask
+
+    # logprob_entropy.py:122
+    compare(theirs, plain, logits, known={(WITHOUT_OTHER, "_backward_kernel")})
+
+
+def test_trl_chunked_log_probs_are_ours(monkeypatch):
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+    ids = torch.randint(V, (11,))
+
+    def theirs(*head):
+        out = kernels.ChunkedLogProbFunction.apply(*head, ids, TEMPERATURE, 400, 9.0)
+        return torch.stack(out[:2])
+
+    def ours(h, w, b, call=linear_logprobs, **given):
+        out = call(h, w, ids, bias=b, temperature=TEMPERATURE, softcap=9.0, **given)
+        return torch.stack((out.logps, out.entropy))
+
+    def plain(*head):
+        return ours(*head, reference.linear_logprobs, logits_dtype=torch.float64)
+
+    def own(*head):
+        return ours(*head, entropy=True, backend="triton")
+
+    head = (torch.randn(11, 24), torch.randn(V, 24), torch.randn(V))
+    pairs = zip(compare(theirs, plain, *head), compare(own, plain, *head), strict=True)
+    assert all(relative_error(a, b) <= 3e-6 for a, b in pairs)
+    assert EmulatedDriver.settings.launches["_forward_kernel"] >= 3
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
+def test_trl_chunked_divergence(beta, monkeypatch):
+    kernels = pytest.importorskip("trl.kernels.chunked_divergence")
+    monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "VOCAB_CHUNK_SIZE", 400)
+    (function,) = (x for name, x in vars(kernels).items() if name.endswith("DivergenceFunction"))
+    teacher, head = torch.randn(7, 24) / 2, torch.randn(V, 24)
+
+    def theirs(h, w):
+        return function.apply(h, w, None, teacher, head, None, beta)[0]
+
+    def plain(h, w):
+        s = (h @ w.T).log_softmax(-1)
+        t = (teacher.double() @ head.double().T).log_softmax(-1)
+        if beta in (0, 1):
+            p, q = (s, t) if beta else (t, s)
+            return (p.exp() * (p - q)).sum(-1)
+        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+        return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+
+    student = (torch.randn(7, 24) / 2, torch.randn(V, 24))
+    compare(theirs, plain, *student, tolerance=5e-6)
