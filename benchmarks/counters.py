@@ -19,11 +19,12 @@ import torch
 import triton
 
 from benchmarks.compile_launches import padded, some_words, sum_words
-from benchmarks.cost_model import BEGIN
+from benchmarks.cost_model import BEGIN, write_section
 from tests.ptx import Counts, EmulatedDriver
 
 END = "<!-- end of the counters -->\n"
 ROWS, V, ODD, K, TOKENS = 2, 151_936, 50_257, 4096, 4096
+SCORED = 32  # rows of `column_scores`; one program sums up to 256
 Case = tuple[Callable[[], Any], int]
 
 
@@ -31,9 +32,10 @@ def cases() -> dict[str, Case]:
     """The launches, and how many logits, elements or tokens each handles."""
     from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
     from grpo_kernels.backends.triton_policy_loss import policy_loss
+    from grpo_kernels.column_sampling import _SOLVER_COLUMNS
 
     y, plain = torch.zeros(ROWS, dtype=torch.int64), LogitTransform()
-    grads = RowGrads(*[torch.ones(ROWS)] * 4)
+    grads, scored = (RowGrads(*[torch.ones(rows)] * 4) for rows in (ROWS, SCORED))
     words = some_words(64)
     made: dict[str, Case] = {}
     stats = triton_backend.token_stats
@@ -46,11 +48,20 @@ def cases() -> dict[str, Case]:
             "token_stats": partial(stats, x, y, plain, entropy=True),
             "token_stats, invariant": partial(stats, x, y, plain, entropy=True, invariant=True),
             "logit_grads": partial(triton_backend.logit_grads_, x, y, plain, grads, exps),
-            "column_scores": partial(
-                triton_backend.column_scores, x, y, plain, grads, [slice(0, ROWS)]
-            ),
         }
         made |= {f"{kind}{name}": (call, logits) for kind, call in calls.items()}
+        made[f"column_scores{name}"] = (
+            partial(
+                triton_backend.column_scores, x[:1].expand(SCORED, -1),
+                torch.zeros(SCORED, dtype=torch.int64), plain, scored, [slice(0, SCORED)],
+            ),
+            SCORED * columns,
+        )  # fmt: skip
+    norms = torch.rand(V)[:: -(-V // _SOLVER_COLUMNS)]
+    made["column_level"] = (
+        lambda: triton_backend.column_level(norms, norms.sum() / 100, 1),
+        len(norms),
+    )
     rows, tokens = torch.randn(2, K).bfloat16(), torch.rand(TOKENS)
     count = torch.tensor(float(TOKENS))
 
@@ -92,7 +103,8 @@ def table(arch: int) -> list[str]:
     EmulatedDriver.activate(arch, counts=True, races=False)
     kinds = ("float", "special function", "integer", "comparison", "conversion", "move")
     lines = [
-        f"sm_{arch}, Triton {triton.__version__}; {ROWS} rows of V = {V:,}, float32 beside bf16.",
+        f"sm_{arch}, Triton {triton.__version__}; {ROWS} rows of V = {V:,} "
+        f"({SCORED} of `column_scores`), float32 beside bf16.",
         "",
         f"| launch | instructions | {' | '.join(kinds)} | loads: sectors per request, coalescing "
         "| stores | barriers per program | bank conflicts | divergent branches |",
@@ -124,14 +136,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     text = "\n".join(table(args.arch)) + "\n"
     if args.markdown is None:
-        print(text, end="")
-        return
+        return print(text, end="")
     begin = BEGIN.replace("cost_model", "counters").format(f"--markdown docs/{args.markdown.name}")
-    before, _, rest = args.markdown.read_text().partition(begin)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{args.markdown}: expected {begin.strip()} and {END.strip()}; got none")
-    args.markdown.write_text(before + begin + text + END + after)
+    write_section(args.markdown, begin, END, text)
 
 
 if __name__ == "__main__":

@@ -105,19 +105,27 @@ def _load_logits(
 
 @triton.jit
 def _anchor(
-    row_ptr, bias_ptr, target_logit, last, V, logit_scale, softcap, to_log2,
+    row_ptr, bias_ptr, target_logit, last, logit_scale, softcap, to_log2,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The largest of the target's logit and those before `last`, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
     sign = tl.where(to_log2 < 0.0, -1.0, 1.0)
     peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-    for start in range(0, last, BLOCK_V):
+    whole = last // BLOCK_V * BLOCK_V
+    for start in range(0, whole, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         u, _ = _load_logits(
-            row_ptr, bias_ptr, offs_v, offs_v < V, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+            row_ptr, bias_ptr, offs_v, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
         )
-        peaks = tl.maximum(peaks, tl.where(offs_v < V, u * sign, float("-inf")))
+        peaks = tl.maximum(peaks, u * sign)
+    for start in range(whole, last, BLOCK_V):
+        offs_v = start + tl.arange(0, BLOCK_V)
+        mask_v = offs_v < last
+        u, _ = _load_logits(
+            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        )
+        peaks = tl.maximum(peaks, tl.where(mask_v, u * sign, float("-inf")))
     peak = tl.maximum(target_logit * sign, tl.max(peaks, axis=0))
     # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
     useless = (peak == float("-inf")) | (to_log2 == 0.0)
@@ -198,7 +206,7 @@ def token_stats_kernel(
         row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
     )
     anchor = _anchor(
-        row_ptr, bias_ptr, target_logit, V if INVARIANT else BLOCK_V, V,
+        row_ptr, bias_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
         logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
     )  # fmt: skip
 
@@ -231,7 +239,7 @@ def token_stats_kernel(
         out_of_reach = out_of_reach & (not INVARIANT)
         if out_of_reach:
             anchor = _anchor(
-                row_ptr, bias_ptr, target_logit, V, V,
+                row_ptr, bias_ptr, target_logit, V,
                 logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
             )  # fmt: skip
 
