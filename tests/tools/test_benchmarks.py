@@ -52,6 +52,7 @@ def args(*more):
     )
 
 
+@pytest.mark.nightly
 def test_every_contender_has_a_row(tiny, capsys):
     rows = head.run_workload("rollout", args("--rounds", "2"))
     printed = capsys.readouterr().out
@@ -368,6 +369,7 @@ def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
     assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS) - {"ranks"}
 
 
+@pytest.mark.nightly
 def test_scaling_over_ranks(tmp_path):
     given = ["--axes", "ranks", "--tiny", "--rounds", "1", "--out", str(tmp_path)]
     scaling.main([*given, "--device", "cpu"])

@@ -25,7 +25,7 @@ from tests.support.vllm_runs import (
     vllm_model,
 )
 
-pytestmark = pytest.mark.usefixtures("real_memory")
+pytestmark = [pytest.mark.usefixtures("real_memory"), pytest.mark.nightly]
 MOVE, CLOSE = 0.02, 2e-4
 
 
