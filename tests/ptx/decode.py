@@ -34,6 +34,8 @@ OTHERS = {
     "bar.sync", "barrier.sync", "bar.warp.sync", "bra", "bra.uni", "ret", "exit", "trap",
     "call.uni", "call", "cvta.global.u64", "cvta.to.global.u64",
 }  # fmt: skip
+# Of which no thread may be left out by a guard.
+_OF_ALL_THREADS = ("bar", "barrier", "redux", "ldmatrix", "stmatrix")
 _U64 = np.uint64
 _SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
 
@@ -146,7 +148,7 @@ class Decoder:
 
     def _decode(self, i: Instruction) -> Step:
         base, *mods = i.op.split(".")
-        if not is_known(i.op):
+        if not is_known(i.op) or (i.guard and base in _OF_ALL_THREADS):
             raise NotImplementedError(f"{i.op}, in {i} at {i.place}")
         if base == "mov" and any(text.startswith("{") for text in i.operands):
             return self._packed(i, mods[-1])
@@ -394,19 +396,21 @@ class Decoder:
         def leave(m: Machine) -> Any:
             on = mask(m)
             m.exited[... if on is None else on] = True
-            return (END, None) if i.guard is None else (END, np.broadcast_to(on, m.lanes.shape))
+            return END, None if i.guard is None or on is None else on
 
         return leave
 
     _exit = _ret
 
     def _trap(self, i: Instruction, mods: list[str]) -> Step:
-        return lambda m: m.fault("trap", i, m.active(), "the kernel stops here")
+        mask = self._mask(i)
+        return lambda m: m.fault("trap", i, mask(m), "the kernel stops here")
 
     def _call(self, i: Instruction, mods: list[str]) -> Step:
         if "__assertfail" not in ", ".join(i.operands):
             raise NotImplementedError(str(i))
-        return lambda m: m.fault("assertion", i, m.active(), "an assertion fails")
+        mask = self._mask(i)
+        return lambda m: m.fault("assertion", i, mask(m), "an assertion fails")
 
 
 def _vector(mods: list[str]) -> int:

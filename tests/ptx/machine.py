@@ -197,9 +197,9 @@ class Machine:
             kind, self.program.name, where.place, str(where), len(ids), who
         )
 
-    def fault(self, kind: str, where: Instruction, threads: np.ndarray, text: str) -> None:
-        """Notes a fault of the threads where an array over all is True."""
-        self.report(kind, where, self.ids[threads], text)
+    def fault(self, kind: str, where: Instruction, threads: np.ndarray | None, text: str) -> None:
+        """Notes a fault of the threads where an array over all is True, None for all."""
+        self.report(kind, where, self.ids if threads is None else self.ids[threads], text)
 
     # For instructions
 

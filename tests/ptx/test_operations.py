@@ -424,6 +424,21 @@ def test_threads_part_and_meet():
     assert machine.counted.divergent_branches == 4
 
 
+def test_guarded_threads_leave_or_stop():
+    p, a = values("pred"), values("b32")
+    body = ["mov.b32 %r9, %r1;", "@%p0 trap;", "@%p0 bra $A;", "mov.b32 %r9, 7;", "$A:"]
+    out, machine = executed("", ["pred", "b32"], [p, a], "b32", body=body)
+    assert (out == np.where(p, a, 7)).all()
+    (finding,) = machine.findings.values()
+    assert finding.kind == "trap" and finding.count == p.sum()
+
+
+def test_a_barrier_that_some_threads_do_not_reach_is_reported():
+    body = ["@%p0 bra $A;", "bar.sync 0;", "$A:", "mov.b32 %r9, %r1;"]
+    _, machine = executed("", ["pred", "b32"], [values("pred"), values("b32")], "b32", body=body)
+    assert [finding.kind for finding in machine.findings.values()] == ["divergent barrier"]
+
+
 def test_an_overflow_is_reported():
     a = values("s32")
     _, machine = executed("mul.lo.s32", ["s32", "s32"], [a, a], "s32")
@@ -435,7 +450,8 @@ def test_an_overflow_is_reported():
     "line",
     ("vadd.u32 %r9, %r0, %r0;", "add.sat.s32 %r9, %r0, %r0;", "add.s32 %r9, %r0;", "bar.sync 1;",
      "atom.global.add.f32 %r9, [%rd80], %r0;", "ld.global.v2.b32 %r9, [%rd80];",
-     "mma.sync.aligned.m16n8k8.row.col.f32 %r9, %r0, %r0;", "mov.b32 %q9, %r0;"),
+     "mma.sync.aligned.m16n8k8.row.col.f32 %r9, %r0, %r0;", "mov.b32 %q9, %r0;",
+     "@%p0 bar.sync 0;"),
 )  # fmt: skip
 def test_what_is_not_known_is_refused(line):
     with pytest.raises(NotImplementedError, match=r"add|bar|atom|v2|mma|%q9"):

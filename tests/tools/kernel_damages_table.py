@@ -186,7 +186,8 @@ DAMAGES = [
          r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*max\.)=>\1, 8, 31", 1),
         ("a barrier is removed", _STATS, "token_stats", r"^\s*bar\.sync.*$=>", 0),
         ("a barrier is for some threads only", _STATS, "token_stats",
-         r"(@%p\d+) (st\.shared.*\n(?:.*\n){0,3}?\s*)(bar\.sync)=>\1 \2\1 \3", 0),
+         r"(@%p\d+) (st\.shared.*\n(?:.*\n){0,3}?\s*)(bar\.sync.*)=>"
+         r"\1 \2\1 bra $L_past;\n\3\n$L_past:", 0),
         ("a store to shared memory is 4 bytes off", _STATS, "token_stats",
          r"(st\.shared\.\S+ \[ %r\d+) \+ 0=>\1 + 4", 0),
         ("a load of shared memory is 4 bytes off", _STATS, "token_stats",
