@@ -9,6 +9,7 @@ from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, support
 from grpo_kernels.backends import Words, torch_backend, triton_backend, triton_words
 from tests.support.batches import assert_matches, config, make_batch, relative_error, run_fused
 from tests.support.supports import make_support, with_logps_of
+from tests.support.tiers import INTERPRETED
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -77,7 +78,7 @@ def test_sums_over_tokens_and_over_ids(device, into, dtype, K):
         result = triton_backend.segment_sums(weights, index, offsets, given, wanted, out)
         assert result.dtype == wanted and (out is None or result is out)
         # Rounded once; the interpreter cuts digits off.
-        unit = 1e-6 if wanted == torch.float32 else 2**-7 if device == "cpu" else 2**-8
+        unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
         assert expected.norm() > 0
         torch.testing.assert_close(result.double(), expected, rtol=unit, atol=2e-5)
 
@@ -123,7 +124,7 @@ def test_sums_of_long_segments(device, dtype, sizes, into):
         assert results[-1].dtype == wanted and (out is None or results[-1] is out)
     assert results[0].equal(results[1])
     expected += 0.0 if before is None else before
-    unit = 1e-6 if wanted == torch.float32 else 2**-7 if device == "cpu" else 2**-8
+    unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
     for result in results:
         torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
 

@@ -95,9 +95,11 @@ def _surrogate(
         d_logps = tl.where(flows & ~capped, -advantages * ratio, 0.0)
     elif SURROGATE == "sapo":
         tau = tl.where(advantages > 0.0, tau_pos, tau_neg)
-        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
+        decay = tl.exp(-tau * (ratio - 1.0))
+        gate = 1.0 / (1.0 + decay)
         loss = -4.0 / tau * gate * advantages
-        d_logps = -4.0 * gate * (1.0 - gate) * ratio * advantages
+        # 1 - gate is decay * gate, also where a rounded gate would leave a difference to 1.
+        d_logps = -4.0 * gate * (decay * gate) * ratio * advantages
     else:
         weight = tl.full(logps.shape, 1.0, tl.float32)
         if SURROGATE != "reinforce":

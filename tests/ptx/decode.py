@@ -31,6 +31,8 @@ OTHERS = {
     *(f"ldmatrix.sync.aligned.m8n8.{x}.shared.b16" for x in ("x1", "x2", "x4", "x1.trans",
                                                              "x2.trans", "x4.trans")),
     *(f"stmatrix.sync.aligned.m8n8.{x}.shared.b16" for x in ("x1", "x2", "x4")),
+    *(f"cp.async.{x}" for x in ("ca.shared.global", "cg.shared.global", "commit_group",
+                                "wait_group", "wait_all")),
     "bar.sync", "barrier.sync", "bar.warp.sync", "bra", "bra.uni", "ret", "exit", "trap",
     "call.uni", "call", "cvta.global.u64", "cvta.to.global.u64",
 }  # fmt: skip
@@ -63,7 +65,9 @@ class Decoder:
         self.code = [self._decode(i) for i in program.instructions]
         # Shared memory is looked at in the smallest pieces that the kernel moves.
         ops = [i.op for i in program.instructions if ".shared" in i.op]
-        widths = [4 if "matrix" in op else bits_of(op.split(".")[-1]) // 8 for op in ops]
+        widths = [
+            4 if "matrix" in op or op[:2] == "cp" else bits_of(op.split(".")[-1]) // 8 for op in ops
+        ]
         self.shared_unit = min(widths, default=4)
 
     # Operands
@@ -281,6 +285,32 @@ class Decoder:
         write, read = self._write(i.operands[0], "b64"), self._read(i.operands[1], "b64")
         mask = self._mask(i)
         return lambda m: write(m, read(m), mask(m))
+
+    def _cp(self, i: Instruction, mods: list[str]) -> Step:
+        """Copies to shared memory: global memory is read at once, the other written by a wait."""
+        mask = self._mask(i)
+        if mods[1] == "commit_group":
+            return lambda m: m.commit(mask(m))
+        if mods[1].startswith("wait"):
+            left = int(i.operands[0], 0) if i.operands else -1
+            return lambda m: m.wait(left, mask(m))
+        target, source = (self._address(text) for text in i.operands[:2])
+        size = self._read(i.operands[-1], "b32")  # 0 for zeros
+        words = int(i.operands[2], 0) // 4
+
+        def copy(m: Machine) -> None:
+            on = mask(m)
+            lanes = m.lanes if on is None else np.flatnonzero(on)
+            sizes = np.broadcast_to(size(m), m.lanes.shape)[lanes]
+            if not np.isin(sizes, (0, 4 * words)).all():
+                raise NotImplementedError(f"{i}: a part of {4 * words} bytes")
+            values = np.zeros((len(lanes), words), np.uint32)
+            read = sizes > 0
+            values[read] = m.access(i, source(m), lanes[read], 4, words, None, False)
+            to = np.broadcast_to(target(m), m.lanes.shape)
+            m.copies.append((i, to, lanes, m.groups[lanes], values))
+
+        return copy
 
     # Between the threads of a warp
 

@@ -96,6 +96,8 @@ class Machine:
         self.barriers = np.zeros(len(self.lanes), np.int64)  # where threads wait
         self.blocked = np.zeros(len(self.lanes), bool)  # those that do
         self.pcs = np.zeros(len(self.lanes), np.int64)  # of the threads that do not execute now
+        self.groups = np.zeros(len(self.lanes), np.int64)  # of copies, that a thread has closed
+        self.copies: list[Any] = []  # those that nobody has waited for
         many = np.resize(_JUNK, len(self.lanes))
         self._junk = {
             "pred": many == _JUNK[0],
@@ -133,7 +135,7 @@ class Machine:
     def _pick(self) -> None:
         """Of the threads whose turn it is, those furthest behind go on."""
         ready = (self.pcs < END) & ~self.blocked
-        if not ready.any():
+        while not ready.any():
             self.pc = END
             if not self.blocked.any():
                 return
@@ -178,6 +180,7 @@ class Machine:
             if (there != there[0]).any() or (mine & self.exited).any():
                 text = "others are elsewhere"
                 self.fault("divergent barrier", self.at_barrier, mine & self.blocked, text)
+                self.pcs[mine] = END  # a GPU may wait for ever
             self.epochs[block] += 1
         self.blocked[:] = False
 
@@ -224,6 +227,22 @@ class Machine:
         if parted.any():
             self.fault("divergent warp", i, np.repeat(parted, 32), "some threads are elsewhere")
         return np.flatnonzero(self.mask)
+
+    def commit(self, on: np.ndarray | None) -> None:
+        """The copies that threads have begun are a group."""
+        self.groups[... if on is None else on] += 1
+
+    def wait(self, left: int, on: np.ndarray | None) -> None:
+        """Writes what threads have copied, but for their last `left` groups."""
+        copies, self.copies = self.copies, []
+        for i, address, lanes, groups, values in copies:
+            ends = self.groups[lanes] - groups > left
+            if on is not None:
+                ends &= on[lanes]
+            count, rest = values.shape[1], ~ends
+            self.access(i, address, lanes[ends], 4, count, values[ends], True)
+            if rest.any():
+                self.copies.append((i, address, lanes[rest], groups[rest], values[rest]))
 
     def access(
         self, i: Instruction, address: np.ndarray, lanes: np.ndarray, width: int, count: int,

@@ -16,7 +16,7 @@ import numpy as np
 
 # By family: the modifiers and types that it may have.
 FORMS = {
-    "abs": "f32 f64 s32 s64",
+    "abs": "f32 ftz.f32 f64 s32 s64",
     "add": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2 rn.f32.bf16 rn.f32.f16",
     "and": "b16 b32 b64 pred",
     "bfe": "s32 s64 u32 u64",
@@ -46,7 +46,7 @@ FORMS = {
     "shl": "b16 b32 b64",
     "shr": "b32 s16 s32 s64 u16 u32 u64",
     "sqrt": "approx.f32 approx.ftz.f32 rn.f32 rn.f64",
-    "sub": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2",
+    "sub": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2 rn.f32.bf16 rn.f32.f16",
     "tanh": "approx.f32",
     "xor": "b16 b32 b64 pred",
 }
@@ -178,23 +178,8 @@ _PLAIN: dict[str, Compute] = {
     "shl": functools.partial(_shift, left=True), "shr": functools.partial(_shift, left=False),
     "sqrt": np.sqrt, "sub": np.subtract, "tanh": _through_float64(np.tanh), "xor": np.bitwise_xor,
 }  # fmt: skip
-_COUNTS = {
-    "abs": 1,
-    "cvt": 1,
-    "ex2": 1,
-    "lg2": 1,
-    "mov": 1,
-    "neg": 1,
-    "not": 1,
-    "rcp": 1,
-    "rsqrt": 1,
-    "sqrt": 1,
-    "tanh": 1,
-    "bfe": 3,
-    "fma": 3,
-    "mad": 3,
-    "selp": 3,
-}
+_ONE = "abs cvt ex2 lg2 mov neg not rcp rsqrt sqrt tanh"
+_COUNTS = dict.fromkeys(_ONE.split(), 1) | dict.fromkeys(("bfe", "fma", "mad", "selp"), 3)
 
 
 class Operation(NamedTuple):
@@ -248,7 +233,7 @@ def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
         operands[2] = result
     compute = _compute(base, mods, kind)
     if error and {"approx", "full"} & set(mods):
-        compute = _off(compute, error * ERRORS[base])
+        compute = _off(base, compute, error)
     if ".ftz" in opcode:
         compute = _of_flushed(compute)
     overflows = kind == "s32" and (base in ("add", "sub") or mods[0] == "lo")
@@ -286,12 +271,18 @@ def _of_pairs(compute: Compute) -> Compute:
     return of_pairs
 
 
-def _off(exact: Compute, bound: float) -> Compute:
+def _off(base: str, exact: Compute, error: float) -> Compute:
+    """As far from the exact result as the bound allows; what the manual lists is exact."""
+
     def approximate(*xs: np.ndarray) -> np.ndarray:
         x = exact(*xs)
+        # Between 1/2 and 2 the bound of a logarithm is absolute.
+        size = np.where((abs(x) < 1) & (x != 0), 1, x) if base == "lg2" else x.astype(np.float64)
         sign = xs[-1].view(np.uint32) * np.uint32(2654435761) >> np.uint32(31)
-        return (x + x.astype(np.float64) * np.where(sign == 1, bound, -bound)).astype(x.dtype)
+        off = (x + np.where(sign == 1, bound, -bound) * size).astype(x.dtype)
+        return np.where(np.isfinite(x) & (xs[0] != 0), off, x)
 
+    bound = error * ERRORS[base]
     return approximate
 
 

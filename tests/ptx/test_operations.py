@@ -280,9 +280,21 @@ def test_approximations_are_off_by_the_bound(opcode):
     inputs = [np.linspace(0.51, 1.9, N).astype(np.float32)] * count
     plain, _ = executed(opcode, ["f32"] * count, inputs, "f32")
     off, _ = executed(opcode, ["f32"] * count, inputs, "f32", error=1.0)
-    error = np.abs(off.astype(float) - plain) / np.abs(plain)
+    size = 1 if base == "lg2" else np.abs(plain)  # of a logarithm between 1/2 and 2
+    error = np.abs(off.astype(float) - plain) / size
     assert 0.3 * ERRORS[base] < error.max() <= ERRORS[base] + 2.0**-23
     assert (off > plain).any() and (off < plain).any()
+
+
+def test_what_the_manual_lists_is_exact():
+    inf = np.float32("inf")
+    for opcode, given, exact in (
+        ("ex2.approx.f32", [0, inf, -inf], [1, inf, 0]), ("rcp.approx.f32", [0, inf], [inf, 0]),
+        ("lg2.approx.f32", [0, inf], [-inf, inf]), ("rsqrt.approx.f32", [0, inf], [inf, 0]),
+    ):  # fmt: skip
+        inputs = [np.resize(np.array(given, np.float32), N)]
+        off, _ = executed(opcode, ["f32"], inputs, "f32", error=1.0)
+        assert np.array_equal(off, np.resize(np.array(exact, np.float32), N))
 
 
 @pytest.mark.parametrize("opcode", sorted(COMPARISONS))
@@ -437,6 +449,30 @@ def test_a_barrier_that_some_threads_do_not_reach_is_reported():
     body = ["@%p0 bra $A;", "bar.sync 0;", "$A:", "mov.b32 %r9, %r1;"]
     _, machine = executed("", ["pred", "b32"], [values("pred"), values("b32")], "b32", body=body)
     assert [finding.kind for finding in machine.findings.values()] == ["divergent barrier"]
+
+
+WAITS = {"all": "cp.async.wait_all;", "none left": "cp.async.wait_group 0;",
+         "one left": "cp.async.wait_group 1;", "no wait": "mov.b32 %r70, 0;"}  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_copies_are_there_when_they_were_waited_for(wait):
+    """Two groups of copies, the second of them of threads with an even number, of 0 or 4 bytes."""
+    x = values("b32")
+    body = ["shl.b32 %r60, %r90, 3;", "cvt.u64.u32 %rd60, %r60;", "and.b32 %r61, %r90, 1;",
+            "setp.eq.s32 %p0, %r61, 0;", "and.b32 %r62, %r90, 4;",
+            "cp.async.ca.shared.global [%rd60], [%rd80], 0x4, 0x4;", "cp.async.commit_group;",
+            "@%p0 cp.async.ca.shared.global [%rd60+4], [%rd80], 0x4, %r62;",
+            "cp.async.commit_group;", WAITS[wait], "ld.shared.b32 %r63, [%rd60];",
+            "@%p0 ld.shared.b32 %r64, [%rd60+4];", "@!%p0 mov.b32 %r64, 0;",
+            "add.u32 %r9, %r63, %r64;"]  # fmt: skip
+    out, machine = executed("", ["b32"], [x], "b32", body=body)
+    found = {finding.kind: finding.count for finding in machine.findings.values()}
+    if wait in ("one left", "no wait"):
+        assert found["uninitialised shared memory"] == N // 2
+    else:
+        lane = np.arange(N) % 32
+        assert not found and np.array_equal(out, x + x * ((lane % 2 == 0) & (lane & 4 > 0)))
 
 
 def test_an_overflow_is_reported():

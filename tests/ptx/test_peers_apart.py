@@ -91,7 +91,8 @@ def test_fla_l2norm(fla):
 def test_fla_layer_norm(fla):
     layer_norm = fla("norm.layernorm").layer_norm
     operands = (torch.randn(ROWS), torch.randn(200), torch.randn(200))
-    compare(layer_norm, lambda x, w, b: F.layer_norm(x, (200,), w, b), *operands)
+    known = {(WITHOUT_OTHER, f"layer_norm_{way}_kernel") for way in ("fwd", "bwd")}
+    compare(layer_norm, lambda x, w, b: F.layer_norm(x, (200,), w, b), *operands, known=known)
 
 
 def test_fla_swiglu(fla):
@@ -119,6 +120,7 @@ def unsloth(monkeypatch, tmp_path):
     def load(name):
         module = importlib.import_module(f"unsloth.kernels.{name}")
         monkeypatch.setattr(module, "torch_gpu_device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         return module
 
     return load
@@ -203,4 +205,6 @@ def test_unsloth_rope(unsloth):
     def theirs(q, k):
         return torch.cat(module.fast_rope_embedding(q, k, cos, sin), 1)
 
-    compare(theirs, plain, torch.randn(2, 3, 12, 32), torch.randn(2, 1, 12, 32))
+    # In place, with more threads than elements: nothing is made of what the copies read.
+    known = {("race: write after read", "_rope_embedding_QK")}
+    compare(theirs, plain, torch.randn(2, 3, 12, 32), torch.randn(2, 1, 12, 32), known=known)

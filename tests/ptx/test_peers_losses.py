@@ -65,7 +65,8 @@ def test_liger_grpo_is_ours(path):
 
     actual = compare(lambda x: liger_loss(x * 1, **both, **theirs), plain, logits)
     own = compare(lambda x: plain(x, grpo_loss), plain, logits)
-    assert all(relative_error(a, b) <= 3e-6 for a, b in zip(actual, own, strict=True))
+    apart = 3e-5 if EmulatedDriver.settings.error else 3e-6
+    assert all(relative_error(a, b) <= apart for a, b in zip(actual, own, strict=True))
 
 
 @pytest.mark.parametrize("level", ("token", "sequence"))

@@ -70,7 +70,9 @@ def test_scores_of_columns(chunk, blocks):
             x[rows], y[rows], LogitTransform(), grads.at(rows), [slice(0, 16)]
         )
         for mine, true in zip(both, truth, strict=True):
-            assert relative_error(mine[b, columns], true[0, columns]) <= 2e-6
+            assert relative_error(mine[b, columns], true[0, columns]) <= (
+                1e-5 if EmulatedDriver.settings.error else 2e-6
+            )
 
 
 def test_entries_of_a_large_head(blocks):

@@ -183,7 +183,7 @@ DAMAGES = [
         ("a sum's shuffle has the wrong distance", _STATS, "token_stats",
          r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*add\.)=>\1, 8, 31", 0),
         ("a maximum's shuffle has the wrong distance", _STATS, "second_sweep",
-         r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*max\.)=>\1, 8, 31", 1),
+         r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*max\.)=>\1, 8, 31", 2),
         ("a barrier is removed", _STATS, "token_stats", r"^\s*bar\.sync.*$=>", 0),
         ("a barrier is for some threads only", _STATS, "token_stats",
          r"(@%p\d+) (st\.shared.*\n(?:.*\n){0,3}?\s*)(bar\.sync.*)=>"
@@ -201,11 +201,11 @@ DAMAGES = [
         ("a vector is stored 4 bytes off", _GRADS, "logit_grads",
          r"(st\.global\.v4\.b32 \[ %rd\d+) \+ 0=>\1 + 4", 0),
         ("a vector is loaded 16 bytes off", _STATS, "token_stats",
-         r"(ld\.global\.v4\.b32 \{[^}]*\}, \[ %rd\d+) \+ 0=>\1 + 16", 0),
+         r"(ld\.global\.v4\.b32 \{[^}]*\}, \[ %rd\d+) \+ 0=>\1 + 16", 1),
         ("the guard of a store is dropped", _GRADS, "logit_grads",
          r"@%p\d+ (st\.global)=>\1", 0),
         ("the guard of a load is dropped", "policy_loss_kernel", "policy_loss",
-         r"@%p\d+ (ld\.global)=>\1", 0),
+         r"@%p\d+ (ld\.global)=>\1", 1),
         ("a sweep takes a block too many", _STATS, "token_stats", r"setp\.lt\.s64=>setp.le.s64", 0),
     ),
 ]  # fmt: skip
