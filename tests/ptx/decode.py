@@ -104,7 +104,8 @@ class Decoder:
         if text[:2].lower() in ("0f", "0d"):
             held = {"f": 32, "d": 64}[text[1].lower()]
             return np.array([int(text[2:], 16)], unsigned(held)).view(to)
-        return np.array([int(text, 0) & ((1 << bits) - 1)], unsigned(bits)).view(to)
+        number = int(text.rstrip("U"), 0)
+        return np.array([number & ((1 << bits) - 1)], unsigned(bits)).view(to)
 
     def _prefix(self, register: str) -> str:
         prefix = re.match(r"%[a-zA-Z_]+", register)
@@ -420,11 +421,14 @@ class Decoder:
 
         return branch
 
-    def _ret(self, i: Instruction, mods: list[str]) -> Step:
+    def _ret(self, i: Instruction, mods: list[str], fault: tuple[str, str] | None = None) -> Step:
         mask = self._mask(i)
 
         def leave(m: Machine) -> Any:
             on = mask(m)
+            if fault is not None:
+                kind, text = fault
+                m.fault(kind, i, on, text)
             m.exited[... if on is None else on] = True
             return END, None if i.guard is None or on is None else on
 
@@ -433,14 +437,12 @@ class Decoder:
     _exit = _ret
 
     def _trap(self, i: Instruction, mods: list[str]) -> Step:
-        mask = self._mask(i)
-        return lambda m: m.fault("trap", i, mask(m), "the kernel stops here")
+        return self._ret(i, mods, ("trap", "the kernel stops here"))
 
     def _call(self, i: Instruction, mods: list[str]) -> Step:
         if "__assertfail" not in ", ".join(i.operands):
             raise NotImplementedError(str(i))
-        mask = self._mask(i)
-        return lambda m: m.fault("assertion", i, mask(m), "an assertion fails")
+        return self._ret(i, mods, ("assertion", "an assertion fails"))
 
 
 def _vector(mods: list[str]) -> int:

@@ -39,6 +39,7 @@ FORMS = {
     "neg": "f32 f64 s32 s64",
     "not": "b16 b32 b64 pred",
     "or": "b16 b32 b64 pred",
+    "prmt": "b32",
     "rcp": "approx.f32 approx.ftz.f32 rn.f32 rn.f64",
     "rem": "s32 s64 u32 u64",
     "rsqrt": "approx.f32 approx.ftz.f32",
@@ -154,6 +155,19 @@ def _field(a: np.ndarray, at: np.ndarray, count: np.ndarray) -> np.ndarray:
     return field.astype(bits.dtype).view(a.dtype)
 
 
+def _permuted(a: np.ndarray, b: np.ndarray, how: np.ndarray) -> np.ndarray:
+    """Four of the eight bytes of both; with bit 3 of a place copies of the byte's sign."""
+    both = b.astype(np.uint64) << np.uint64(32) | a
+    out = np.zeros(1, np.uint32)
+    for k in range(4):
+        place = how >> np.uint32(4 * k)
+        byte = both >> (place & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)
+        sign = np.where(byte > 127, np.uint64(255), np.uint64(0))
+        byte = np.where(place & np.uint32(8), sign, byte)
+        out = out | byte.astype(np.uint32) << np.uint32(8 * k)
+    return out
+
+
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Rounded towards 0; of no use where b is 0."""
     b = np.where(b == 0, b.dtype.type(1), b)
@@ -173,13 +187,14 @@ _PLAIN: dict[str, Compute] = {
     "abs": np.abs, "add": np.add, "and": np.bitwise_and, "bfe": _field,
     "ex2": _through_float64(np.exp2), "fma": _fused,
     "lg2": _through_float64(np.log2), "mov": lambda a: a, "neg": np.negative, "not": np.invert,
-    "or": np.bitwise_or, "rcp": lambda a: 1 / a, "rem": lambda a, b: a - _quotient(a, b) * b,
+    "or": np.bitwise_or, "prmt": _permuted, "rcp": lambda a: 1 / a,
+    "rem": lambda a, b: a - _quotient(a, b) * b,
     "rsqrt": _through_float64(lambda a: 1 / np.sqrt(a)), "selp": lambda a, b, p: np.where(p, a, b),
     "shl": functools.partial(_shift, left=True), "shr": functools.partial(_shift, left=False),
     "sqrt": np.sqrt, "sub": np.subtract, "tanh": _through_float64(np.tanh), "xor": np.bitwise_xor,
 }  # fmt: skip
 _ONE = "abs cvt ex2 lg2 mov neg not rcp rsqrt sqrt tanh"
-_COUNTS = dict.fromkeys(_ONE.split(), 1) | dict.fromkeys(("bfe", "fma", "mad", "selp"), 3)
+_COUNTS = dict.fromkeys(_ONE.split(), 1) | dict.fromkeys(("bfe", "fma", "mad", "prmt", "selp"), 3)
 
 
 class Operation(NamedTuple):
@@ -246,6 +261,8 @@ def _compute(base: str, mods: list[str], kind: str) -> Compute:
         pair = {"min": np.minimum, "max": np.maximum}[base]
         if is_float and "NaN" not in mods:
             pair = {"min": np.fmin, "max": np.fmax}[base]
+        if is_float:
+            pair = _of_zeros(pair, base)
         # Of two, or on newer GPUs of three.
         return lambda a, *others: functools.reduce(pair, others, a)
     if base == "div":
@@ -259,6 +276,16 @@ def _compute(base: str, mods: list[str], kind: str) -> Compute:
     elif "hi" in mods:
         product = _high
     return product if base == "mul" else lambda a, b, c: product(a, b) + c
+
+
+def _of_zeros(pair: Compute, base: str) -> Compute:
+    """A minimum or maximum to which -0 is less than 0."""
+
+    def of_zeros(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        zeros = (a == 0) & (b == 0)
+        return np.where(zeros, a + b if base == "max" else -(-a - b), pair(a, b))
+
+    return of_zeros
 
 
 def _of_pairs(compute: Compute) -> Compute:

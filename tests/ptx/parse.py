@@ -23,7 +23,7 @@ class Instruction:
     negated: bool
     line: int  # of the PTX, from 1
     place: str  # file.py:line:column
-    # Its result stays undefined where the guard is false: inline assembly that sets no default.
+    # Its result is undefined where the guard is false: nothing before it has written its registers.
     undefined: bool = False
 
     def __str__(self) -> str:
@@ -66,13 +66,9 @@ def parse(ptx: str) -> Program:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     place = "?"
-    assembly: set[str] | None = None  # registers written by the inline assembly that we are in
+    written: set[str] = set()  # registers
     begun = ""  # a call goes over several lines
     for number, raw in enumerate(body.splitlines(), ptx[: ptx.index(body)].count("\n") + 1):
-        if "// begin inline asm" in raw:
-            assembly = set()
-        if "// end inline asm" in raw:
-            assembly = None
         located = _LOC.match(raw.strip())
         if located:
             place = located[3] or f"{files.get(located[1], '?')}:{located[2]}"
@@ -87,7 +83,7 @@ def parse(ptx: str) -> Program:
             # Braces at the begin are scopes of inline assembly; those of operands come later.
             statement = statement.lstrip("{} \t")
             if statement and not statement.startswith("."):
-                instructions.append(_instruction(statement, number, place, assembly))
+                instructions.append(_instruction(statement, number, place, written))
     return Program(
         name,
         [param for _, param in _PARAM.findall(signature + "\n)")],
@@ -99,15 +95,15 @@ def parse(ptx: str) -> Program:
     )
 
 
-def _instruction(statement: str, number: int, place: str, assembly: set[str] | None) -> Instruction:
+def _instruction(statement: str, number: int, place: str, written: set[str]) -> Instruction:
     guard, negated = None, False
     if found := _GUARD.match(statement):
         guard, negated = found[2], found[1] == "!"
         statement = statement[found.end() :]
     op, _, operands = statement.replace("\t", " ").partition(" ")
     made = Instruction(op, split_operands(operands), guard, negated, number, place)
-    if assembly is not None and made.operands:
-        written = set(re.findall(r"%\w+", made.operands[0]))
-        made.undefined = guard is not None and not written <= assembly
-        assembly |= written
+    if made.operands and not made.operands[0].startswith("["):
+        own = set(re.findall(r"%\w+", made.operands[0]))
+        made.undefined = guard is not None and not own <= written
+        written |= own
     return made

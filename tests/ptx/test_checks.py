@@ -158,7 +158,7 @@ def test_rows_end_where_their_view_does():
 
 def test_an_offset_that_overflows():
     x = torch.zeros(600)[::2]
-    with pytest.raises(SanitizerError, match="out of bounds"):
+    with pytest.raises(SanitizerError, match=r"out of bounds|assertion"):  # of TRITON_DEBUG
         copy[(2,)](x, x, 300, 1 << 23, BLOCK=BLOCK, MASKED=True)
 
 
