@@ -108,6 +108,28 @@ def test_values_of_log_probs(dtype, frozen):
         assert true.norm() > 0 and relative_error(mine, true) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_values_under_autocast(dtype):
+    """Operands in float32, GEMMs in autocast's dtype."""
+    batch = make_batch(B=6, T=11, V=V).to("cuda", torch.float32)
+    enabled, before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)  # which `torch.autocast` does where there is a GPU
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        ours = run_fused(batch, exact=False, old_logps=True, scale=64.0)
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", before)
+    rounded = [x.detach().to(dtype).float() for x in (batch.hidden, batch.weight)]
+    hidden, weight = (x.double() for x in rounded)
+    true = reference.linear_logprobs(hidden, weight, batch.targets, mask=batch.mask)
+    assert (ours.logps - true.logps)[batch.mask].abs().max() <= 1e-4
+    exact = run_fused(batch, exact=True, old_logps=True, scale=64.0)
+    for name, expected in exact.gradients.items():
+        if expected is not None:
+            assert 1e-5 < relative_error(ours.gradients[name], expected) <= 2e-2, name
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_values_of_a_sampled_backward(dtype):
     """Loss and log-probs are exact; the gradients are estimates."""
