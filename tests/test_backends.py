@@ -272,7 +272,7 @@ def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_log
     constants = {"old_logps": 0.3 * x[3], "ref_logps": x[4], "sampling_logps": 0.3 * x[6]}
     inputs = LossInputs(
         advantages=x[0].masked_fill(x[0].abs() < 0.1, 0.0), weights=x[1].abs(),
-        count=torch.tensor(float(tokens), device=device), mask=x[2] > -1,
+        count=torch.tensor(float(tokens)).to(device), mask=x[2] > -1,
         sequences=Sequences(torch.arange(tokens, device=device) // 50, tokens // 50 + 1),
         **{name: constants[name] for name in names},
     )  # fmt: skip

@@ -373,13 +373,16 @@ def test_on_a_gpu(loss_type, option, dtype, all_kept):
 
 
 @pytest.mark.gpu
-def test_unbiased_on_a_gpu():
+@pytest.mark.real_gpu
+def test_unbiased_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(sampling_cost, "pays", lambda *given: True)
     expect_unbiased(
         make_batch(B=8, T=16).to("cuda", torch.float32), MANY, old_logps=True, bias=True
     )
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.parametrize(("backward", "waits"), (("exact", 1), ("sampled", 2)))
 def test_waits_for_a_gpu(backward, waits):
     """Waits once for the row counts, and once per chunk for the count of kept columns."""

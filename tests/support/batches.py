@@ -299,16 +299,18 @@ def assert_matches(
     logps: float,
     floor: float = 0.0,
     rounded_to: torch.dtype | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Loss, log-probs, metrics and every gradient; gradients that should not be 0 must not be.
 
-    `rounded_to`: the dtype of the gradients, whose rounding alone may be more than the tolerance.
+    `rounded_to`: the dtype of the gradients, whose rounding alone may be more than the tolerance,
+    where the loss was times `scale`.
     """
     assert actual.loss.dtype == torch.float32
     worst = (actual.logps.double() - expected.logps).abs().max() if actual.logps.numel() else 0.0
     assert float(worst) <= logps, f"log-probs off by {worst:.2e}"
-    scale = max(1.0, abs(expected.loss.item()))
-    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * scale
+    size = max(1.0, abs(expected.loss.item()))
+    assert abs(actual.loss.item() - expected.loss.item()) <= max(tolerance, 1e-5) * size
     assert actual.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert actual.metrics[name].dtype == torch.float32
@@ -323,7 +325,8 @@ def assert_matches(
         assert mine is not None, f"d_{name}: missing"
         error, allowed = relative_error(mine, value, floor), tolerance
         if rounded_to is not None:
-            allowed = max(allowed, 1.01 * relative_error(value.to(rounded_to), value))
+            rounded = (scale * value).to(rounded_to).double() / scale
+            allowed = max(allowed, 1.01 * relative_error(rounded, value))
         assert error <= allowed, f"d_{name}: relative error {error:.2e} > {allowed:.1e}"
 
 

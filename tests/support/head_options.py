@@ -41,7 +41,8 @@ def objective_options(name):
 def expect_equal(batch, options, *, tolerance=2e-5, **kwargs):
     expected = run_fused(batch, exact=True, **options, **kwargs)
     actual = run_fused(batch, exact=False, **options, **kwargs)
-    assert_matches(actual, expected, tolerance, logps=1e-4, rounded_to=batch.hidden.dtype)
+    rounding = {"rounded_to": batch.hidden.dtype, "scale": options.get("scale", 1.0)}
+    assert_matches(actual, expected, tolerance, logps=1e-4, **rounding)
     return actual
 
 
