@@ -184,7 +184,9 @@ def sampled_cases(
         size, K = min(R, N), max(16, int(share * V) // 16 * 16)
         spread_out = 16 + torch.arange(K - 16, device=device) * ((V - 16) // max(1, K - 16))
         ids = torch.cat([torch.arange(16, device=device), spread_out])
-        kept = column_sampling.KeptColumns(ids, torch.ones(K, device=device))
+        kept = column_sampling.KeptColumns(
+            ids, torch.ones(K, device=device), torch.ones(2, K, device=device)
+        )
         block = logits[:size]
         gather = partial(block.index_select, 1, ids)
         yield f"sampled: kept logits, {R} rows", 8 * size * K, [{}], gather

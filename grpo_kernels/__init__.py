@@ -5,16 +5,15 @@ from .config import GRPOLossConfig
 from .fused_grpo_loss import fused_grpo_loss
 from .grpo_loss import grpo_loss
 from .linear_logprobs import linear_logprobs
-from .outputs import BothGRPOLossOutput, BothLogprobOutput, GRPOLossOutput, LogprobOutput
+from .outputs import GRPOLossOutput, LogprobOutput
 from .sampler_check import SamplerCheck, check_sampler
 from .selective_log_softmax import selective_log_softmax
+from .sequences import gather_tokens
 from .support import batch_support
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "BothGRPOLossOutput",
-    "BothLogprobOutput",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LogprobOutput",
@@ -22,6 +21,7 @@ __all__ = [
     "batch_support",
     "check_sampler",
     "fused_grpo_loss",
+    "gather_tokens",
     "group_advantages",
     "grpo_loss",
     "linear_logprobs",

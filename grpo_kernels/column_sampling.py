@@ -46,8 +46,6 @@ _MOST_SKIPPED = 8
 # Growth of the relative variance from the gradient of the logits to that of W, before it has been
 # measured: the rows of W are much alike, and so are the states that a word is likely in.
 TYPICAL_VARIANCE_GROWTH = 1.5
-# The same where columns are drawn before the gradients of the log-probs are known.
-BLIND_VARIANCE_GROWTH = 3.0
 
 
 def new_generator(seed: int | torch.Generator | None, device: torch.device) -> torch.Generator:
@@ -70,24 +68,15 @@ class KeptColumns(NamedTuple):
 
     ids: Tensor  # int32 or int64
     weights: Tensor  # float32
-    moments: Tensor | None = None  # float32 [2, K]: 1, and the probability; 0 for what fills up
-
-    def narrowed(self) -> KeptColumns:
-        """A copy with int32 ids, to save between forward and backward."""
-        return KeptColumns(self.ids.int(), self.weights)
+    moments: Tensor  # float32 [2, K]: 1, and the probability; 0 for what fills up
 
     def of(self, part: slice) -> KeptColumns:
         """Some of the columns."""
-        moments = None if self.moments is None else self.moments[:, part]
-        return KeptColumns(self.ids[part], self.weights[part], moments)
+        return KeptColumns(self.ids[part], self.weights[part], self.moments[:, part])
 
     def noise(self, squares: Tensor) -> Tensor:
         """The sum of the squares `[K]` of what the columns give, and what is no noise of it."""
-        moments = self.moments
-        if moments is None:
-            inverse = 1 / self.weights.clamp(min=1)
-            moments = torch.stack((torch.ones_like(inverse), inverse))
-        return moments @ squares
+        return self.moments @ squares
 
 
 def row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -257,30 +246,18 @@ class ColumnSampler:
         self.dense_blocks += is_dense
         self.kept += rows * (1.0 if is_dense else columns / self.V)
 
-    def metrics(self, noise: Tensor | None = None) -> dict[str, Tensor]:
-        """The shares of columns kept and of dense blocks, and the gradient's relative noise.
-
-        `noise` None: as planned, before the gradients are known.
-        """
-        if noise is None:
-            noise = relative_noise(BLIND_VARIANCE_GROWTH * self.planned[0], self.planned[2])
-        kept, dense = self.kept / max(self.rows, 1), self.dense_blocks / max(self.blocks, 1)
-        return _metrics(kept, dense, noise.float())
-
-
-def metrics_of_exact(device: torch.device) -> dict[str, Tensor]:
-    """The sampler's metrics of a call that kept all columns."""
-    return _metrics(1.0, 1.0, torch.zeros((), dtype=torch.float32, device=device))
-
-
-def _metrics(kept: float, dense: float, noise: Tensor) -> dict[str, Tensor]:
-    # Filled on the device: a copy would wait for it.
-    shares = {"columns_kept": kept, "dense_blocks": dense}
-    on_device = {
-        name: torch.full((), share, dtype=torch.float32, device=noise.device)
-        for name, share in shares.items()
-    }
-    return {**on_device, "gradient_noise": noise}
+    def metrics(self, noise: Tensor) -> dict[str, Tensor]:
+        """The shares of columns kept and of dense blocks, and the gradient's relative noise."""
+        shares = {
+            "columns_kept": self.kept / max(self.rows, 1),
+            "dense_blocks": self.dense_blocks / max(self.blocks, 1),
+        }
+        # Filled on the device: a copy would wait for it.
+        on_device = {
+            name: torch.full((), share, dtype=torch.float32, device=noise.device)
+            for name, share in shares.items()
+        }
+        return {**on_device, "gradient_noise": noise.float()}
 
 
 def relative_noise(variance: Tensor, square: Tensor) -> Tensor:

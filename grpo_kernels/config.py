@@ -7,7 +7,6 @@ The formulas behind the names are in `grpo_kernels.objective`, the table of them
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -177,16 +176,6 @@ class GRPOLossConfig:
     def effective_aggregation(self) -> str:
         """The aggregation in force: `aggregation`, or the loss type's own."""
         return self.aggregation or self._loss.aggregation
-
-    @property
-    def average(self) -> str:
-        """Deprecated name of `effective_aggregation`."""
-        warnings.warn(
-            "GRPOLossConfig.average is now effective_aggregation; the old name goes in 0.3",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.effective_aggregation
 
     @property
     def ratio_level(self) -> str:

@@ -12,23 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .sequences import Sequences
-
 
 def cross_entropy(weights: Tensor, logps: Tensor) -> Tensor:
     """`-sum c l`, 0-d, of `weights [N]` and `logps [N]`, which may hold anything where c is 0."""
     return -torch.where(weights != 0, weights * logps, 0.0).sum()
 
 
-def cross_entropy_metrics(
-    weights: Tensor, logps: Tensor, sequences: Sequences | None
-) -> dict[str, Tensor]:
+def cross_entropy_metrics(weights: Tensor, logps: Tensor) -> dict[str, Tensor]:
     """The term, its tokens, and their plain mean negative log-likelihood, in nats."""
     chosen = weights != 0
     count = chosen.to(logps.dtype).sum()
     total = torch.where(chosen, logps, 0.0).sum()
-    sums = torch.stack([cross_entropy(weights, logps), count, total])
-    if sequences is not None:
-        sums = sequences.over_ranks(sums)
-    loss, count, total = sums.unbind()
+    loss = cross_entropy(weights, logps)
     return {"ce_loss": loss, "ce_tokens": count, "ce_nll": -total / count.clamp(min=1)}

@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from .autograd import eager_only
-from .column_sampling import metrics_of_exact
 from .config import GRPOLossConfig
 from .grpo_loss import flat_loss
 from .head_call import HeadCall, HeadOperands
 from .head_gradients import chunk_layout
 from .inputs import loss_call
-from .linear_logprobs import either, flat_logprobs
-from .metrics import full_metrics, loss_metrics
-from .objective import LossInputs, Tokens, kl_terms, log_importance_ratio, token_local
+from .linear_logprobs import flat_logprobs
+from .metrics import loss_metrics
+from .objective import LossInputs, token_local
 from .one_pass import OnePassLoss, one_sweep
-from .outputs import BothGRPOLossOutput, GRPOLossOutput
+from .outputs import GRPOLossOutput
 from .row_plan import plan_rows
-from .support import check_support_options
-from .support_head import of_support_alone, with_support
+from .support_head import with_support
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,15 +51,12 @@ def fused_grpo_loss(
     num_items: float | Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    seq_group: ProcessGroup | None = None,
     temperature: float | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: str = "fp32",
-    vocab_size: int | None = None,
     batch_invariant: bool = False,
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None,
-    skip_untrained: bool = False,
     backward: str = "exact",
     tolerance: float | None = None,
     seed: int | torch.Generator | None = None,
@@ -69,13 +64,10 @@ def fused_grpo_loss(
     chunk_bytes: int | None = None,
     capturable: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
-    support_fallback: str = "error",
-    score: str = "support",
-    sparse_weight_grad: bool = False,
     vocab_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
     hidden_layout: str = "replicated",
-) -> GRPOLossOutput | BothGRPOLossOutput:
+) -> GRPOLossOutput:
     """Computes the GRPO loss of a linear head over hidden states, and prepares its gradients.
 
     Equivalent PyTorch, with the logits never held:
@@ -120,11 +112,6 @@ def fused_grpo_loss(
             quantile over this call's tokens.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
-        seq_group: a process group whose ranks have other tokens of the same B sequences, in any
-            cut, a rank perhaps none: sums over sequences and tokens are over all of them. The loss
-            is this rank's share, so that the ranks' losses and gradients add up to the whole's;
-            metrics are the whole's, but for those of a support and of a sampled backward
-            (`docs/distributed.md`). Every rank has to call.
         temperature: overrides `config.temperature`: a number, or one value per token in the shape
             of `targets`.
         logit_scale: factor on `hidden @ weight.T + bias`.
@@ -132,8 +119,6 @@ def fused_grpo_loss(
         logits_dtype: `"fp32"`, or `"model"`: logits are rounded, before softcap and temperature, as
             the model's own head rounds them, to the dtype of `hidden` and `weight`, or of autocast:
             what a sampler of that dtype saw. Gradients pass through the rounding.
-        vocab_size: words of the vocabulary; rows of `weight`, `bias` and `lora_b` beyond it are
-            padding: they are in no softmax, and their gradient is 0. None: there are none.
         batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
             whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
             shape, 256 rows, padded where there are fewer. `weight`'s
@@ -142,15 +127,10 @@ def fused_grpo_loss(
         matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where
             logits and the gradient of `hidden` are computed: that of a batch-invariant sampler,
             say. What it rounds is rounded. Adapters have torch's. Without a support. None: torch's.
-        skip_untrained: also leaves tokens whose gradient is known to be 0 beforehand (advantage or
-            importance sampling weight 0, no KL, no entropy term; in two passes: whole sequences of
-            advantage 0) out of the forward. The gradients are the same; the `logps` of these
-            tokens are 0, and the metrics are over the others.
         backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
-            percent of the vocabulary's columns; exact ones where that is faster, or is predicted
-            to be (`docs/sampled_backward.md`).
-        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3, at which
-            sampling is predicted to lose on a GPU, so that the exact way is taken.
+            percent of the vocabulary's columns, for losses of one pass; slower than the exact one
+            where a softmax is flat, and predicted to be on a GPU (`docs/sampled_backward.md`).
+        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
         seed: source of the sampled backward's draws: an int (the same gradients again; pass
             another one in each call), a `torch.Generator`, or None for torch's own generator on
             the CPU. Ranks draw differently in any case.
@@ -170,13 +150,6 @@ def fused_grpo_loss(
             entropy, loss and metrics are then those of the softmax over these words, and gradients
             are exact, from their rows of the head alone (`docs/support.md`). Masked tokens may have
             anything.
-        support_fallback: `"dense"` takes tokens whose target is not among their words over the
-            whole vocabulary, and counts them in a metric; `"error"` refuses them.
-        score: `"both"` also scores every token over the whole vocabulary: the KL to the reference,
-            whose `ref_logps` are then of its whole softmax, is that of the whole policy, and all
-            else that of the truncated one. In two passes.
-        sparse_weight_grad: gives `weight` a row-sparse gradient (`torch.sparse_coo`), for
-            optimizers that take one. For calls in which every token has a support.
         vocab_group: a process group whose ranks share the vocabulary: `weight`, `bias` and the
             second of `low_rank` are this rank's rows, in any number, all else is the same on all
             ranks (but see `hidden_layout`), and so is the result, bit for bit: do not add up the
@@ -200,9 +173,8 @@ def fused_grpo_loss(
             TRL's names (`docs/objectives.md`); `columns_kept`, `dense_blocks` and `gradient_noise`
             of the sampled backward; `ce_loss`, `ce_tokens` and `ce_nll` given `ce_weights`;
             `support/mean` and `support/p99` (words per token that has a support),
-            `support/singletons` (share of these), `support/gathered` (share of all tokens) and
-            `support/fallback` (count), given a `support`; `full/kl`, `full/kl_max` and
-            `full/entropy` of the whole softmax with `score="both"`, instead of `kl` and `kl_max`.
+            `support/singletons` (share of these) and `support/gathered` (share of all tokens),
+            given a `support`.
         `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
             in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
 
@@ -218,7 +190,6 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    check_support_options(support, support_fallback, score, sparse_weight_grad)
     operands, call, inputs = loss_call(
         hidden,
         weight,
@@ -238,11 +209,9 @@ def fused_grpo_loss(
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
-        vocab_size=vocab_size,
         batch_invariant=batch_invariant,
         matmul=matmul,
         cu_seqlens=cu_seqlens,
-        seq_group=seq_group,
         backward=backward,
         tolerance=tolerance,
         seed=seed,
@@ -253,39 +222,17 @@ def fused_grpo_loss(
         vocab_start=vocab_start,
         hidden_layout=hidden_layout,
     )
-    if capturable and seq_group is not None:
-        raise ValueError(
-            "seq_group: expected None with capturable=True, as the ranks' numbers of sequences are "
-            "read from the device; got a group"
-        )
-    if not isinstance(skip_untrained, bool):
-        raise TypeError(f"skip_untrained: expected a bool; got {skip_untrained!r}")
-    if capturable and skip_untrained:
-        raise ValueError(
-            "skip_untrained: expected False with capturable=True, as every row takes part; got True"
-        )
     with_grad = None if capturable else _tokens_with_grad(config, inputs)
-    if skip_untrained and with_grad is not None:
-        active = with_grad if call.mask is None else call.mask & with_grad
-        call, inputs = replace(call, mask=active), inputs.within(with_grad)
-    if support is None:
-        loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
-    else:
-        full, both = call, score == "both"
-        call = with_support(
-            call, weight, support, support_fallback, sparse=sparse_weight_grad, gathered=both
-        )
-        if both:
-            loss, metrics, *values = _loss_of_both(operands, full, call, config, inputs)
-        else:
-            call = replace(call, with_grad=with_grad)
-            loss, metrics, *values = _loss(operands, call, config, inputs, with_grad)
-        assert call.support is not None and call.mask is not None
+    if support is not None:
+        call = replace(with_support(call, support), with_grad=with_grad)
+    loss, metrics, logps, entropy = _loss(operands, call, config, inputs, with_grad)
+    if call.support is not None:
+        assert call.mask is not None
         metrics = metrics | call.support.metrics((call.mask | call.support.tokens).sum())
-    values = [x.detach().reshape(call.layout.shape) for x in values]
-    if score == "both":
-        return BothGRPOLossOutput(loss, metrics, *values)
-    return GRPOLossOutput(loss, metrics, *values)
+    shape = call.layout.shape
+    return GRPOLossOutput(
+        loss, metrics, logps.detach().reshape(shape), entropy.detach().reshape(shape)
+    )
 
 
 def _loss(
@@ -297,6 +244,11 @@ def _loss(
 ) -> tuple[Any, ...]:
     """The loss, its metrics, and the log-prob and entropy of every token, `[N]`."""
     one_pass = token_local(config, inputs)
+    if call.sampling is not None and not one_pass:
+        raise ValueError(
+            "backward: expected 'exact', as this loss takes two passes and the sampled one is for "
+            "losses of one (GRPOLossConfig.one_pass); got 'sampled'"
+        )
     makes_gradients = one_pass and any(operands.wants_grad())
     plan = plan_rows(
         call.mask,
@@ -317,49 +269,10 @@ def _loss(
         )
         metrics = loss_metrics(config, inputs, logps, entropy, d_logps, d_entropy)
     else:
-        logps, entropy, _, sampled = flat_logprobs(operands, call, plan, entropy=True)
+        sampled = {}
+        logps, entropy, _ = flat_logprobs(operands, call, plan, entropy=True)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
-    if call.exact_instead and any(operands.wants_grad()):
-        sampled = metrics_of_exact(operands.hidden.device)
     return loss, metrics | sampled, logps, entropy
-
-
-def _loss_of_both(
-    operands: HeadOperands,
-    full_call: HeadCall,
-    call: HeadCall,
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-) -> tuple[Any, ...]:
-    """As `_loss` of the truncated policy, but for the KL, which is that of the whole softmax.
-
-    Then the log-prob and entropy of every token under the whole softmax.
-    """
-    plan = plan_rows(
-        full_call.mask,
-        None,
-        call.checks,
-        num_tokens=call.layout.num_tokens,
-        weight=operands.weight,
-        chunk_bytes=call.chunk_bytes,
-        shard=call.shard,
-    )
-    full_logps, full_entropy, _, sampled = flat_logprobs(operands, full_call, plan, entropy=True)
-    of_support = flat_logprobs(operands, *of_support_alone(call, plan), entropy=True)
-    assert of_support[1] is not None and full_entropy is not None
-    logps = either(call, of_support[0], full_logps)
-    entropy = either(call, of_support[1], full_entropy)
-    policy = replace(inputs, ref_logps=None)
-    loss, metrics = flat_loss(replace(config, beta=0.0), policy, logps, entropy, call.backend)
-    tokens, kl = Tokens.of(inputs, full_logps, full_entropy), None
-    if inputs.ref_logps is not None:
-        log_ratio = log_importance_ratio(config, Tokens.of(policy, logps, entropy))
-        kl = kl_terms(config, tokens, log_ratio)
-        if config.beta:
-            loss = loss + config.beta * (inputs.weights * kl).sum()
-            del metrics["zero_gradient"]  # of all terms but this one
-    metrics = metrics | full_metrics(tokens, kl) | sampled
-    return loss, metrics, logps, entropy, full_logps, full_entropy
 
 
 def _tokens_with_grad(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:

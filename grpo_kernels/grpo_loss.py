@@ -6,7 +6,7 @@ token-local, gives value and gradient; the backward multiplies the gradient by t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from .layout import HEAD_DTYPES, Layout, ValueChecks, check_tensor, flatten
 from .metrics import loss_metrics
 from .objective import LossInputs, Tokens, surrogate_scale, token_local
 from .outputs import GRPOLossOutput
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @eager_only
@@ -41,7 +38,6 @@ def grpo_loss(
     num_items: float | Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    seq_group: ProcessGroup | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
     """The GRPO loss of per-token log-probs, with gradients for `logps` and `entropy`.
@@ -69,7 +65,6 @@ def grpo_loss(
         entropy_threshold: the entropy from which on tokens train, as in `fused_grpo_loss`.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
-        seq_group: ranks that have other tokens of the same sequences, as in `fused_grpo_loss`.
         backend: `"auto"`, `"triton"` or `"torch"`. Triton has the objectives whose
             `config.one_pass` is true; the others are torch operations in any case.
 
@@ -100,7 +95,6 @@ def grpo_loss(
         ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
-        seq_group=seq_group,
     )
     checks.check_without_sync()
     check_entropy_given(config, entropy)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from . import sampling_cost
 from .backends import Backend, LogitTransform, select_backend
 from .config import check_number
 from .layout import (
@@ -81,10 +80,9 @@ class HeadCall:
     backend: Backend
     dtype: torch.dtype  # of the GEMMs' operands
     sampling: ColumnSampling | None
-    exact_instead: bool  # sampling was asked for, where it does not pay
     capturable: bool  # reads nothing from the device: every row takes part
     chunk_bytes: int | None
-    columns: int  # of the weight's rows, those that are words of the vocabulary
+    columns: int  # rows of the weight
     rounding: torch.dtype | None  # what logits are rounded to; None: they are float32
     tile: int | None  # rows of every GEMM whose result is of rows; None: any
     matmul: Matmul | None  # the caller's own product; None: torch's
@@ -94,11 +92,6 @@ class HeadCall:
     # bool [N], the targets in the shard, for which column 0 stands; None: they have not been placed
     here: Tensor | None = None
     target_ids: Tensor | None = None  # int64 [N], of those that have been placed, in the vocabulary
-
-    @property
-    def support_rows(self) -> int:
-        """The most rows of logits that tokens with a support need at a time."""
-        return 0 if self.support is None else self.support.logit_rows
 
     def zeroed(self, *per_token: Tensor) -> None:
         """Sets values `[N]` of masked rows to 0 where these took part."""
@@ -126,7 +119,6 @@ def head_call(
     chunk_bytes: int | None,
     capturable: bool,
     logits_dtype: str = "fp32",
-    vocab_size: int | None = None,
     batch_invariant: bool = False,
     matmul: Matmul | None = None,
     vocab_group: object = None,
@@ -167,12 +159,8 @@ def head_call(
             "backward: expected 'exact' with batch_invariant=True or a matmul, as which columns "
             "are drawn depends on the whole batch; got 'sampled'"
         )
-    (V, H), N = weight.shape, hidden.shape[:-1].numel()
+    V = len(weight)
     rounding = _rounding(logits_dtype, hidden, weight)
-    _check_vocab_size(vocab_size, None if vocab_group is not None else V)
-    exact_instead = sampling is not None and not sampling_cost.pays(
-        hidden.device.type, N, V, H, sampling.tolerance
-    )
     selected = select_backend(backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks()
@@ -186,7 +174,7 @@ def head_call(
         refused = {"backward": ("exact", backward), "capturable": (False, capturable)}
         shard = shard_of(
             vocab_group, vocab_start, hidden_layout, whole, flat_targets, dtype, refused,
-            vocab_size, {
+            {
                 "temperature per token": isinstance(temperature, Tensor),
                 "temperature": 1.0 if isinstance(temperature, Tensor) else temperature,
                 "logit_scale": logit_scale, "softcap (0: none)": softcap or 0.0,
@@ -200,8 +188,6 @@ def head_call(
             "vocab_start, hidden_layout: expected None and 'replicated' without a vocab_group; got "
             f"{vocab_start!r} and {hidden_layout!r}"
         )
-    elif vocab_size is not None:
-        V = vocab_size
     check_target_ids(flat_targets, flat_mask, V if shard is None else shard.size, checks)
     if shard is not None and not shard.own_rows:
         ids = flat_targets
@@ -231,8 +217,7 @@ def head_call(
         checks=checks,
         backend=selected,
         dtype=dtype,
-        sampling=None if exact_instead else sampling,
-        exact_instead=exact_instead,
+        sampling=sampling,
         capturable=capturable,
         chunk_bytes=chunk_bytes,
         columns=V,
@@ -286,16 +271,6 @@ def _tile(batch_invariant: object) -> int | None:
     if not isinstance(batch_invariant, bool):
         raise TypeError(f"batch_invariant: expected a bool; got {batch_invariant!r}")
     return _TILE_ROWS if batch_invariant else None
-
-
-def _check_vocab_size(vocab_size: object, most: int | None) -> None:
-    if vocab_size is None:
-        return
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
-        raise TypeError(f"vocab_size: expected an int, or None; got {vocab_size!r}")
-    if vocab_size < 1 or (most is not None and vocab_size > most):
-        up_to = "" if most is None else f" to {most}, the rows of weight"
-        raise ValueError(f"vocab_size: expected 1{up_to or ' or more'}; got {vocab_size}")
 
 
 def _check_head(hidden: object, weight: object, bias: object, least: int) -> None:

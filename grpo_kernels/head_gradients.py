@@ -54,7 +54,6 @@ class HeadGradients:
             self.d_hidden = (empty if every_row else zeros)(hidden.shape)
         if of_weight:
             self.d_weight = empty(weight.shape, dtype=torch.float32)
-            self.d_weight[head.V :] = 0.0
         self._weight_written = False
         self._d_logits: Tensor | None = None
         self._max_rows = max_rows
@@ -117,12 +116,6 @@ class HeadGradients:
             self.backend.logit_grads_(
                 logits, strip.targets, strip.transform, of_strip, out=d_logits[part]
             )
-        self._multiply(rows, d_logits)
-
-    def add_words(self, rows: Rows, places: tuple[Tensor, Tensor], d_words: Tensor) -> None:
-        """Adds the share of `rows` from the gradient of single logits, at `places`: row, column."""
-        d_logits = self._gradient_rows(len(rows.hidden)).zero_()
-        d_logits[places] = d_words.to(d_logits.dtype)
         self._multiply(rows, d_logits)
 
     def _gradient_rows(self, count: int) -> Tensor:

@@ -39,8 +39,8 @@ SCALING_IS_A_FACTOR = ("hyperclovax",)
 UNUSED_FIELDS = {"mpt": "logit_scale"}
 # The options of `linear_logprobs` that an integration passes on for its caller.
 HEAD_OPTIONS = (
-    "temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes", "support_fallback",
-    "logits_dtype", "vocab_size", "batch_invariant", "matmul",
+    "temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes", "logits_dtype",
+    "batch_invariant", "matmul",
 )  # fmt: skip
 # `check_logits` allows this share of the largest logit: more than bf16 rounds, less than a scale.
 _CHECK_TOLERANCE = 0.05

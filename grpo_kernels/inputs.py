@@ -11,7 +11,6 @@ from .config import GRPOLossConfig, check_number
 from .head_call import OWN_ROWS, HeadCall, HeadOperands, head_call
 from .layout import Layout, ValueChecks, check_tensor
 from .objective import LossInputs, aggregation_weights, with_known_weights
-from .sequences import Sequences
 
 
 def loss_call(
@@ -29,7 +28,6 @@ def loss_call(
     num_items: float | Tensor | None,
     entropy_threshold: float | Tensor | None,
     temperature: float | Tensor | None,
-    seq_group: object,
     **head: Any,
 ) -> tuple[HeadOperands, HeadCall, LossInputs]:
     """Checks and flattens the arguments of a loss over a linear head.
@@ -69,7 +67,6 @@ def loss_call(
         ce_weights=ce_weights,
         num_items=num_items,
         entropy_threshold=entropy_threshold,
-        seq_group=seq_group,
     )
     return operands, call, inputs
 
@@ -91,7 +88,6 @@ def loss_inputs(
     *,
     num_items: float | Tensor | None,
     entropy_threshold: float | Tensor | None,
-    seq_group: object = None,
     dtype: torch.dtype = torch.float32,
     **constants: object,
 ) -> LossInputs:
@@ -116,55 +112,25 @@ def loss_inputs(
             f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} with these "
             "options tells sequences apart and the input is packed; got None"
         )
-    sequences = layout.sequences
-    if seq_group is not None:
-        sequences = _across(sequences, seq_group, config, entropy_threshold, checks)
     num_items = _num_items(num_items, layout.device, checks)
     if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
         mask_float = mask.to(dtype)
     count = mask_float.sum()
-    if sequences is not None:
-        count = sequences.over_ranks(count)
     flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
     if (ce_weights := flat.get("ce_weights")) is not None:
         checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
     inputs = LossInputs(
         advantages=layout.flat_advantages(advantages, checks, dtype),
-        weights=aggregation_weights(config, mask_float, count, sequences, num_items),
+        weights=aggregation_weights(config, mask_float, count, layout.sequences, num_items),
         count=count,
         mask=mask,
         entropy_threshold=_entropy_threshold(config, entropy_threshold, mask_float, checks),
-        sequences=sequences,
+        sequences=layout.sequences,
         **flat,
     )
     return with_known_weights(config, inputs)
-
-
-def _across(
-    sequences: Sequences | None,
-    group: object,
-    config: GRPOLossConfig,
-    threshold: object,
-    checks: ValueChecks,
-) -> Sequences:
-    """The sequences, of which other ranks have other tokens."""
-    if sequences is None:
-        raise ValueError(
-            "cu_seqlens: expected offsets [B + 1] of this rank's parts of the sequences, as there "
-            "is a seq_group and the input is packed; got None"
-        )
-    if config.top_entropy_quantile < 1 and threshold is None:
-        raise ValueError(
-            "entropy_threshold: expected the quantile over all ranks, as there is a seq_group and "
-            f"config.top_entropy_quantile = {config.top_entropy_quantile}; got None"
-        )
-    sequences = sequences.across(group)
-    checks.group = sequences.group
-    none = torch.zeros((), dtype=torch.bool, device=sequences.ids.device)
-    checks.add(none, "")  # so that every rank has something to tell the others
-    return sequences
 
 
 def check_config(config: object) -> None:

@@ -10,17 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .config import check_number
 from .sequences import Sequences
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -68,9 +63,6 @@ class Sizes:
     numbers: list[int] = field(default_factory=list)
 
 
-_REFUSED = "seq_group: expected good input on all ranks; another one's was refused"
-
-
 @dataclass
 class ValueChecks:
     """Questions about values on the device: each a count of offenders and a message.
@@ -81,7 +73,6 @@ class ValueChecks:
     counts: list[Tensor] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
-    group: ProcessGroup | None = None  # a process group whose ranks are all to raise where one does
 
     def add(self, offenders: Tensor, message: str) -> None:
         self.counts.append(offenders.sum())
@@ -95,7 +86,6 @@ class ValueChecks:
 
     def read(self, *further: Tensor) -> list[int]:
         """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
-        further = (*further, *self._elsewhere())
         questions = [x.reshape(1) for x in (*self.counts, *further)]
         questions += [asked.on_device for asked in self.sizes]
         answers = iter(torch.cat(questions).tolist() if questions else ())
@@ -103,28 +93,17 @@ class ValueChecks:
             if count := next(answers):
                 raise ValueError(f"{message} ({count} of them)")
         of_further = [next(answers) for _ in further]
-        if self.group is not None and of_further.pop():
-            raise ValueError(_REFUSED)
         for asked in self.sizes:
             asked.numbers = [next(answers) for _ in range(len(asked.on_device))]
         return of_further
 
     def check_without_sync(self) -> None:
         """Raises on a CPU; leaves a device-side assertion on a GPU, as torch's own gather does."""
-        counts, messages = (*self.counts, *self._elsewhere()), [*self.messages, _REFUSED]
-        for count, message in zip(counts, messages[: len(counts)], strict=True):
+        for count, message in zip(self.counts, self.messages, strict=True):
             if count.device.type != "cpu":
                 torch._assert_async(count == 0, message)
             elif int(count):
                 raise ValueError(f"{message} ({int(count)} of them)")
-
-    def _elsewhere(self) -> list[Tensor]:
-        """The offenders of all ranks of a group, 0-d."""
-        if self.group is None:
-            return []
-        total = torch.stack(self.counts).sum()
-        dist.all_reduce(total, group=self.group)
-        return [total]
 
 
 @dataclass(frozen=True)

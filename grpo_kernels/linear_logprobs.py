@@ -28,11 +28,9 @@ from .backends import RowGrads, TokenStats
 from .head_call import HeadCall, HeadOperands, head_call
 from .head_gradients import HeadGradients, chunk_layout
 from .lm_head import LMHead
-from .outputs import BothLogprobOutput, LogprobOutput
+from .outputs import LogprobOutput
 from .row_plan import RowPlan, in_memory, plan_rows
-from .sampled_gradients import DrawnBlocks
-from .support import check_support_options
-from .support_head import SupportHead, of_support_alone, with_support
+from .support_head import SupportHead, with_support
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,7 +49,6 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: str = "fp32",
-    vocab_size: int | None = None,
     batch_invariant: bool = False,
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None,
     entropy: bool = False,
@@ -62,13 +59,10 @@ def linear_logprobs(
     chunk_bytes: int | None = None,
     capturable: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
-    support_fallback: str = "error",
-    score: str = "support",
-    sparse_weight_grad: bool = False,
     vocab_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
     hidden_layout: str = "replicated",
-) -> LogprobOutput | BothLogprobOutput:
+) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
 
     Equivalent PyTorch:
@@ -91,32 +85,20 @@ def linear_logprobs(
         softcap: `softcap * tanh(logits / softcap)` before the temperature, as Gemma 2 has it.
         logits_dtype: `"fp32"`, or `"model"`: rounded as the model's own head does, as in
             `fused_grpo_loss`.
-        vocab_size: words of the vocabulary, where rows of `weight` beyond it are padding, as in
-            `fused_grpo_loss`.
         batch_invariant: as in `fused_grpo_loss`; with it log-probs of the same weights are equal
             bits, so that a ratio of them is exactly 1.
         matmul: as in `fused_grpo_loss`.
         entropy: computes the entropy, too.
-        backward: `"exact"`, or `"sampled"`: unbiased gradients of hidden and weight from a few
-            percent of the vocabulary's columns; exact ones where that is faster, or is predicted
-            to be (`docs/sampled_backward.md`).
-        tolerance: noise of the sampled backward, relative to the gradient; None: 5e-3.
-        seed: source of the sampled backward's draws: an int (the same gradients again; pass
-            another one in each call), a `torch.Generator`, or None for torch's own generator on
-            the CPU. Ranks draw differently in any case.
-            The columns are drawn in the forward and kept as 8 bytes each, at most V / 3 per 128
-            tokens (on a GPU V / 8 per 256; fewer tokens if a chunk has fewer). The noise is
-            planned without gradients of the entropy, which widen it.
+        backward: `"exact"`; `"sampled"`, which is for `fused_grpo_loss`, is refused where gradients
+            are wanted, and makes no difference elsewhere.
+        tolerance: of a sampled backward.
+        seed: of a sampled backward.
         backend: `"auto"`, `"triton"` or `"torch"`.
         chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, as in
             `fused_grpo_loss`.
         capturable: reads nothing back from the device, as in `fused_grpo_loss`.
         support: the words that the sampler kept for each token, as in `fused_grpo_loss`: log-probs,
             entropy and logsumexp are of the softmax over these words.
-        support_fallback: as in `fused_grpo_loss`.
-        score: `"both"` also returns the values of the whole softmax, with their own gradients: the
-            rows of logits are made once, beside the words of the support.
-        sparse_weight_grad: as in `fused_grpo_loss`.
         vocab_group: ranks that share the vocabulary, as in `fused_grpo_loss`; what is computed from
             the results has to be the same on all of them, too, unless each has tokens of its own
             (`hidden_layout`).
@@ -126,8 +108,7 @@ def linear_logprobs(
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
         gradients for `hidden`, `weight`, `bias` and `low_rank`. The backward skips rows whose
-        gradient turns out to be 0. With `score="both"` a `BothLogprobOutput`, with `full_logps`,
-        `full_entropy` and `full_logsumexp` besides.
+        gradient turns out to be 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -139,7 +120,6 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    check_support_options(support, support_fallback, score, sparse_weight_grad)
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool; got {entropy!r}")
     operands, call = head_call(
@@ -153,7 +133,6 @@ def linear_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
-        vocab_size=vocab_size,
         batch_invariant=batch_invariant,
         matmul=matmul,
         cu_seqlens=None,
@@ -168,21 +147,15 @@ def linear_logprobs(
         hidden_layout=hidden_layout,
         agreed={"entropy": entropy},
     )
-    rows = call
-    if support is not None:
-        call = with_support(
-            call,
-            weight,
-            support,
-            support_fallback,
-            logsumexp=True,
-            sparse=sparse_weight_grad,
-            gathered=score == "both",
+    if call.sampling is not None and any(operands.wants_grad()):
+        raise ValueError(
+            "backward: expected 'exact', as the gradients of the log-probs come too late for a "
+            "draw: fused_grpo_loss has the sampled one; got 'sampled'"
         )
-    if score == "support":
-        rows = call
+    if support is not None:
+        call = with_support(call, support, logsumexp=True)
     plan = plan_rows(
-        rows.mask,
+        call.mask,
         None,
         call.checks,
         num_tokens=call.layout.num_tokens,
@@ -191,28 +164,16 @@ def linear_logprobs(
         capturable=capturable,
         shard=call.shard,
     )
-    full = flat_logprobs(operands, rows, plan, entropy=entropy)
+    scores = flat_logprobs(operands, call, plan, entropy=entropy)
     shape = call.layout.shape
-    scores = [None if x is None else x.reshape(shape) for x in full[:3]]
-    if score == "support":
-        return LogprobOutput(*scores)  # type: ignore[arg-type]
-    own = flat_logprobs(operands, *of_support_alone(call, plan), entropy=entropy)
-    pairs = zip(own[:3], full[:3], strict=True)
-    of_support = [None if x is None else either(call, x, y).reshape(shape) for x, y in pairs]
-    return BothLogprobOutput(*of_support, *scores)  # type: ignore[arg-type]
-
-
-def either(call: HeadCall, of_support: Tensor, full: Tensor | None) -> Tensor:
-    """The values of tokens that have a support, and of the others those of the whole softmax."""
-    assert call.support is not None and full is not None
-    return torch.where(call.support.tokens, of_support, full)
+    return LogprobOutput(*(None if x is None else x.reshape(shape) for x in scores))  # type: ignore[arg-type]
 
 
 def flat_logprobs(
     operands: HeadOperands, call: HeadCall, plan: RowPlan, *, entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
-    """Log-probs, entropy and logsumexp, each `[N]`, and the metrics of the sampled backward."""
-    return _LinearLogprobs.apply(*operands, call, plan, entropy, operands.wants_grad())
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and logsumexp, each `[N]`."""
+    return _LinearLogprobs.apply(*operands, call, plan, entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -227,10 +188,9 @@ class _LinearLogprobs(torch.autograd.Function):
         call: HeadCall,
         plan: RowPlan,
         wants_entropy: bool,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         operands = HeadOperands(hidden, weight, bias, lora_a_out, lora_b)
-        work = partial(_LinearLogprobs._of_rows, ctx, operands, call, wants_entropy, wanted)
+        work = partial(_LinearLogprobs._of_rows, ctx, operands, call, wants_entropy)
         return in_memory(work, plan, call)
 
     @staticmethod
@@ -239,17 +199,13 @@ class _LinearLogprobs(torch.autograd.Function):
         operands: HeadOperands,
         call: HeadCall,
         wants_entropy: bool,
-        wanted: Sequence[bool],
         plan: RowPlan,
-    ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.words = None
         hidden, head = operands.hidden, LMHead(operands, call, plan.logit_rows)
         logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         logsumexp, entropy = torch.zeros_like(logps), torch.zeros_like(logps)
         own_logps = logps if call.shard is None else torch.zeros_like(logps)
-        drawn = None
-        if call.sampling is not None and any(wanted):
-            drawn = DrawnBlocks(call.sampling, plan, head)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in plan.chunks():
                 index = chunk.index
@@ -262,8 +218,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 logps[index], logsumexp[index] = stats.logps, stats.logsumexp
                 if stats.entropy is not None:
                     entropy[index] = stats.entropy
-                if drawn is not None and chunk.needs_grad:
-                    drawn.draw(rows, logits, stats, call.backend)
             if call.support is not None:
                 words = SupportHead(operands, call)
                 ctx.words = words.logits()
@@ -274,11 +228,10 @@ class _LinearLogprobs(torch.autograd.Function):
         kept = (own_logps.clone(), logsumexp.clone(), entropy.clone())
         call.zeroed(logps, logsumexp, entropy)
         ctx.save_for_backward(*operands, *kept)
-        ctx.call, ctx.drawn, ctx.has_rows = call, drawn, plan.num_rows > 0
+        ctx.call, ctx.has_rows = call, plan.num_rows > 0
         ctx.wants_entropy = wants_entropy
         ctx.set_materialize_grads(False)
-        metrics = {} if drawn is None else drawn.metrics()
-        return logps, entropy if wants_entropy else None, logsumexp, metrics
+        return logps, entropy if wants_entropy else None, logsumexp
 
     @staticmethod
     def backward(
@@ -286,7 +239,6 @@ class _LinearLogprobs(torch.autograd.Function):
         d_logps: Tensor | None,
         d_entropy: Tensor | None,
         d_logsumexp: Tensor | None,
-        _: Any,
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         *tensors, logps, logsumexp, entropy = ctx.saved_tensors
@@ -310,7 +262,7 @@ class _LinearLogprobs(torch.autograd.Function):
             d_entropy = None if d_entropy is None else torch.where(needed, d_entropy, 0.0)
         given = [x for x in (d_logps, d_softmax, d_entropy) if x is not None]
         words = None if call.support is None else SupportHead(operands, call)
-        if words is not None and words.all_gathered and not ctx.has_rows:
+        if words is not None and not ctx.has_rows:
             scale = logps.new_ones(())  # float32 alone, and gradients in their own dtype
         else:
             counts = needed if words is None else needed | words.support.tokens
@@ -327,17 +279,16 @@ class _LinearLogprobs(torch.autograd.Function):
             None if d_entropy is None else scale * d_entropy,
             here=here,
         )
-        compute = _exact_gradients if ctx.drawn is None else ctx.drawn.gradients
         wanted = ctx.needs_input_grad[:5]
         with torch.autocast(logps.device.type, enabled=False):
             if words is None:
-                gradients = compute(operands, call, grads, needed, wanted)
+                gradients = _exact_gradients(operands, call, grads, needed, wanted)
             else:
                 d_words = words.word_grads(ctx.words, grads, has_grad)
-                if words.all_gathered and not ctx.has_rows:
-                    return (*words.gathered_gradients(d_words, wanted), None, None, None, None)
+                if not ctx.has_rows:
+                    return (*words.gathered_gradients(d_words, wanted), None, None, None)
                 also = partial(words.add_to, d_words)
-                gradients = compute(operands, call, grads, needed, wanted, also)
+                gradients = _exact_gradients(operands, call, grads, needed, wanted, also)
         factors = [1 / scale] * len(gradients)
         if call.shard is not None:
             factors = call.shard.factors(1 / scale)
@@ -347,7 +298,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 gradients, factors, dtypes_of(*operands), strict=True
             )
         )
-        return (*unscaled, None, None, None, None)
+        return (*unscaled, None, None, None)
 
 
 def _exact_gradients(
@@ -384,10 +335,9 @@ def _gradients_of_rows(
     also: Callable[[HeadGradients], None] | None,
     plan: RowPlan,
 ) -> tuple[Tensor | None, ...]:
-    head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
+    head = LMHead(operands, call, plan.logit_rows)
     every_row = plan.num_rows == len(operands.hidden)
-    largest = max(plan.largest_chunk, call.support_rows)
-    gradients = HeadGradients(head, call.backend, wanted, largest, every_row=every_row)
+    gradients = HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)
     for chunk in plan.chunks():
         rows = head.rows(chunk.index, chunk.of_ranks)
         of_rows = grads.at(chunk.index)

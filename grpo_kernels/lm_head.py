@@ -187,17 +187,6 @@ class LMHead:
         bias = self.operands.bias
         return self._rounded(out[:count], None if bias is None else bias[: self.V])
 
-    def columns(self, rows: Rows, ids: Tensor) -> Tensor:
-        """Raw logits of the columns `ids`, float32 `[C, K]`, in memory of their own."""
-        out = rows.hidden.new_empty((len(rows.hidden), len(ids)), dtype=torch.float32)
-        for part in self.gathers(len(ids)):
-            mm(rows.hidden, self.weight[ids[part]].to(self.dtype).t(), out=out[:, part])
-        lora_b = self.operands.lora_b
-        if rows.lora_a_out is not None and lora_b is not None:
-            addmm(out, rows.lora_a_out, lora_b[ids].float().t())
-        bias = self.operands.bias
-        return self._rounded(out, None if bias is None else bias[ids])
-
     def _rounded(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Adds the bias and rounds, in place, where the call asks for rounded logits."""
         dtype = self.call.rounding

@@ -89,18 +89,8 @@ def loss_metrics(
     if rho is not None:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
     if inputs.ce_weights is not None:
-        metrics |= cross_entropy_metrics(inputs.ce_weights, logps, inputs.sequences)
+        metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
     return metrics | _clip_metrics(config, tokens, metrics, low, high)
-
-
-@torch.no_grad()
-def full_metrics(tokens: Tokens, kl: Tensor | None) -> dict[str, Tensor]:
-    """The metrics of the whole softmax, beside those of a truncated policy."""
-    assert tokens.entropy is not None
-    named = {"full/entropy": tokens.entropy}
-    if kl is None:
-        return _means(named, tokens)
-    return _means({**named, "full/kl": kl}, tokens) | _maxima({"full/kl_max": kl}, tokens)
 
 
 def _clip_metrics(
@@ -129,17 +119,11 @@ def _means(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
     """The mean of each over the tokens that are not masked, 0 over none; all in one sum."""
     # With the tokens themselves, whose sum is their number.
     sums = _stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0).sum(1)
-    if tokens.sequences is not None:
-        sums = tokens.sequences.over_ranks(sums)
     return dict(zip(named, (sums[:-1] / sums[-1].clamp(min=1)).unbind(), strict=True))
 
 
 def _maxima(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
     values = _stack(named, tokens.mask == 0, -torch.inf)
-    if tokens.sequences is not None and tokens.sequences.group is not None:
-        # Of all ranks, one of which may have no token.
-        most = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
-        values = tokens.sequences.largest(most)[:, None]
     return dict(zip(named, _largest(values).unbind(), strict=True))
 
 

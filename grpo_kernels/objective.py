@@ -196,8 +196,6 @@ def policy_loss(
         entropy = tokens.entropy
         if chosen is not None:
             count, entropy = chosen.sum(), _select(chosen, entropy)
-            if inputs.sequences is not None:
-                count = inputs.sequences.over_ranks(count)
         loss = loss - config.entropy_coef * entropy.sum() / count.clamp(min=1)
     return loss
 

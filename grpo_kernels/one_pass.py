@@ -82,7 +82,7 @@ class OnePassLoss(torch.autograd.Function):
                 scale = call.shard.least(scale)  # what is added up over ranks has one
             # With a cross-entropy term there are rows outside the policy's mask.
             masked = call.capturable or inputs.ce_weights is not None
-            head = LMHead(operands, call, max(plan.logit_rows, call.support_rows))
+            head = LMHead(operands, call, plan.logit_rows)
             gradients = _new_gradients(head, plan, wanted)
             for chunk in plan.chunks():
                 index, wants_grad = chunk.index, chunk.needs_grad and any(wanted)
@@ -195,5 +195,4 @@ def _new_gradients(head: LMHead, plan: RowPlan, wanted: Sequence[bool]) -> HeadG
     if call.sampling is not None and any(wanted):
         return SampledGradients(head, call.backend, wanted, call.sampling, plan)
     every_row = plan.num_grad_rows == call.layout.num_tokens
-    largest = max(plan.largest_chunk, call.support_rows)
-    return HeadGradients(head, call.backend, wanted, largest, every_row=every_row)
+    return HeadGradients(head, call.backend, wanted, plan.largest_chunk, every_row=every_row)

@@ -21,17 +21,6 @@ class LogprobOutput(NamedTuple):
     logsumexp: Tensor
 
 
-class BothLogprobOutput(NamedTuple):
-    """The results over a support, as `LogprobOutput` has them, and those of the whole softmax."""
-
-    logps: Tensor
-    entropy: Tensor | None
-    logsumexp: Tensor
-    full_logps: Tensor
-    full_entropy: Tensor | None
-    full_logsumexp: Tensor
-
-
 class GRPOLossOutput(NamedTuple):
     """A loss, its metrics, and the per-token values it was computed from.
 
@@ -46,14 +35,3 @@ class GRPOLossOutput(NamedTuple):
     metrics: dict[str, Tensor]
     logps: Tensor
     entropy: Tensor | None
-
-
-class BothGRPOLossOutput(NamedTuple):
-    """The result over a support, as `GRPOLossOutput` has it, and log-probs of the whole softmax."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    logps: Tensor
-    entropy: Tensor | None
-    full_logps: Tensor
-    full_entropy: Tensor

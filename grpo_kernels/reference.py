@@ -7,17 +7,15 @@ fast calls; of them, only shapes are checked.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from .config import GRPOLossConfig
 from .inputs import check_entropy_given, loss_inputs
 from .layout import Layout, ValueChecks
-from .metrics import full_metrics, loss_metrics
-from .objective import Tokens, kl_terms, log_importance_ratio, policy_loss
-from .outputs import BothGRPOLossOutput, BothLogprobOutput, GRPOLossOutput, LogprobOutput
+from .metrics import loss_metrics
+from .objective import policy_loss
+from .outputs import GRPOLossOutput, LogprobOutput
 
 
 def linear_logits(
@@ -30,7 +28,6 @@ def linear_logits(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: str | torch.dtype = "fp32",
-    vocab_size: int | None = None,
 ) -> Tensor:
     """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`.
 
@@ -46,8 +43,6 @@ def linear_logits(
     if isinstance(logits_dtype, torch.dtype):
         rounded = logits.detach().to(logits_dtype).to(logits.dtype)
         logits = logits + (rounded - logits).detach()
-    if vocab_size is not None:
-        logits = logits[..., :vocab_size]
     logits = logits * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -59,31 +54,22 @@ def selective_log_softmax(
     targets: Tensor,
     *,
     temperature: float | Tensor = 1.0,
-    support: tuple[Tensor, Tensor] | None = None,
-    support_fallback: str = "error",
 ) -> Tensor:
-    """`log_softmax(logits / temperature)` at the targets, over the words of a support if given."""
-    if support is not None:
-        active, V = torch.ones_like(targets, dtype=torch.bool), logits.shape[-1]
-        kept = kept_words(support, targets, active, V, support_fallback)
-        logits = logits.masked_fill(~kept, -torch.inf)
+    """`log_softmax(logits / temperature)` at the targets."""
     log_p = (logits / _last_dim(temperature, logits)).log_softmax(-1)
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
 
-def kept_words(
-    support: tuple[Tensor, Tensor], targets: Tensor, active: Tensor, V: int, fallback: str
-) -> Tensor:
+def kept_words(support: tuple[Tensor, Tensor], active: Tensor, V: int) -> Tensor:
     """The words of each token's set as a mask, bool `[..., V]`; all words where there is none."""
     ids, offsets = (x.tolist() for x in support)
-    kept = torch.ones(targets.numel(), V, dtype=torch.bool, device=targets.device)
-    tokens = zip(targets.reshape(-1).tolist(), active.reshape(-1).tolist(), strict=True)
-    for i, (target, is_active) in enumerate(tokens):
+    kept = torch.ones(active.numel(), V, dtype=torch.bool, device=active.device)
+    for i, is_active in enumerate(active.reshape(-1).tolist()):
         words = ids[offsets[i] : offsets[i + 1]] if is_active else []
-        if words and (target in words or fallback == "error"):
+        if words:
             kept[i] = False
             kept[i, words] = True
-    return kept.reshape(*targets.shape, V)
+    return kept.reshape(*active.shape, V)
 
 
 def linear_logprobs(
@@ -98,11 +84,8 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: str | torch.dtype = "fp32",
-    vocab_size: int | None = None,
     support: tuple[Tensor, Tensor] | None = None,
-    support_fallback: str = "error",
-    score: str = "support",
-) -> LogprobOutput | BothLogprobOutput:
+) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
     if mask is None:
         mask = torch.ones_like(targets)
@@ -122,23 +105,18 @@ def linear_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
-        vocab_size=vocab_size,
     )
     targets = targets.long().masked_fill(~active, 0)
-    scores = full = _scores(logits, targets, active)
     if support is not None:
-        kept = kept_words(support, targets, active, logits.shape[-1], support_fallback)
-        scores = _scores(logits.masked_fill(~kept, -torch.inf), targets, active)
-    return BothLogprobOutput(*scores, *full) if score == "both" else LogprobOutput(*scores)
-
-
-def _scores(logits: Tensor, targets: Tensor, active: Tensor) -> list[Tensor]:
+        kept = kept_words(support, active, logits.shape[-1])
+        logits = logits.masked_fill(~kept, -torch.inf)
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     # p log p is 0 where p is: a word of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
-    return [x.masked_fill(~active, 0.0) for x in (logps, entropy, logits.logsumexp(-1))]
+    results = (logps, entropy, logits.logsumexp(-1))
+    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in results))
 
 
 def grpo_loss(
@@ -220,12 +198,9 @@ def fused_grpo_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     logits_dtype: str | torch.dtype = "fp32",
-    vocab_size: int | None = None,
     support: tuple[Tensor, Tensor] | None = None,
-    support_fallback: str = "error",
-    score: str = "support",
-) -> GRPOLossOutput | BothGRPOLossOutput:
-    """`linear_logprobs`, then `grpo_loss`; with `score="both"` and the KL of the whole softmax."""
+) -> GRPOLossOutput:
+    """`linear_logprobs`, then `grpo_loss`."""
     scored = mask
     if mask is not None and ce_weights is not None:
         scored = mask.bool() | (ce_weights != 0)
@@ -240,63 +215,21 @@ def fused_grpo_loss(
         logit_scale=logit_scale,
         softcap=softcap,
         logits_dtype=logits_dtype,
-        vocab_size=vocab_size,
         support=support,
-        support_fallback=support_fallback,
-        score=score,
     )
-
-    constants = {
-        "old_logps": old_logps,
-        "sampling_logps": sampling_logps,
-        "ce_weights": ce_weights,
-        "num_items": num_items,
-        "entropy_threshold": entropy_threshold,
-        "cu_seqlens": cu_seqlens,
-    }
-    if not isinstance(out, BothLogprobOutput):
-        return grpo_loss(
-            out.logps,
-            advantages,
-            mask,
-            ref_logps=ref_logps,
-            entropy=out.entropy,
-            config=config,
-            **constants,  # type: ignore[arg-type]
-        )
-    policy = grpo_loss(
+    return grpo_loss(
         out.logps,
         advantages,
         mask,
-        entropy=out.entropy,
-        config=replace(config, beta=0.0),
-        **constants,  # type: ignore[arg-type]
-    )
-    checks = ValueChecks()
-    layout = Layout.of("targets", targets, cu_seqlens, checks)
-    del constants["cu_seqlens"]
-    inputs = loss_inputs(
-        config,
-        layout,
-        checks,
-        advantages,
-        layout.flat_mask(mask, checks),
+        old_logps=old_logps,
         ref_logps=ref_logps,
-        dtype=hidden.dtype,
-        **constants,
-    )
-    assert out.entropy is not None and out.full_entropy is not None
-    own = Tokens.of(inputs, out.logps.reshape(-1), out.entropy.reshape(-1))
-    full = Tokens.of(inputs, out.full_logps.reshape(-1), out.full_entropy.reshape(-1))
-    loss, kl = policy.loss, None
-    if ref_logps is not None:
-        kl = kl_terms(config, full, log_importance_ratio(config, own))
-        loss = loss + config.beta * (inputs.weights * kl).sum()
-    metrics = policy.metrics | full_metrics(full, kl)
-    if config.beta:
-        del metrics["zero_gradient"]
-    return BothGRPOLossOutput(
-        loss, metrics, *policy[2:], out.full_logps.detach(), out.full_entropy.detach()
+        sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
+        entropy=out.entropy,
+        config=config,
+        num_items=num_items,
+        entropy_threshold=entropy_threshold,
+        cu_seqlens=cu_seqlens,
     )
 
 

@@ -163,8 +163,7 @@ def in_memory(work: Callable[[RowPlan], _T], plan: RowPlan, call: HeadCall) -> _
             result = work(plan)
             break
         except Exception as error:
-            # As many rows as a support takes are there in any case.
-            too_few = plan.logit_rows <= max(least, call.support_rows)
+            too_few = plan.logit_rows <= least
             if fixed or too_few or not ran_out_of_memory(error):
                 raise
         # When the error no longer holds what the work had. Not all that asks is torch's allocator.
@@ -290,12 +289,6 @@ def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> 
     if device_type == "cpu":
         return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
     return _GPU_CHUNK_BYTES // 4
-
-
-def rows_of_logits(weight: Tensor, chunk_bytes: int | None, dtype: torch.dtype) -> int:
-    """The rows of logits that fit the budget, with their gradients in the GEMMs' `dtype`."""
-    grad_bytes = 0 if dtype == torch.float32 else dtype.itemsize
-    return _buffer_rows(weight, chunk_bytes, grad_bytes, False, len(weight))[0]
 
 
 def gpu(device: torch.device) -> Any:

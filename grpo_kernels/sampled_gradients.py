@@ -12,15 +12,13 @@ columns take the exact way, `HeadGradients.add`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .backends import Backend, RowGrads, TokenStats
 from .column_sampling import (
-    BLIND_VARIANCE_GROWTH,
     TYPICAL_VARIANCE_GROWTH,
     ColumnSampler,
     KeptColumns,
@@ -28,11 +26,10 @@ from .column_sampling import (
     relative_noise,
     row_blocks,
 )
-from .head_call import ColumnSampling, HeadCall, HeadOperands
+from .head_call import ColumnSampling
 from .head_gradients import HeadGradients, put_rows
-from .layout import to_device
 from .lm_head import LMHead, Rows, addmm, mm
-from .row_plan import RowPlan, in_memory, slices
+from .row_plan import RowPlan
 
 # Bounds of the estimated growth of the variance, and of 1 over it.
 _MOST_GROWTH = 16.0
@@ -67,12 +64,12 @@ class KeptColumnGradients(HeadGradients):
         grads: RowGrads,
         kept: KeptColumns,
         *,
-        centred: Tensor | None = None,
+        centred: Tensor,
     ) -> None:
         """Adds the columns that one block keeps, from their raw logits `[R, K]`, overwritten.
 
         `centred`, `[R, H]`: the hidden states less a constant along which the caller adds the
-        column sums of D (and the bias's gradient); None where these are not known.
+        column sums of D (and the bias's gradient).
         """
         head, ids = self.head, kept.ids.long()
         d_logits = logits
@@ -86,17 +83,14 @@ class KeptColumnGradients(HeadGradients):
             out=d_logits,
             column_weights=kept.weights,
         )
-        if self.d_bias is not None and centred is None:
-            self.d_bias.index_add_(0, ids, d_logits.sum(0, dtype=torch.float32))
         self.so_far()
-        states = rows.hidden if centred is None else centred
         d_rows = self._along_mean_row(rows, d_logits, grads)
         for part in head.gathers(len(ids)):
             if self.d_hidden is not None:
                 addmm(d_rows, d_logits[:, part], head.weight[ids[part]].to(head.dtype))
             if self.d_weight is not None:
                 share = d_rows.new_empty((part.stop - part.start, head.H))
-                mm(d_logits[:, part].t(), states, out=share)
+                mm(d_logits[:, part].t(), centred, out=share)
                 self.d_weight.index_add_(0, ids[part], share)
                 self._add_noise(share, kept.of(part))
         if self.d_hidden is not None:
@@ -151,7 +145,7 @@ class SampledGradients(KeptColumnGradients):
         sampling: ColumnSampling,
         plan: RowPlan,
     ) -> None:
-        super().__init__(head, backend, wanted, max(plan.largest_chunk, head.call.support_rows))
+        super().__init__(head, backend, wanted, plan.largest_chunk)
         self.sampler = ColumnSampler(sampling, head.V, head.weight.device, head.call.backend)
         # Any constant near the hidden states does.
         self.mean_hidden = _mean_hidden(head.operands.hidden, plan)
@@ -231,110 +225,6 @@ class SampledGradients(KeptColumnGradients):
                 # A noisy gradient is longer than the exact one, by the variance.
                 noise.append(relative_noise(variance, square - variance))
         return self.sampler.metrics(torch.stack(noise).amax())
-
-
-class DrawnBlocks:
-    """Columns drawn in a forward, block by block, for a backward that comes later.
-
-    The gradients of the log-probs are not known yet: every one counts as 1.
-    """
-
-    def __init__(self, sampling: ColumnSampling, plan: RowPlan, head: LMHead) -> None:
-        self.sampler = ColumnSampler(sampling, head.V, head.weight.device, head.call.backend)
-        self.plan = plan
-        self.samples: list[list[KeptColumns | None]] = []
-
-    def draw(self, rows: Rows, logits: Tensor, stats: TokenStats, backend: Backend) -> None:
-        """Draws for the plan's next chunk that has gradients, from its raw logits `[C, V]`."""
-        blocks = row_blocks(len(logits), logits.device)
-        if self.sampler.should_skip_scoring(blocks):
-            self.samples.append([None] * len(blocks))
-            return
-        ones = torch.ones_like(stats.logps)
-        grads = RowGrads.of(stats, ones)
-        squares, _ = backend.column_scores(logits, rows.targets, rows.transform, grads, blocks)
-        drawn, _ = self.sampler.sample(squares, rows.targets, blocks, 1 / BLIND_VARIANCE_GROWTH)
-        self.samples.append([None if kept is None else kept.narrowed() for kept in drawn])
-
-    def metrics(self) -> dict[str, Tensor]:
-        """The sampler's metrics."""
-        return self.sampler.metrics()
-
-    def gradients(
-        self,
-        operands: HeadOperands,
-        call: HeadCall,
-        grads: RowGrads,
-        needed: Tensor,
-        wanted: Sequence[bool],
-        also: Callable[[HeadGradients], None] | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        """The head's gradients; the logits of the drawn columns alone are computed again.
-
-        `grads` are of all rows `[N]`; those not `needed`, bool `[N]`, are left out. `also` adds the
-        tokens that have a support.
-        """
-        blocks = self._with_gradient(needed)
-        work = partial(self._of_blocks, blocks, operands, call, grads, wanted, also)
-        return in_memory(work, self.plan, call)
-
-    @staticmethod
-    def _of_blocks(
-        blocks: list[tuple[Tensor, KeptColumns | None]],
-        operands: HeadOperands,
-        call: HeadCall,
-        grads: RowGrads,
-        wanted: Sequence[bool],
-        also: Callable[[HeadGradients], None] | None,
-        plan: RowPlan,
-    ) -> tuple[Tensor | None, ...]:
-        largest = max((len(index) for index, kept in blocks if kept is None), default=0)
-        largest = max(min(largest, plan.max_chunk_rows), call.support_rows)
-        head = LMHead(operands, call, largest)
-        gradients = KeptColumnGradients(head, call.backend, wanted, largest)
-        for index, kept in blocks:
-            if kept is None:
-                for part in slices(0, len(index), largest):
-                    rows = head.rows(index[part])
-                    gradients.add(rows, head.logits(rows), grads.at(index[part]))
-            else:
-                rows = head.rows(index)
-                logits = head.columns(rows, kept.ids.long())
-                gradients.add_kept(rows, logits, grads.at(index), kept)
-        if also is not None:
-            also(gradients)
-        return gradients.finish()
-
-    def _with_gradient(self, needed: Tensor) -> list[tuple[Tensor, KeptColumns | None]]:
-        """The needed rows of each block, by their ids, and the columns they keep."""
-        blocks = list(self._blocks())
-        count = self.plan.num_grad_rows
-        order = self.plan.order
-        order = torch.arange(count, device=needed.device) if order is None else order[:count]
-        # The one wait for the device.
-        places = needed[order].cpu().nonzero().squeeze(1)
-        bounds = torch.tensor([(b.start, b.stop) for b, _ in blocks], dtype=torch.int64)
-        found = torch.searchsorted(places, bounds).tolist()
-        places = to_device(places, needed.device)
-        return [
-            (order[places[begin:end]], kept)
-            for (begin, end), (_, kept) in zip(found, blocks, strict=True)
-            if end > begin
-        ]
-
-    def _blocks(self) -> Iterator[tuple[slice, KeptColumns | None]]:
-        """The blocks by their places in the plan's order; neighbouring dense ones joined."""
-        first = 0
-        chunks = (chunk for chunk in self.plan.chunks() if chunk.needs_grad)
-        for chunk, samples in zip(chunks, self.samples, strict=True):
-            blocks = row_blocks(chunk.size, self.sampler.generator.device)
-            kept = zip(blocks, samples, strict=True)
-            parts: list[tuple[slice, KeptColumns | None]]
-            parts = [(block, None) for block in dense_rows(blocks, samples)]
-            parts += [(block, columns) for block, columns in kept if columns is not None]
-            for block, columns in parts:
-                yield slice(first + block.start, first + block.stop), columns
-            first += chunk.size
 
 
 def _mean_row(weight: Tensor) -> Tensor:

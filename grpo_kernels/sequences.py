@@ -1,75 +1,43 @@
-"""Which sequence each token belongs to, and sums over sequences, which may lie on several ranks."""
+"""Which sequence each token belongs to, sums over sequences, and tokens that lie on many ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Those that `gather_tokens` knows.
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`.
-
-    With a `group`, other tokens of the same sequences are on its other ranks.
-    """
+    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`."""
 
     ids: Tensor
     count: int
-    group: ProcessGroup | None = None
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sums `x [..., N]` over each sequence, `[..., B]`, on all ranks that have a part of it.
+        """Sums `x [..., N]` over each sequence, `[..., B]`.
 
         In float64 where there is one: a GPU adds in any order, and the differences that makes are
         then rounded away.
         """
         wide = widened(x)
         total = wide.new_zeros(*x.shape[:-1], self.count)
-        return self.over_ranks(total.index_add_(-1, self.ids, wide)).to(x.dtype)
+        return total.index_add_(-1, self.ids, wide).to(x.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Gives every token its sequence's value, `[N]` from `[B]`."""
         return per_sequence[self.ids]
-
-    def over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, with its gradient."""
-        return x if self.group is None else _SumOverRanks.apply(x, self.group)
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The maximum of all ranks' `x`; without a gradient."""
-        if self.group is not None:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-        return x
-
-    def across(self, group: object) -> Sequences:
-        """The same sequences with parts on all ranks of `group`, which are asked how many they are.
-
-        Raises:
-            TypeError: no process group.
-            ValueError: on all ranks alike, if they have different numbers of sequences.
-        """
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                "seq_group: expected a torch.distributed process group that this rank is in; got "
-                f"{group!r}"
-            )
-        mine = torch.tensor([self.count], device=self.ids.device)
-        of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(of_ranks, mine, group=group)
-        counts = [int(x) for x in torch.cat(of_ranks)]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "seq_group: expected the same sequences on all ranks, of which each has some "
-                f"tokens or none; got {counts} sequences"
-            )
-        return replace(self, group=group)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -77,18 +45,76 @@ def widened(x: Tensor) -> Tensor:
     return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Each rank's loss depends on the sum, so that the gradients of all of them add up, too."""
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tokens of all ranks of a group, `[B, T]` from this rank's `[B, T_r]`.
 
+    Equivalent PyTorch, where all T_r are the same:
+
+        torch.cat(torch.distributed.nn.all_gather(x, group=group), dim=-1)
+
+    but that the gradient of `x` is this rank's slice of the result's, not the sum of all ranks'
+    slices: with the same loss on every rank their gradients add up to that of the loss.
+
+    Args:
+        x: `[B, T_r]` or `[N_r]`, floats, integers or bools: log-probs, ids, a mask. T_r may differ
+            from rank to rank, and be 0; B and the dtype are the same on all of them.
+        group: a process group, in the order of whose ranks the tokens are joined. Every rank has to
+            call; the backward exchanges nothing.
+
+    Returns:
+        `[B, T]` or `[N]`, the same on all ranks, T the sum of the T_r.
+
+    Raises:
+        TypeError: no tensor, or no process group.
+        ValueError: another number of dimensions; on all ranks alike, rows or dtypes that differ.
+    """
+    import torch.distributed as dist
+
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor; got {type(x).__name__}")
+    if x.ndim not in (1, 2):
+        raise ValueError(f"x: expected shape [B, T] or [N]; got {list(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x: expected real numbers or bools; got {x.dtype}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a torch.distributed process group that this rank is in; got {group!r}"
+        )
+    return _GatherTokens.apply(x, group)
+
+
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+        import torch.distributed as dist
+
+        def of_ranks(mine: Tensor) -> list[Tensor]:
+            # As bytes, for not every backend sends every dtype.
+            sent = mine.contiguous().view(torch.uint8)
+            ranks = [torch.empty_like(sent) for _ in range(group.size())]
+            dist.all_gather(ranks, sent, group=group)
+            return [rank.view(mine.dtype) for rank in ranks]
+
+        rows, size = x.shape if x.ndim == 2 else (1, len(x))
+        mine = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size])
+        told = torch.stack(of_ranks(mine.to(x.device))).tolist()
+        if any(row[:3] != told[0][:3] for row in told):
+            raise ValueError(
+                "x: expected the same rows, dimensions and dtype on all ranks; got "
+                + ", ".join(f"{_shape(*row)} of {_DTYPES[row[2]]}" for row in told)
+            )
+        sizes = [row[3] for row in told]
+        ctx.begin, ctx.size = sum(sizes[: group.rank()]), size
+        padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - size))
+        if not padded.numel():
+            return x.new_empty(*x.shape[:-1], sum(sizes))
+        parts = [part[..., :size] for part, size in zip(of_ranks(padded), sizes, strict=True)]
+        return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor, None]:
-        d_x = d_total.contiguous().clone()
-        dist.all_reduce(d_x, group=ctx.group)
-        return d_x, None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return d_out.narrow(-1, ctx.begin, ctx.size), None
+
+
+def _shape(ndim: int, rows: int, _: int, size: int) -> str:
+    return str([rows, size] if ndim == 2 else [size])

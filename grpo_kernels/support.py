@@ -10,98 +10,66 @@ the number of words is read together with the checks, in the one transfer of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from .backends import Words
-from .config import check_choice
 from .layout import Sizes, ValueChecks, check_tensor, to_device
 from .objective import masked_quantile
 
-FALLBACKS = ("error", "dense")
-SCORES = ("support", "both")
-# A word moves three rows: of W for its logit and for dh, of the states for dW. A row of logits is
-# three GEMMs of 2 V H FLOP. FLOPs of a large GEMM in the time of a byte moved: measured on a CPU,
-# predicted for GPUs (an H200's 780 TFLOP/s and 2.6 TB/s of gathers).
-_FLOPS_PER_BYTE = {"cpu": 7.0, "gpu": 300.0}
-# Rows of logits also read W and write dW once per call: worth so many words per word of V.
-WORDS_PER_WEIGHT = 1.0
+# Sets of a larger share of the vocabulary had better not be gathered.
+_LARGE_SHARE = 1 / 20
 
 
 @dataclass(frozen=True)
 class Support:
-    """The kept words of a call's tokens, on two routes.
+    """The kept words of a call's tokens, which are multiplied one by one.
 
-    The words of `gathered` tokens are multiplied one by one; `through_logits`, a token's whole row
-    of logits is made, which pays where a set is a large part of the vocabulary. A set of one word
-    has log-prob 0 and no gradient whatever its logit is: it takes part in neither, unless
+    A set of one word has log-prob 0 and no gradient whatever its logit is: it takes no part, unless
     `logsumexp` is wanted.
     """
 
     tokens: Tensor  # bool [N]: those that have a set
     counts: Tensor  # int64 [N]: words of each, 0 without a set
-    num_fallback: Tensor  # int64, 0-d: tokens whose target was outside
-    unrouted: list[_AllWords]  # one, until it is routed: it is as large as what comes of it
-    routes: Tensor  # bool [2, N]: gathered, through logits
-    rows_per_chunk: int  # of logits
-    sizes: Sizes
-    distinct: Tensor | None  # bool [V]: ids of gathered words, where they are wanted
+    takes_part: Tensor  # bool [N]
+    unpicked: list[_AllWords]  # one, until it is picked from: it is as large as what comes of it
+    sizes: Sizes  # words that take part, tokens that have a set
+    V: int
 
     @cached_property
-    def words(self) -> tuple[Words, Words]:
-        """The words of both routes: multiplied one by one, and picked out of rows of logits."""
-        of, (one_by_one, picked) = self.unrouted.pop().of, self.sizes.numbers[:2]
-        return (
-            of(self.routes[0], self.counts, one_by_one, ordered=True),
-            of(self.routes[1], self.counts, picked, ordered=False),
-        )
-
-    @property
     def gathered(self) -> Words:
-        """The words that are multiplied one by one."""
-        return self.words[0]
-
-    @property
-    def through_logits(self) -> Words:
-        """The words whose logits come from whole rows."""
-        return self.words[1]
-
-    def chunks(self) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Cuts the tokens of `through_logits`: their ids, their words, the row of each word."""
-        _, _, num_tokens, _, *bounds = self.sizes.numbers
-        tokens = indices(self.routes[1], num_tokens)
-        ranks = self.routes[1].cumsum(0) - 1
-        for i, first in enumerate(range(0, num_tokens, self.rows_per_chunk)):
-            words = slice(bounds[i], bounds[i + 1])
-            rows = ranks[self.through_logits.tokens[words]] - first
-            yield tokens[first : first + self.rows_per_chunk], words, rows
-
-    @property
-    def logit_rows(self) -> int:
-        """The most rows of logits that are needed at a time."""
-        return min(self.rows_per_chunk, self.sizes.numbers[2])
-
-    def distinct_ids(self) -> Tensor:
-        """The ids of gathered words, ascending, each once."""
-        assert self.distinct is not None
-        return indices(self.distinct, self.sizes.numbers[3])
+        """The words that take part."""
+        num_words, num_sets = self.sizes.numbers
+        if num_words > _LARGE_SHARE * self.V * num_sets:
+            _warn_of_large_sets()
+        return self.unpicked.pop().of(self.takes_part, self.counts, num_words)
 
     def metrics(self, num_tokens: Tensor) -> dict[str, Tensor]:
         """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked."""
         has, counts = self.tokens.float(), self.counts.float()
-        with_set = has.sum().clamp(min=1)
-        gathered = (self.tokens & ~self.routes[1]).sum()
+        with_set = has.sum()
         return {
-            "support/mean": counts.sum() / with_set,
+            "support/mean": counts.sum() / with_set.clamp(min=1),
             "support/p99": masked_quantile(counts, has, 0.99),
-            "support/singletons": (self.counts == 1).sum() / with_set,
-            "support/gathered": gathered / num_tokens.clamp(min=1),
-            "support/fallback": self.num_fallback.float(),
+            "support/singletons": (self.counts == 1).sum() / with_set.clamp(min=1),
+            "support/gathered": with_set / num_tokens.clamp(min=1),
         }
+
+
+@cache
+def _warn_of_large_sets() -> None:
+    """Warns, once per process."""
+    warnings.warn(
+        f"support: expected sets of less than {_LARGE_SHARE:.0%} of the vocabulary on average; got "
+        "larger ones, whose rows of the head cost more to gather than whole rows of logits: leave "
+        "the support out where sampling keeps so much",
+        stacklevel=3,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +82,8 @@ class _AllWords:
     by_id: Tensor  # int64: a permutation
     positions: Tensor  # int64 [N]
 
-    def of(self, tokens: Tensor, counts: Tensor, size: int, *, ordered: bool) -> Words:
-        """The `size` words of some tokens, bool `[N]`; in the order of their ids, too."""
+    def of(self, tokens: Tensor, counts: Tensor, size: int) -> Words:
+        """The `size` words of some tokens, bool `[N]`."""
         if size == 0:
             none, zeros = self.ids[:0], torch.zeros_like(counts)
             return Words(none, none, _from_zero(zeros), zeros, none)
@@ -124,10 +92,8 @@ class _AllWords:
             return Words(self.ids, self.tokens, offsets, self.positions, self.by_id)
         keep = self.belongs & tokens[self.tokens]
         index = indices(keep, size)
-        order = index[:0]
-        if ordered:
-            ranks = keep.cumsum(0) - 1
-            order = ranks[self.by_id[indices(keep[self.by_id], size)]]
+        ranks = keep.cumsum(0) - 1
+        order = ranks[self.by_id[indices(keep[self.by_id], size)]]
         return Words(self.ids[index], self.tokens[index], offsets, self.positions, order)
 
 
@@ -135,6 +101,8 @@ def batch_support(
     supports: Sequence[tuple[Tensor, Tensor] | None],
     length: int,
     device: torch.device | str | None = None,
+    *,
+    targets: Tensor | Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Joins the supports of completions into that of a batch padded on the right.
 
@@ -144,16 +112,24 @@ def batch_support(
             vocabulary.
         length: T, the tokens of a padded completion, which have no words where there is padding.
         device: where the result goes, without waiting for the device's work; None: the CPU.
+        targets: `[B, T]` on the CPU, or a sequence of ids per completion: sets that lack their
+            target are left out, so that a call scores these tokens over the whole vocabulary. None:
+            all sets stay as they are, and a call refuses those that lack their target.
 
     Returns:
         `token_ids` and `offsets [B * T + 1]`, the `support` of a call on `[B, T]`.
 
     Raises:
-        ValueError: a completion with more than `length` tokens.
+        ValueError: a completion with more than `length` tokens, or with more than it has targets.
     """
+    if targets is not None and len(targets) != len(supports):
+        raise ValueError(
+            f"targets: expected those of {len(supports)} completions, as many as supports; got "
+            f"{len(targets)}"
+        )
     counts = torch.zeros(len(supports), length, dtype=torch.int64)
     parts = [torch.zeros(0, dtype=torch.int32)]
-    for row, support in zip(counts, supports, strict=True):
+    for i, support in enumerate(supports):
         if support is not None:
             token_ids, offsets = support
             if len(offsets) - 1 > length:
@@ -161,27 +137,35 @@ def batch_support(
                     f"length: expected as many as the longest completion has tokens, "
                     f"{len(offsets) - 1}; got {length}"
                 )
-            row[: len(offsets) - 1] = offsets.diff()
+            of_tokens = offsets.diff()
+            if targets is not None:
+                token_ids, of_tokens = _with_targets(token_ids, of_tokens, targets[i])
+            counts[i, : len(of_tokens)] = of_tokens
             parts.append(token_ids)
     offsets = _from_zero(counts.flatten().cumsum(0))
     return to_device(torch.cat(parts), device), to_device(offsets, device)
 
 
-def check_support_options(
-    support: object, fallback: object, score: object, sparse_weight_grad: object
-) -> None:
-    """Refuses options of a support that did not come, or that exclude each other."""
-    check_choice("support_fallback", fallback, FALLBACKS)
-    check_choice("score", score, SCORES)
-    if not isinstance(sparse_weight_grad, bool):
-        raise TypeError(f"sparse_weight_grad: expected a bool; got {sparse_weight_grad!r}")
-    if support is None and score == "both":
-        raise ValueError("score: expected 'support', as no support came; got 'both'")
-    if sparse_weight_grad and (support is None or score == "both"):
+def _with_targets(
+    token_ids: Tensor, counts: Tensor, targets: Tensor | Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The ids and counts of a completion, those of sets that lack their target left out."""
+    targets = torch.as_tensor(targets)
+    if targets.ndim != 1 or len(targets) < len(counts):
         raise ValueError(
-            "sparse_weight_grad: expected False unless every token is scored over a support alone; "
-            f"got True with {'no support' if support is None else repr(score)}"
+            f"targets: expected an id for each of a completion's {len(counts)} tokens; got shape "
+            f"{list(targets.shape)}"
         )
+    if targets.device.type != "cpu":
+        raise ValueError(f"targets: expected ids on the CPU; got a tensor on {targets.device}")
+    tokens = torch.arange(len(counts)).repeat_interleave(counts)
+    if len(tokens) != len(token_ids):
+        raise ValueError(
+            f"supports: expected offsets that end at the {len(token_ids)} ids; got {len(tokens)}"
+        )
+    found = torch.zeros(len(counts), dtype=torch.bool)
+    found[tokens[token_ids == targets[tokens]]] = True
+    return token_ids[found[tokens]], torch.where(found, counts, 0)
 
 
 def check_support(support: object, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -203,33 +187,23 @@ def check_support(support: object, num_tokens: int, device: torch.device) -> tup
 def support_of(
     ids: Tensor,
     offsets: Tensor,
-    fallback: str,
     *,
     targets: Tensor,
     mask: Tensor | None,
     V: int,
-    bytes_per_element: int,
-    rows_per_chunk: int,
     checks: ValueChecks,
     logsumexp: bool = False,
-    all_gathered: bool = False,
-    distinct: bool = False,
 ) -> Support:
     """The support of flat targets, checked as far as it can be without reading the device.
 
     Args:
         ids: int64 `[K]`.
         offsets: int64 `[N + 1]`.
-        fallback: `"dense"` leaves tokens whose target is not in their set without one.
         targets: int64 `[N]`.
         mask: bool `[N]`, or None.
         V: ids are below it.
-        bytes_per_element: that a gathered row moves; with V it decides which route pays.
-        rows_per_chunk: rows of logits that there is memory for.
         checks: gets the questions, and the sizes to be read.
         logsumexp: whether sets of one word take part.
-        all_gathered: no words go through logits, whatever they cost.
-        distinct: whether `distinct_ids` is wanted.
     """
     N, device = len(targets), ids.device
     ids = ids if N else ids[:0]
@@ -244,33 +218,18 @@ def support_of(
 
     found, positions = _found(hits, places, begins, ends)
     del hits, places
-    outside = (counts > 0) & (found == 0)
-    if fallback == "error":
-        checks.add(
-            outside,
-            "support: expected the target of every token among its ids (support_fallback='dense' "
-            "scores others over the whole vocabulary); got tokens whose target is not",
-        )
-    counts = counts.masked_fill(outside, 0)
-    belongs = belongs & ~outside[tokens]
-
-    by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-    routes = _routes(counts, V, bytes_per_element, 1 if logsumexp else 2, all_gathered)
-    all_words = _AllWords(ids, tokens, belongs, by_id, positions)
-    wide = torch.where(routes[1], counts, 0).cumsum(0)
-    present = None
-    if distinct:
-        used = torch.where(belongs & exists & routes[0][tokens], ids, V)
-        present = torch.zeros(V + 1, dtype=torch.bool, device=device).scatter_(0, used, True)[:V]
-    sizes = checks.ask(
-        torch.where(routes, counts, 0).sum(1),
-        routes[1].sum(),
-        routes[1].sum() if present is None else present.sum(),
-        _bounds(wide, routes[1].cumsum(0), rows_per_chunk),
+    checks.add(
+        (counts > 0) & (found == 0),
+        "support: expected the target of every token among its ids (batch_support(..., targets=) "
+        "empties other sets, whose tokens are then scored over the whole vocabulary); got tokens "
+        "whose target is not",
     )
-    return Support(
-        counts > 0, counts, outside.sum(), [all_words], routes, rows_per_chunk, sizes, present
-    )  # fmt: skip
+    by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
+    has = counts > 0
+    takes_part = has if logsumexp else counts > 1
+    all_words = _AllWords(ids, tokens, belongs, by_id, positions)
+    sizes = checks.ask(torch.where(takes_part, counts, 0).sum(), has.sum())
+    return Support(has, counts, takes_part, [all_words], sizes, V)
 
 
 def _intervals(
@@ -318,34 +277,6 @@ def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
     again = (ordered[1:] == ordered[:-1]) & (of[1:] == of[:-1]) & (ordered[1:] < V)
     checks.add(again, "support[0]: expected each id once per token; got repeated ones")
     return by_id
-
-
-def _routes(
-    counts: Tensor, V: int, bytes_per_element: int, least: int, all_gathered: bool
-) -> Tensor:
-    """The tokens that are gathered, and those that go through logits, bool `[2, N]`."""
-    takes_part = counts >= least
-    if all_gathered:
-        return torch.stack([takes_part, torch.zeros_like(takes_part)])
-    limit = words_per_row(counts.device.type, V, bytes_per_element)
-    wide = takes_part & (counts > limit)
-    pays = torch.where(wide, counts - limit, 0.0).sum() > WORDS_PER_WEIGHT * V
-    wide = wide & pays
-    return torch.stack([takes_part & ~wide, wide])
-
-
-def words_per_row(device_type: str, V: int, bytes_per_element: int) -> float:
-    """The words that cost as much as a row of logits."""
-    per_byte = _FLOPS_PER_BYTE["cpu" if device_type == "cpu" else "gpu"]
-    return 6 * V / (3 * bytes_per_element * per_byte)
-
-
-def _bounds(words: Tensor, tokens: Tensor, step: int) -> Tensor:
-    """The words before every `step`-th token, from cumulative sums `[N]`, and all of them."""
-    N = len(words)
-    firsts = torch.arange(step, N + step, step, device=words.device)
-    ends = torch.searchsorted(tokens, firsts).clamp(max=max(N - 1, 0))
-    return _from_zero(words[ends])
 
 
 def indices(keep: Tensor, count: int) -> Tensor:

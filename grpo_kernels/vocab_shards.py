@@ -298,7 +298,6 @@ def shard_of(
     targets: Tensor,
     dtype: torch.dtype,
     refused: Mapping[str, tuple[object, object]],
-    vocab_size: int | None,
     agreed: Mapping[str, float],
 ) -> VocabShard:
     """Which of the group's columns the rows of `weight` are; asks the other ranks.
@@ -311,7 +310,6 @@ def shard_of(
         targets: ids `[N]`, which all ranks have.
         dtype: of the GEMMs.
         refused: options that are not for shards: what is expected instead, and what came.
-        vocab_size: columns of all ranks, if not all rows are; None: they are.
         agreed: further numbers that have to be the same on all ranks.
 
     Raises:
@@ -342,7 +340,7 @@ def shard_of(
     own_rows = layout in OWN_ROWS
     numbers = {
         "hidden_layout": LAYOUTS.index(layout), "H": weight.shape[1], "rank of low_rank": rank,
-        "tokens": 0 if own_rows else len(targets), "vocab_size (0: none)": vocab_size or 0,
+        "tokens": 0 if own_rows else len(targets),
     }  # fmt: skip
     mine = [
         start or 0, len(weight), *map(int, flags.values()),
@@ -382,15 +380,8 @@ def shard_of(
             "vocab_start: expected every column on one rank; got columns "
             + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
         )
-    if vocab_size is not None and not max(begins) < vocab_size <= sum(counts):
-        raise ValueError(
-            f"vocab_size: expected {max(begins) + 1} to {sum(counts)}, as every rank has a word of "
-            f"the vocabulary at least; got {vocab_size}"
-        )
-    size = sum(counts) if vocab_size is None else vocab_size
-    begin = begins[group.rank()]
-    own = min(counts[group.rank()], size - begin)
-    return VocabShard(group, begin, own, size, max(counts), layout, weight.device)
+    begin, own = begins[group.rank()], counts[group.rank()]
+    return VocabShard(group, begin, own, sum(counts), max(counts), layout, weight.device)
 
 
 def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
-from grpo_kernels.lm_head import LMHead
 from tests.support.batches import (
     HEAD,
     NAN,
@@ -163,38 +162,15 @@ def test_alone_is_torchs_cross_entropy(without, loss_type, backend):
     logits = head[0][chosen] @ head[1].T + head[2]
     expected = torch.nn.functional.cross_entropy(logits, batch.targets[chosen])
     expected.backward()
-    for skip in (False, True):
-        actual = run_fused(
-            batch, exact=False, config=config(loss_type=loss_type), bias=True, ce_weights=True,
-            skip_untrained=skip, backend=backend, chunk_bytes=CHUNK,
-        )  # fmt: skip
-        assert actual.loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        for name in ("ce_loss", "ce_nll"):
-            assert actual.metrics[name].item() == pytest.approx(expected.item(), rel=1e-5)
-        for name, x in zip(HEAD, head, strict=True):
-            assert relative_error(actual.gradients[name], x.grad) <= 2e-5, name
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "grpo", "gspo", "vespo"))
-def test_skip_untrained_keeps_its_tokens(loss_type, monkeypatch):
-    """Tokens of advantage 0 are left out, but not where they have a weight."""
-    made = []
-    original = LMHead.logits
-    monkeypatch.setattr(
-        LMHead, "logits", lambda self, rows: made.append(len(rows.hidden)) or original(self, rows)
-    )
-    batch = mixed_batch()
-    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, skip_untrained=True, **options)
-    chosen, trained = batch.ce_weights != 0, (batch.advantages != 0)[:, None]
-    kept = chosen | (batch.mask & trained)
-    assert (batch.mask & ~kept).any() and (chosen & ~trained).any()
-    assert made[0] == kept.sum()
-    assert torch.equal(actual.logps != 0, kept)
-    expected.logps[~kept] = 0
-    actual.metrics = expected.metrics = {}
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
+    actual = run_fused(
+        batch, exact=False, config=config(loss_type=loss_type), bias=True, ce_weights=True,
+        backend=backend, chunk_bytes=CHUNK,
+    )  # fmt: skip
+    assert actual.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name in ("ce_loss", "ce_nll"):
+        assert actual.metrics[name].item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, x in zip(HEAD, head, strict=True):
+        assert relative_error(actual.gradients[name], x.grad) <= 2e-5, name
 
 
 def test_where_advantages_are_per_token():
@@ -238,31 +214,10 @@ def test_beside_a_support(objective, backend, without):
     options = {**objective_options(objective), "ce_weights": True}
     options["support"] = make_support(scored, without=without, most=9)
     expected = run_fused(batch, exact=True, **options)
-    for more in ({}, {"skip_untrained": True}):
-        actual = run_fused(batch, exact=False, backend=backend, **options, **more)
-        sizes = {name: actual.metrics.pop(name) for name in [*actual.metrics] if "support/" in name}
-        assert len(sizes) == 5 and sizes["support/gathered"] <= 1
-        assert bool(without) == (sizes["support/gathered"] < 1)
-        if more:
-            expected.logps[actual.logps == 0] = 0
-            actual.metrics = expected.metrics = {}
-        assert_matches(actual, expected, 2e-5, logps=1e-4)
-
-
-@pytest.mark.parametrize("beta", (0.0, 0.1))
-def test_beside_both_scores(beta):
-    """The term is over the words that were kept, as the policy's are; the KL over all."""
-    batch = mixed_batch(B=4, T=6, V=101)
-    scored = replace(batch, mask=batch.mask | (batch.ce_weights != 0))
-    options = {
-        "config": config(beta=beta), "old_logps": True, "ref_logps": True, "ce_weights": True,
-        "support": make_support(scored, most=9), "score": "both",
-    }  # fmt: skip
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, **options)
-    for name in [*actual.metrics]:
-        if "support/" in name:
-            del actual.metrics[name]
+    actual = run_fused(batch, exact=False, backend=backend, **options)
+    sizes = {name: actual.metrics.pop(name) for name in [*actual.metrics] if "support/" in name}
+    assert len(sizes) == 4 and sizes["support/gathered"] <= 1
+    assert bool(without) == (sizes["support/gathered"] < 1)
     assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 

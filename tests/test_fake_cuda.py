@@ -15,7 +15,6 @@ from grpo_kernels import (
     fused_grpo_loss,
     grpo_loss,
     linear_logprobs,
-    sampling_cost,
     selective_log_softmax,
 )
 from tests.support.batches import OBJECTIVES, config
@@ -46,14 +45,6 @@ BUDGETS = {
     ("exact", "mask"): Budget(fixed=115, per_chunk=20, per_part=2, part_rows=STRIP_ROWS),
     ("sampled", "off_policy"): Budget(fixed=135, per_chunk=60, per_part=20, part_rows=256),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def sampling_pays():
-    """Is not predicted to lose."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling_cost, "pays", lambda *_: True)
-        yield
 
 
 # Memory that conftest.py poisons is written to.
@@ -158,7 +149,7 @@ def test_a_packed_batch_reads_its_row_counts():
             torch.empty(N, dtype=torch.int64, device=CUDA),
             cu_seqlens=torch.empty(B + 1, dtype=torch.int32, device=CUDA),
             old_logps=torch.empty(N, device=CUDA), num_items=torch.empty((), device=CUDA),
-            temperature=torch.empty((), device=CUDA), skip_untrained=True,
+            temperature=torch.empty((), device=CUDA),
         )  # fmt: skip
         backward(out.loss)
     assert len(gpu.transfers) == 1, gpu.report()
@@ -188,7 +179,7 @@ def test_capturable_log_probs_read_nothing():
         given = options_of(("mask", "temperature", "low_rank", "bias"), 2048)
         out = linear_logprobs(*head(2048), entropy=True, capturable=True, **given)
         ones = torch.ones(2048, device=CUDA)
-        backward(out.logps, ones, ones, None, None)
+        backward(out.logps, ones, ones, None)
 
     reads_nothing(call)
 
@@ -212,23 +203,18 @@ def test_sampled_backward_reads_once_per_chunk(case):
         assert {event.name for event in gpu.transfers} == {"tolist"}, gpu.report()
 
 
-@pytest.mark.parametrize("way", ("exact", "sampled"))
-def test_log_probs_read_their_row_counts(way):
-    options = {"seed": 0} if way == "sampled" else {}
-    chunks, rows = 3, 3 * CHUNK_ROWS
+def test_log_probs_read_their_row_counts():
+    rows = 3 * CHUNK_ROWS
     with FakeCUDA(answer_with(rows)) as gpu:
         given = options_of(("mask", "temperature", "low_rank", "bias"), rows)
         out = linear_logprobs(
-            *head(rows), entropy=True, backward=way, chunk_bytes=bytes_of(CHUNK_ROWS, "one"),
-            **given, **options,
-        )  # fmt: skip
-        assert len(gpu.transfers) == (1 if way == "exact" else 1 + chunks), gpu.report()
+            *head(rows), entropy=True, chunk_bytes=bytes_of(CHUNK_ROWS, "one"), **given
+        )
+        assert len(gpu.transfers) == 1, gpu.report()
         gpu.transfers.clear()
         ones = torch.ones(rows, device=CUDA)
-        backward(out.logps, ones, ones, None, None)
-    # The ids of the rows come back from pinned memory, without waiting.
-    assert len(gpu.transfers) == (1 if way == "exact" else 2), gpu.report()
-    assert "non_blocking" in gpu.transfers[-1].where or way == "exact"
+        backward(out.logps, ones, ones, None)
+    assert len(gpu.transfers) == 1, gpu.report()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

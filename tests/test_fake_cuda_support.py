@@ -17,9 +17,7 @@ from tests.test_fake_cuda import BUDGETS, CHUNK_ROWS, CUDA, B, V, head, options_
 LAUNCHES = {
     ("loss", "off_policy"): 265,
     ("loss", "mask"): 275,
-    ("loss", "sparse"): 270,
     ("log-probs", "plain"): 175,
-    ("log-probs", "sparse"): 180,
 }
 # id: (names of the tensors to pass, options of the objective, of the call)
 CASES = {
@@ -32,9 +30,6 @@ CASES = {
     "low_rank": (("mask", "low_rank"), {}, {}),
     "temperature": (("mask", "temperature"), {}, {}),
     "frozen": (("mask",), {}, {"frozen": True}),
-    "sparse": (("old_logps",), {}, {"sparse_weight_grad": True}),
-    "dense_fallback": (("old_logps",), {}, {"support_fallback": "dense"}),
-    "skip_untrained": (("mask", "old_logps"), {}, {"skip_untrained": True}),
     "fp16": (("old_logps",), {}, {"dtype": torch.float16}),
     "fp32": (("old_logps", "bias", "low_rank"), {}, {"dtype": torch.float32}),
 }
@@ -43,29 +38,18 @@ CASES_OF_LOGPS = {
     "mask": (("mask",), {}),
     "everything": (("mask", "bias", "low_rank", "temperature"), {"softcap": 30.0}),
     "frozen": ((), {"frozen": True}),
-    "sparse": ((), {"sparse_weight_grad": True}),
     "fp32": ((), {"dtype": torch.float32}),
 }
-# Tokens of 8,192: without a support, and with one but through logits.
-ROUTES = {
-    "gathered": (0, 0),
-    "some_without": (CHUNK_ROWS, 0),
-    "some_through_logits": (0, 2 * CHUNK_ROWS),
-    "all": (CHUNK_ROWS, 2 * CHUNK_ROWS),
-}
+# Tokens of 8,192 without a support.
+WITHOUT = {"all": 0, "some_without": CHUNK_ROWS}
 ROW_BUDGET = 6 * V * 128  # logits, and their gradient in half precision
 # Memory that conftest.py poisons is written to.
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-def answers(row_counts, tokens, words, without, wide, chunk_bytes, dtype=torch.bfloat16):
+def answers(row_counts, tokens, words, without):
     """Answers the transfer of the row counts and of the sizes of a support."""
-    of_row = (4 if dtype == torch.float32 else 6) * V
-    step = (chunk_bytes or 7 << 28) // of_row // 128 * 128  # rows of logits at a time
-    bounds = [words * min(i * step, wide) for i in range(-(-tokens // step) + 1)]
-    gathered = words * (tokens - without - wide)
-    distinct = wide or min(gathered, 1000)
-    return answer_with(*row_counts, gathered, words * wide, wide, distinct, *bounds)
+    return answer_with(*row_counts, words * (tokens - without), tokens - without)
 
 
 def support_of(tokens, words):
@@ -78,14 +62,13 @@ def operands(tokens, dtype=torch.bfloat16, frozen=False):
     return hidden, weight.detach() if frozen else weight, targets
 
 
-def record_loss(case, *, tokens=8192, words=8, without=0, wide=0, **call):
+def record_loss(case, *, tokens=8192, words=8, without=0, **call):
     """Forward and backward of `fused_grpo_loss`, recorded; and the number of forward transfers."""
     names, objective, options = CASES[case]
     options = {**options, **call}
     made = {name: options.pop(name) for name in ("dtype", "frozen") if name in options}
     rest_has_no_gradient = not {"beta", "entropy_coef"} & objective.keys()
-    dtype = made.get("dtype", torch.bfloat16)
-    sizes = (tokens, words, without, wide, options.get("chunk_bytes"), dtype)
+    sizes = (tokens, words, without)
     with FakeCUDA(answers([without] * (1 + rest_has_no_gradient), *sizes)) as gpu:
         given = options_of(names, tokens)
         out = fused_grpo_loss(
@@ -97,17 +80,16 @@ def record_loss(case, *, tokens=8192, words=8, without=0, wide=0, **call):
         if not without:
             # Two passes: what came back is the gradient of the log-probs.
             (of_logps, _), *_ = function_of(out.loss).next_functions
-            backward_of(of_logps, d_logps, d_entropy, None, None)
+            backward_of(of_logps, d_logps, d_entropy, None)
     return gpu, in_forward
 
 
-def record_logps(case, *, tokens=8192, words=8, without=0, wide=0, **call):
+def record_logps(case, *, tokens=8192, words=8, without=0, **call):
     """The same of `linear_logprobs`."""
     names, options = CASES_OF_LOGPS[case]
     options = {**options, **call}
     made = {name: options.pop(name) for name in ("dtype", "frozen") if name in options}
-    dtype = made.get("dtype", torch.bfloat16)
-    sizes = (tokens, words, without, wide, options.get("chunk_bytes"), dtype)
+    sizes = (tokens, words, without)
     with FakeCUDA(answers([without], *sizes)) as gpu:
         given = options_of(names, tokens)
         out = linear_logprobs(
@@ -115,7 +97,7 @@ def record_logps(case, *, tokens=8192, words=8, without=0, wide=0, **call):
             **options,
         )  # fmt: skip
         in_forward = len(gpu.transfers)
-        backward(out.logps, *torch.ones(2, tokens, device=CUDA), None, None)
+        backward(out.logps, *torch.ones(2, tokens, device=CUDA), None)
     return gpu, in_forward
 
 
@@ -151,39 +133,15 @@ def test_log_probs_read_their_sizes_and_nothing_else(case):
     assert gpu.counts()["segment_sums_kernel"] >= 1 + (case != "frozen")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("without", WITHOUT)
 @pytest.mark.parametrize("call", RECORD)
 @pytest.mark.parametrize("case", ("mask", "fp32"))
-def test_rows_of_logits_are_read_as_without_a_support(call, case, route):
+def test_rows_of_logits_are_read_as_without_a_support(call, case, without):
     """Nothing in the backward of one pass, and in that of two its row count."""
-    without, wide = ROUTES[route]
-    gpu, in_forward = RECORD[call](case, without=without, wide=wide)
-    one_pass = route == "gathered" or (call == "loss" and without)
+    gpu, in_forward = RECORD[call](case, without=WITHOUT[without])
+    one_pass = not WITHOUT[without] or call == "loss"
     assert in_forward == 1, gpu.report()
     assert len(gpu.transfers) == (1 if one_pass else 2), gpu.report()
-
-
-@pytest.mark.parametrize("wide", (0, 2 * CHUNK_ROWS))
-def test_both_scores_read_their_sizes(wide):
-    tokens = 8192
-    with FakeCUDA(answers([], tokens, 8, 0, wide, None)) as gpu:
-        made, given = operands(tokens), options_of(("old_logps", "ref_logps"), tokens)
-        support = support_of(tokens, 8)
-        fused_grpo_loss(
-            *made, torch.empty(B, device=CUDA), config=config(beta=0.1), support=support,
-            score="both", **given,
-        )  # fmt: skip
-        assert len(gpu.transfers) == 1, gpu.report()
-        gpu.transfers.clear()
-        out = linear_logprobs(*made, entropy=True, support=support, score="both")
-        assert len(gpu.transfers) == 1, gpu.report()
-        ones = torch.ones(2, tokens, device=CUDA)
-        backward(out.logps, *ones, None, None)
-        assert len(gpu.transfers) == 1 + (wide > 0), gpu.report()
-        gpu.transfers.clear()
-        backward(out.full_logps, *ones, None, None)
-    # As without a support.
-    assert len(gpu.transfers) == 1, gpu.report()
 
 
 @functools.cache
@@ -217,10 +175,9 @@ def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
     assert mixed - of_support <= alone
 
 
-def record_packed(tokens, words, route):
+def record_packed(tokens, words, without):
     """The same of `linear_logprobs` of so many tokens, which need not divide by any number."""
-    without, wide = route
-    with FakeCUDA(answers([without], tokens, words, without, wide, ROW_BUDGET)) as gpu:
+    with FakeCUDA(answers([without], tokens, words, without)) as gpu:
         hidden, weight, _ = head()
         hidden = torch.empty(tokens, hidden.shape[-1], dtype=hidden.dtype, device=CUDA)
         hidden.requires_grad_()
@@ -230,7 +187,7 @@ def record_packed(tokens, words, route):
             hidden, weight, targets, mask=mask, entropy=True, support=support_of(tokens, words),
             chunk_bytes=ROW_BUDGET,
         )  # fmt: skip
-        backward(out.logps, *torch.ones(2, tokens, device=CUDA), None, None)
+        backward(out.logps, *torch.ones(2, tokens, device=CUDA), None)
     return gpu
 
 
@@ -241,15 +198,12 @@ def keys(request):
     for index in range(request.param):
         tokens, words = B * draw.randint(40, 400), draw.randint(1, 99)
         without = draw.randint(1, tokens // 3) if index % 3 else 0
-        wide = draw.randint(1, tokens // 3) if index % 2 else 0
-        sizes = {"tokens": tokens, "words": words, "without": without, "wide": wide}
+        sizes = {"tokens": tokens, "words": words, "without": without}
         recorded = [
             record_loss("low_rank", **sizes, chunk_bytes=ROW_BUDGET)[0],
             record_logps("everything", **sizes, chunk_bytes=ROW_BUDGET)[0],
-            record_packed(tokens + draw.randint(0, 3), words, (without, wide)),
+            record_packed(tokens + draw.randint(0, 3), words, without),
         ]
-        if not without and not wide:
-            recorded.append(record_loss("sparse", **sizes)[0])
         for gpu in recorded:
             for (kernel, options), found in gpu.keys.items():
                 for key in (tuple(ast.literal_eval(x).items()) for x in found):

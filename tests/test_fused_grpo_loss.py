@@ -1,7 +1,5 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -232,41 +230,6 @@ def test_no_mask_counts_every_token():
 @pytest.mark.parametrize("frozen", (("weight",), ("hidden",), ("bias",), ("weight", "bias")))
 def test_frozen(frozen):
     expect_equal(make_batch(), {"config": config(), "bias": True, "frozen": frozen})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_skip_untrained_changes_neither_loss_nor_gradient(loss_type, backend):
-    batch = make_batch()
-    options = {"config": config(loss_type=loss_type), "old_logps": True}
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, skip_untrained=True, backend=backend, **options)
-    untrained = batch.mask & (batch.advantages == 0)[:, None]
-    assert untrained.any() and (actual.logps[untrained] == 0).all()
-    expected.logps[untrained] = 0
-    actual.metrics = expected.metrics = {}
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
-
-
-@pytest.mark.parametrize("per_token", (False, True), ids=("per_sequence", "per_token"))
-@pytest.mark.parametrize(
-    "objective", ("gspo", "gmpo", "vespo", "is_sequence_truncate", "off_policy")
-)
-def test_skip_untrained_where_sequences_matter(objective, per_token):
-    """A token of advantage 0 counts in its sequence's ratio: it is left out with all of it only."""
-    batch = make_batch(B=6, T=11)
-    if per_token:
-        sparse = torch.rand(6, 11, generator=torch.Generator().manual_seed(0)) < 0.5
-        batch.advantages = batch.advantages[:, None] * sparse
-    options = objective_options(objective)
-    options["config"] = dataclasses.replace(options["config"], beta=0.0)
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, skip_untrained=True, **options)
-    skipped = batch.mask & (actual.logps == 0)
-    assert skipped.any()
-    expected.logps[skipped] = 0
-    actual.metrics = expected.metrics = {}
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -58,13 +58,6 @@ except ImportError as error:
     assert "pip install 'grpo_kernels[train]'" in python(code)
 
 
-def test_the_head_of_the_integrations_has_moved():
-    code = "import grpo_kernels.integrations.head as head; print(head.evaluating)"
-    assert "evaluating" in python(code)
-    with pytest.raises(AssertionError, match="has moved to grpo_kernels"):
-        python(f"import warnings; warnings.simplefilter('error'); {code}")
-
-
 def test_every_public_name_has_a_docstring():
     import grpo_kernels
 

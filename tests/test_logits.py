@@ -3,21 +3,19 @@
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, sampling_cost
+from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
 from tests.support.batches import (
     config,
     exact_batch,
     make_batch,
     packed,
     relative_error,
-    with_padding,
 )
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
 
 ROUNDED = {"logits_dtype": "model"}
 # Rows that are words, of the batch's 1003.
-WORDS = 997
 
 
 def low_rank_of(batch, rank=4):
@@ -142,86 +140,10 @@ def test_words_of_a_support_are_rounded_too():
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", ("bias", "entropy", "everything"))
-def test_rows_beyond_the_vocabulary_do_not_exist(option, backend):
-    config_options, options = OPTIONS[option]
-    options = {**options, "config": config(**config_options), "vocab_size": WORDS}
-    actual = expect_equal(
-        with_padding(make_batch(), WORDS),
-        {**options, "backend": backend, "chunk_bytes": CHUNK, "bias": True},
-    )
-    for name in ("weight", "bias"):
-        assert not actual.gradients[name][WORDS:].any() and actual.gradients[name][:WORDS].any()
-
-
-@pytest.mark.parametrize("objective", ("gspo", "top_entropy"))
-def test_rows_beyond_the_vocabulary_in_two_passes(objective):
-    options = {**objective_options(objective), "vocab_size": WORDS, "chunk_bytes": CHUNK}
-    expect_equal(with_padding(make_batch(), WORDS), options)
-
-
-@pytest.mark.parametrize("option", ("old_logps", "everything"))
-def test_rows_beyond_the_vocabulary_in_half_precision(option, monkeypatch):
-    imitate(monkeypatch, torch.bfloat16)
-    config_options, options = OPTIONS[option]
-    batch = with_padding(make_batch(), WORDS).to("cpu", torch.bfloat16)
-    options = {**options, "config": config(**config_options), "vocab_size": WORDS}
-    expect_equal(batch, {**options, "chunk_bytes": 24 * 1003 * 5}, tolerance=5e-3)
-
-
-def test_rows_beyond_the_vocabulary_of_an_adapter():
-    batch, rank = with_padding(make_batch(), WORDS), 4
-    g = torch.Generator().manual_seed(0)
-    pairs = []
-    for call, dtype, more in (
-        (reference.linear_logprobs, torch.float64, {}),
-        (linear_logprobs, torch.float32, {"entropy": True}),
-    ):
-        g.manual_seed(0)
-        a = torch.randn(*batch.targets.shape, rank, generator=g).to(dtype).requires_grad_()
-        b = torch.randn(len(batch.weight), rank, generator=g).to(dtype).requires_grad_()
-        out = call(
-            batch.hidden.to(dtype), batch.weight.to(dtype), batch.targets, mask=batch.mask,
-            low_rank=(a, b), vocab_size=WORDS, **more,
-        )  # fmt: skip
-        (out.logps.sum() + 0.3 * out.entropy.sum()).backward()
-        pairs.append((a.grad, b.grad))
-    for mine, truth in zip(*reversed(pairs), strict=True):
-        assert relative_error(mine, truth) < 2e-5
-    assert not pairs[1][1][WORDS:].any()
-
-
-def test_a_sampled_backward_keeps_words_alone(monkeypatch):
-    monkeypatch.setattr(sampling_cost, "pays", lambda *_: True)
-    V, words = 8003, 8000
-    g = torch.Generator().manual_seed(0)
-    weight = torch.randn(V, 32, generator=g)
-    targets = torch.randint(words, (512,), generator=g)
-    hidden = 0.4 * weight[targets] + 0.3 * torch.randn(512, 32, generator=g)
-    gradients = []
-    for options in ({}, {"backward": "sampled", "tolerance": 0.1, "seed": 0}):
-        leaves = [x.clone().requires_grad_() for x in (hidden, weight, torch.zeros(V))]
-        out = fused_grpo_loss(
-            leaves[0], leaves[1], targets, torch.randn(512, generator=g.manual_seed(1)),
-            bias=leaves[2], vocab_size=words, **options,
-        )  # fmt: skip
-        out.loss.backward()
-        gradients.append([x.grad for x in leaves])
-    assert out.metrics["columns_kept"] < 0.9
-    errors = [relative_error(*pair) for pair in zip(*reversed(gradients), strict=True)]
-    assert max(errors) < 0.3 and min(errors[:2]) > 1e-3, errors
-    assert not any(x[words:].any() for x in gradients[1][1:])
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
-        ({"vocab_size": 0}, ValueError, "vocab_size: expected 1 to 1003"),
-        ({"vocab_size": 1004}, ValueError, "vocab_size: expected 1 to 1003, the rows of weight"),
-        ({"vocab_size": 7.0}, TypeError, "vocab_size: expected an int"),
-        ({"vocab_size": 500}, ValueError, "targets: expected"),
     ],
 )
 def test_errors(options, error, message):

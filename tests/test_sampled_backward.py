@@ -14,12 +14,10 @@ from grpo_kernels import (
     column_sampling,
     fused_grpo_loss,
     linear_logprobs,
-    reference,
     sampling_cost,
 )
 from grpo_kernels.backends import torch_backend
 from tests.support.batches import (
-    HEAD,
     OBJECTIVES,
     assert_matches,
     config,
@@ -42,17 +40,23 @@ UNBIASED = {
     "bias_softcap": ({}, {"bias": True, "softcap": 6.0}),
     "entropy": ({"entropy_coef": 0.05, "beta": 0.05}, {"ref_logps": True, "bias": True}),
     "temperature_scale": ({}, {"old_logps": True, "temperature": True, "logit_scale": 1.2}),
-    "sequence_level": ({"loss_type": "gspo", "epsilon": 0.05}, {"old_logps": True, "bias": True}),
     "frozen_head": ({}, {"old_logps": True, "frozen": ("weight", "bias")}),
     "frozen_body": ({}, {"old_logps": True, "frozen": ("hidden",)}),
 }
 
 
+def takes_one_pass(name):
+    options, tensors = OBJECTIVES[name]
+    return config(**options).two_pass_reason(has_old_logps="old_logps" in tensors) is None
+
+
+ONE_PASS = [name for name in OBJECTIVES if takes_one_pass(name)]
+
+
 @pytest.fixture(autouse=True)
 def every_chunk_is_scored(monkeypatch):
-    """The small vocabularies of these tests have flat rows, too, and do not pay on a GPU."""
+    """The small vocabularies of these tests have flat rows, too."""
     monkeypatch.setattr(column_sampling, "_FLAT_SHARE", 2.0)
-    monkeypatch.setattr(sampling_cost, "pays", lambda *_: True)
 
 
 def blocks_of(rows, monkeypatch):
@@ -126,23 +130,20 @@ def test_unbiased_packed(batch, count):
     expect_unbiased(packed(batch), count, old_logps=True)
 
 
-@pytest.mark.parametrize(("objective", "dense_share"), (("dapo", 0.12), ("gspo", 0.23)))
-def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, count, monkeypatch):
+def test_unbiased_with_blocks_of_both_kinds(batch, count, monkeypatch):
     """Several blocks per chunk, some dense: those of the states that favor no word."""
     blocks_of(5, monkeypatch)
-    monkeypatch.setattr(column_sampling, "dense_share", lambda _: dense_share)
+    monkeypatch.setattr(column_sampling, "dense_share", lambda _: 0.12)
     mixed = replace(batch, hidden=batch.hidden.clone())
     mixed.hidden[4:] *= 0.3
-    options = {"config": config(loss_type=objective), "chunk_bytes": 4 * 1003 * 40}
-    options["tolerance"] = 0.1
+    options = {"chunk_bytes": 4 * 1003 * 40, "tolerance": 0.1}
     share = draws(mixed, 1, **options)[0].metrics["dense_blocks"].item()
     assert 0.05 < share < 0.95
     expect_unbiased(mixed, count, **options)
 
 
 @pytest.mark.parametrize("damage", ("unweighted", "half_weighted", "small_ones_dropped"))
-@pytest.mark.parametrize("option", ("plain", "sequence_level"))
-def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
+def test_a_biased_estimator_is_seen(damage, batch, monkeypatch):
     logit_grads, probabilities = torch_backend.logit_grads_, column_sampling.keep_probabilities
     power = {"unweighted": 0.0, "half_weighted": 0.5}.get(damage)
 
@@ -158,9 +159,8 @@ def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
         monkeypatch.setattr(torch_backend, "logit_grads_", misweighted)
     else:
         monkeypatch.setattr(column_sampling, "keep_probabilities", dropping)
-    objective, options = UNBIASED[option]
     with pytest.raises(AssertionError, match=": biased: "):
-        expect_unbiased(batch, FEW, config=config(**objective), **options)
+        expect_unbiased(batch, FEW, config=config())
 
 
 @pytest.fixture
@@ -189,15 +189,14 @@ def test_head_options(option, backend, all_kept):
 
 
 @pytest.mark.parametrize(
-    "objective", cases(OBJECTIVES, fast=lambda name: name in ("kl", "entropy", "gspo", "vespo"))
+    "objective", cases(ONE_PASS, fast=lambda name: name in ("kl", "entropy", "sapo"))
 )
 def test_objectives(objective, all_kept):
     expect_exact(make_batch(B=6, T=11), all_kept, objective_options(objective), "torch")
 
 
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_cross_entropy(loss_type, all_kept):
-    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
+def test_cross_entropy(all_kept):
+    options = {"config": config(), "old_logps": True, "ce_weights": True}
     expect_exact(with_cross_entropy(make_batch()), all_kept, options, "torch")
 
 
@@ -213,28 +212,19 @@ def test_half_precision(dtype, all_kept):
         assert relative_error(actual.gradients[name], value) < allowed
 
 
-def test_entropy_of_linear_logprobs(all_kept):
-    """Includes logsumexp, whose gradient is not part of the log-prob's."""
-    batch = make_batch()
-    g = torch.Generator().manual_seed(1)
-    weights = torch.randn(3, *batch.targets.shape, generator=g)
-    results = []
-    for exact in (True, False):
-        head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
-        given = {n: x.double() if exact else x for n, x in head.items()}
-        hidden, weight, bias = given.values()
-        options = {"bias": bias, "mask": batch.mask, "softcap": 7.0}
-        if exact:
-            out = reference.linear_logprobs(hidden, weight, batch.targets, **options)
-        else:
-            out = linear_logprobs(
-                hidden, weight, batch.targets, entropy=True, **options, **all_kept
-            )
-        sum((w * x).sum() for w, x in zip(weights, out, strict=True)).backward()
-        results.append(head)
-    for name in HEAD:
-        exact, sampled = (head[name].grad for head in results)
-        assert relative_error(sampled, exact) < 2e-4
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ONE_PASS])
+def test_losses_of_two_passes_are_refused(name, batch):
+    with pytest.raises(ValueError, match="backward: expected 'exact', as this loss takes two pass"):
+        run_fused(batch, exact=False, **objective_options(name), **SAMPLED)
+
+
+def test_log_probs_with_a_gradient_are_refused(batch):
+    args = (batch.hidden, batch.weight.clone().requires_grad_(), batch.targets)
+    with pytest.raises(ValueError, match="backward: expected 'exact', as the gradients of the log"):
+        linear_logprobs(*args, mask=batch.mask, **SAMPLED)
+    with torch.no_grad():
+        logps = linear_logprobs(*args, mask=batch.mask, **SAMPLED).logps
+    assert torch.equal(logps, linear_logprobs(*args, mask=batch.mask).logps)
 
 
 def test_numbers_of_numpy_are_numbers(batch):
@@ -271,14 +261,11 @@ def test_ranks_draw_differently(batch, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", (True, False))
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_recomputation_draws_the_same(loss_type, reentrant, batch):
-    cfg = config(loss_type=loss_type)
-
+def test_recomputation_draws_the_same(reentrant, batch):
     def loss(hidden, weight):
         return fused_grpo_loss(
             hidden, weight, batch.targets, batch.advantages, batch.mask,
-            old_logps=batch.old_logps, config=cfg, **SAMPLED,
+            old_logps=batch.old_logps, **SAMPLED,
         ).loss  # fmt: skip
 
     gradients = []
@@ -303,44 +290,6 @@ def test_evaluation_draws_nothing(batch):
     assert not SAMPLER_METRICS & run.metrics.keys()
 
 
-def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
-    blocks_of(4, monkeypatch)
-    hidden = batch.hidden.nan_to_num().requires_grad_()
-    weight = batch.weight.clone().requires_grad_()
-    targets = batch.targets.clamp(min=0)
-    logps = linear_logprobs(hidden, weight, targets, seed=0, **SAMPLED).logps
-    made = []
-    original = torch_backend.logit_grads_
-    monkeypatch.setattr(
-        torch_backend,
-        "logit_grads_",
-        lambda x, *a, **k: (made.append(len(x)), original(x, *a, **k)),
-    )
-    logps[0].sum().backward()
-    assert sum(made) == 16 and hidden.grad[1:].abs().max() == 0 and hidden.grad[0].norm() > 0
-
-
-def test_rows_of_nan_that_need_no_gradient_stay_out(batch, monkeypatch):
-    """A padded row that attention made NaN, left out by the loss: nobody else's business."""
-    blocks_of(4, monkeypatch)
-    targets = batch.targets.clamp(min=0)
-    gradients = []
-    for options in ({}, {**SAMPLED, "tolerance": 0.1, "seed": 0}):
-        hidden = batch.hidden.nan_to_num()
-        hidden[0, 3] = math.nan
-        hidden.requires_grad_()
-        weight = batch.weight.clone().requires_grad_()
-        logps = linear_logprobs(hidden, weight, targets, **options).logps
-        used = torch.ones_like(batch.mask)
-        used[0, 3] = False
-        used[2] = False
-        torch.where(used, logps * batch.advantages[:, None], 0.0).sum().backward()
-        gradients.append((hidden.grad, weight.grad))
-    for exact, sampled in zip(*gradients, strict=True):
-        assert relative_error(sampled, exact) < 0.2
-        assert sampled[2].abs().max() == 0 or sampled.dim() == 2
-
-
 def test_another_default_dtype(batch):
     expected = run_fused(batch, exact=False, seed=0, **SAMPLED)
     torch.set_default_dtype(torch.bfloat16)
@@ -355,12 +304,9 @@ def test_another_default_dtype(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_on_a_gpu(loss_type, option, dtype, all_kept):
+def test_on_a_gpu(option, dtype, all_kept):
     config_options, options = OPTIONS[option]
-    objective = config(
-        loss_type=loss_type, **{k: v for k, v in config_options.items() if k != "delta"}
-    )
+    objective = config(**config_options)
     batch = make_batch(B=40, T=16).to("cuda", dtype)
     options = {**options, "config": objective}
     expected = run_fused(batch, exact=True, scale=4.0, **options)
@@ -374,8 +320,7 @@ def test_on_a_gpu(loss_type, option, dtype, all_kept):
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu
-def test_unbiased_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(sampling_cost, "pays", lambda *given: True)
+def test_unbiased_on_a_gpu():
     expect_unbiased(
         make_batch(B=8, T=16).to("cuda", torch.float32), MANY, old_logps=True, bias=True
     )
@@ -407,40 +352,12 @@ def test_waits_for_a_gpu(backward, waits):
     assert 0 < sum("synchronizing" in str(x.message) for x in told) <= waits
 
 
-def test_two_passes_draw_for_trained_sequences_alone(batch, monkeypatch):
-    seen = []
-    original = torch_backend.column_scores
-    monkeypatch.setattr(
-        torch_backend, "column_scores", lambda x, *a: (seen.append(len(x)), original(x, *a))[1]
-    )
-    idle = batch.advantages.clone()
-    idle[[0, 4]] = 0.0
-    options = {"config": config(loss_type="gspo"), "old_logps": True, "advantages": idle}
-    run = run_fused(batch, exact=False, **options, **SAMPLED)
-    trained = batch.mask[idle != 0].sum()
-    assert sum(seen) == trained < batch.mask.sum()
-    exact = run_fused(batch, exact=True, **options)
-    assert relative_error(run.gradients["hidden"], exact.gradients["hidden"]) < 0.6
-    assert run.gradients["hidden"][[0, 4]].abs().max() == 0
-
-
-def test_two_passes_backward_twice(batch):
-    hidden = batch.hidden.nan_to_num().requires_grad_()
-    logps = linear_logprobs(hidden, batch.weight, batch.targets.clamp(min=0), **SAMPLED).logps
-    logps.sum().backward(retain_graph=True)
-    first = hidden.grad.clone()
-    hidden.grad = None
-    logps.sum().backward()
-    assert torch.equal(hidden.grad, first)
-
-
 def test_no_rows():
     batch = make_batch()
     batch.mask.zero_()
-    for loss_type in ("dapo", "gspo"):
-        run = run_fused(batch, exact=False, config=config(loss_type=loss_type), **SAMPLED)
-        assert run.loss == 0 and run.gradients["weight"].abs().max() == 0
-        assert run.metrics["gradient_noise"] == 0
+    run = run_fused(batch, exact=False, **SAMPLED)
+    assert run.loss == 0 and run.gradients["weight"].abs().max() == 0
+    assert run.metrics["gradient_noise"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Supports: loss, log-probs and gradients over the words that a sampler kept."""
 
+import warnings
+
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference, selective_log_softmax, support
-from grpo_kernels.lm_head import LMHead
+from grpo_kernels import batch_support, fused_grpo_loss, linear_logprobs, reference, support
 from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
 from tests.support.half_gemms import imitate
 from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
@@ -17,25 +18,6 @@ SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
 @pytest.fixture
 def batch():
     return make_batch()
-
-
-@pytest.fixture(autouse=True)
-def gathered(monkeypatch):
-    """At these sizes rows of logits would pay."""
-    monkeypatch.setattr(support, "words_per_row", lambda *_: 1e9)
-
-
-@pytest.fixture(params=["gathered", "through_logits"])
-def route(request, monkeypatch, gathered):
-    if request.param == "through_logits":
-        through_logits(monkeypatch)
-    return request.param
-
-
-def through_logits(monkeypatch, words=4):
-    """Makes rows of logits pay from so many words on."""
-    monkeypatch.setattr(support, "words_per_row", lambda *_: words)
-    monkeypatch.setattr(support, "WORDS_PER_WEIGHT", 0.0)
 
 
 def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
@@ -57,7 +39,7 @@ def test_objectives(batch, objective, without):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_head_options(option, dtype, route):
+def test_head_options(option, dtype):
     batch = make_batch().to("cpu", dtype)
     settings_, call = OPTIONS[option]
     options = {"config": config(**settings_), **call}
@@ -68,7 +50,7 @@ def test_head_options(option, dtype, route):
 
 @pytest.mark.parametrize("option", ["old_logps", "entropy", "everything"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_triton(option, dtype, route):
+def test_triton(option, dtype):
     batch = make_batch(**SMALL).to("cpu", dtype)
     settings_, call = OPTIONS[option]
     options = {"config": config(**settings_), **call}
@@ -83,11 +65,10 @@ def test_triton_in_two_passes(objective):
     expect_equal(batch, kept, objective_options(objective), backend="triton")
 
 
-@pytest.mark.parametrize("objective", ["kl_old_delta", "gspo"])
-def test_sampled_backward_leaves_words_exact(batch, objective):
+def test_sampled_backward_leaves_words_exact(batch):
     """With tokens that have no support beside them; at this size the others' noise is small."""
     kept = make_support(batch, without=0.4)
-    options = objective_options(objective)
+    options = objective_options("kl_old_delta")
     batch = with_logps_of(batch, kept, bias=True)
     exact = run_fused(batch, exact=True, support=kept, **options)
     sampled = run_fused(
@@ -175,7 +156,7 @@ def test_the_formulas_of_trainers(batch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_linear_logprobs(backend, route):
+def test_linear_logprobs(backend):
     """Log-probs, entropy and logsumexp with gradients of their own; a LoRA; T per token."""
     batch = make_batch(**SMALL)
     mask, V = batch.mask, len(batch.weight)
@@ -203,7 +184,7 @@ def test_linear_logprobs(backend, route):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_states_without_gradient_stay_out(backend, loss_type, route):
+def test_states_without_gradient_stay_out(backend, loss_type):
     """NaN and inf in the states of tokens of advantage 0."""
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
@@ -248,7 +229,7 @@ def test_a_strided_lora(backend):
 
 
 @pytest.mark.parametrize("backward", ["exact", "sampled"])
-def test_half_precision_products(batch, route, backward, monkeypatch):
+def test_half_precision_products(batch, backward, monkeypatch):
     """As on a GPU: rows of logits and their gradients in two buffers."""
     imitate(monkeypatch, torch.bfloat16)
     kept = make_support(batch.to("cpu", torch.bfloat16), without=0.1)
@@ -265,7 +246,7 @@ def test_half_precision_products(batch, route, backward, monkeypatch):
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_frozen(batch, frozen, route):
+def test_frozen(batch, frozen):
     kept = make_support(batch)
     expect_equal(batch, kept, {"config": config(), "old_logps": True, "frozen": (frozen,)})
 
@@ -273,19 +254,6 @@ def test_frozen(batch, frozen, route):
 def test_transposed_weight(batch):
     batch.weight = batch.weight.T.contiguous().T
     expect_equal(batch, make_support(batch), {"config": config(), "old_logps": True})
-
-
-def test_skip_untrained(batch):
-    """Tokens of advantage 0 are left out; the gradients are the same."""
-    kept = make_support(batch)
-    some = [
-        run_fused(batch, exact=False, support=kept, old_logps=True, skip_untrained=skip)
-        for skip in (False, True)
-    ]
-    for name, gradient in some[0].gradients.items():
-        if gradient is not None:
-            torch.testing.assert_close(some[1].gradients[name], gradient)
-    assert some[1].logps.count_nonzero() < some[0].logps.count_nonzero()
 
 
 def test_same_bits_twice(batch):
@@ -307,20 +275,20 @@ def test_no_gradients_wanted(batch):
     assert (out.logps - expected.logps).abs().max() < 1e-4
 
 
-def test_rows_of_logits_pay_for_large_sets(batch, monkeypatch):
-    """By their words beyond the limit, if these are more than V."""
-    monkeypatch.undo()
-    limit = support.words_per_row("cpu", 1003, 4)
-    assert 60 < limit < 90
+def test_large_sets_warn_once(batch):
+    support._warn_of_large_sets.cache_clear()
+    few = make_support(batch, without=0.0, most=9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            run_fused(batch, exact=False, support=few)
     batch.mask, batch.targets = torch.ones_like(batch.mask), batch.targets.clamp(min=0)
-    for count, large, share in ((60, 500, 1.0), (120, 500, 0.0), (60, 1003, 30 / 36)):
-        sets = [
-            [t, *(w for w in range(count if i < 30 else large) if w != t)]
-            for i, t in enumerate(batch.targets.flatten().tolist())
-        ]
-        few = sets if large > 500 or count > 100 else [words[:60] for words in sets]
-        metrics = run_fused(batch, exact=False, support=csr(few)).metrics
-        assert metrics["support/gathered"] == pytest.approx(share)
+    many = everything(batch)
+    with pytest.warns(UserWarning, match="support: expected sets of less than 5% .* leave the sup"):
+        run_fused(batch, exact=False, support=many)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_fused(batch, exact=False, support=many)
 
 
 def test_metrics(batch):
@@ -335,154 +303,39 @@ def test_metrics(batch):
         "p99": counts[has].quantile(0.99),
         "singletons": (counts == 1).sum() / has.sum(),
         "gathered": has.double().mean(),
-        "fallback": torch.tensor(0.0),
     }.items():
         assert abs(metrics[f"support/{name}"] - expected) < 1e-5, name
 
 
-def test_targets_outside_fall_back(batch):
-    sets = [
-        words[words != t].tolist() if i % 3 else words.tolist()
-        for i, (words, t) in enumerate(
-            zip(make_sets(batch), batch.targets.flatten().tolist(), strict=True)
-        )
-    ]
-    options = {"config": config(), "old_logps": True, "support_fallback": "dense"}
-    metrics = expect_equal(batch, csr(sets), options)
-    outside = [
-        bool(s) and t not in s for s, t in zip(sets, batch.targets.flatten().tolist(), strict=True)
-    ]
-    expected = (torch.tensor(outside) & batch.mask.flatten()).sum()
-    assert metrics["support/fallback"] == expected > 2
+def test_supports_of_completions_without_their_targets():
+    """Sets that lack their target are emptied; others, and padding, stay as they are."""
+    first = (torch.tensor([7, 3, 9, 5, 5, 2]), torch.tensor([0, 2, 3, 3, 6]))
+    second = (torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 1, 2]))
+    targets = [[3, 8, 6, 2, -1], [4, 2, -1, -1, -1], [1, 1, 1, 1, 1]]
+    expected_ids, expected_offsets = [7, 3, 5, 5, 2, 4], [2, 0, 0, 3, 0, 1, 0, 0, 0, 0, *[0] * 5]
+    for given in (targets, torch.tensor(targets), [targets[0][:4], targets[1][:2], []]):
+        ids, offsets = batch_support([first, second, None], 5, targets=given)
+        assert ids.tolist() == expected_ids and offsets.diff().tolist() == expected_offsets
+    ids, offsets = batch_support([first, second, None], 5)
+    assert ids.tolist() == [7, 3, 9, 5, 5, 2, 4, 1] and offsets[-1] == 8
 
 
-def make_sets(batch):
-    ids, offsets = make_support(batch, without=0.1)
-    return [words for words in ids.split(offsets.diff().tolist())]
-
-
-# Both scores
-
-
-@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
-@pytest.mark.parametrize("objective", ["on_policy", "kl", "kl_old_delta", "gspo", "everything"])
-def test_both_scores(batch, objective, without):
-    kept = make_support(batch, without=without)
-    metrics = expect_equal(batch, kept, objective_options(objective) | {"score": "both"})
-    assert "full/entropy" in metrics and "kl" not in metrics
-    beta = OBJECTIVES[objective][0].get("beta", 0.0)
-    assert ("zero_gradient" in metrics) == (beta == 0)
-    assert ("full/kl" in metrics) == ("ref_logps" in OBJECTIVES[objective][1])
-
-
-def test_the_kl_is_of_the_whole_softmax(batch):
-    kept, mask = make_support(batch, without=0.0), batch.mask
-    hidden = batch.hidden.nan_to_num().double().requires_grad_()
-    weight = batch.weight.double()
-    full = reference.linear_logprobs(hidden, weight, batch.targets, mask=mask).logps
-    d = torch.where(mask, batch.ref_logps.double() - full, 0.0)
-    loss = 0.1 * ((d.exp() - d - 1) * mask).sum() / mask.sum()
-    loss.backward()
-    mine = batch.hidden.nan_to_num().requires_grad_()
-    out = fused_grpo_loss(
-        mine, batch.weight, batch.targets, torch.zeros_like(batch.advantages), mask,
-        ref_logps=batch.ref_logps, support=kept, score="both",
-        config=config(beta=0.1, use_bias_correction_kl=False),
-    )  # fmt: skip
-    out.loss.backward()
-    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-5, atol=1e-6)
-    assert (mine.grad - hidden.grad).norm() <= 1e-5 * hidden.grad.norm()
-    torch.testing.assert_close(out.full_logps.double(), full, rtol=1e-5, atol=1e-5)
-
-
-def test_both_scores_make_rows_of_logits_once(batch, route, monkeypatch):
-    made = []
-    logits = LMHead.logits
-    monkeypatch.setattr(
-        LMHead, "logits", lambda head, rows: (made.append(rows), logits(head, rows))[1]
-    )
-    linear_logprobs(
-        batch.hidden, batch.weight, batch.targets, mask=batch.mask, score="both",
-        support=make_support(batch, without=0.2),
-    )  # fmt: skip
-    assert sum(len(rows.targets) for rows in made) == int(batch.mask.sum())
-
-
-def test_both_scores_of_linear_logprobs(batch, route):
-    kept, mask = make_support(batch, without=0.2), batch.mask
-    results = []
-    for call, dtype in (
-        (linear_logprobs, torch.float32),
-        (reference.linear_logprobs, torch.float64),
-    ):
-        hidden, weight = (
-            x.to(dtype, copy=True).requires_grad_()
-            for x in (batch.hidden.nan_to_num(), batch.weight)
-        )
-        extra = {"entropy": True} if call is linear_logprobs else {}
-        out = call(hidden, weight, batch.targets, mask=mask, support=kept, score="both", **extra)
-        g = torch.Generator().manual_seed(0)
-        sum((torch.randn(mask.shape, generator=g) * x).sum() for x in out).backward()
-        results.append([*out, hidden.grad, weight.grad])
-    for actual, expected in zip(*results, strict=True):
-        assert (actual - expected).norm() <= 2e-5 * expected.norm()
-
-
-# Row-sparse gradients
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sparse_weight_grad(backend):
-    batch = make_batch(**SMALL)
-    kept = make_support(batch, without=0.0, most=12)
-    gradients = []
-    for sparse in (False, True):
-        weight = batch.weight.clone().requires_grad_()
-        out = fused_grpo_loss(
-            batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=kept,
-            sparse_weight_grad=sparse, backend=backend,
-        )  # fmt: skip
-        (2 * out.loss).backward()
-        gradients.append(weight.grad)
-    dense, sparse = gradients
-    assert sparse.layout == torch.sparse_coo and dense.any()
-    assert torch.equal(sparse.to_dense(), dense)
-    rows = sparse.coalesce().indices()[0]
-    assert len(rows) < len(dense) and not dense[~torch.isin(torch.arange(61), rows)].any()
-    weight = torch.nn.Parameter(batch.weight.clone())
-    weight.grad = sparse
-    torch.optim.SparseAdam([weight], lr=0.1).step()
-    assert (weight != batch.weight).any()
-
-
-# Logits that the caller holds
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_selective_log_softmax(backend, without, dtype):
-    batch = make_batch(**SMALL)
-    batch.mask = torch.ones_like(batch.mask)
-    batch.targets = batch.targets.clamp(min=0)
-    kept = make_support(batch, without=without, most=30)
-    # A slice that no view makes flat.
-    logits = torch.randn(4, 6, 61, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
-    temperature = 0.5 + torch.rand(batch.targets.shape)
-    results = []
-    for call, x in (
-        (selective_log_softmax, logits),
-        (reference.selective_log_softmax, logits.double()),
-    ):
-        x = x.clone().requires_grad_()
-        extra = {"backend": backend} if call is selective_log_softmax else {}
-        out = call(x[:, :-1], batch.targets, temperature=temperature, support=kept, **extra)
-        (out * torch.arange(20).view(4, 5)).sum().backward()
-        results.append((out, x.grad))
-    (mine, grad), (expected, expected_grad) = results
-    assert (mine - expected).abs().max() < 1e-5
-    tolerance = TOLERANCE[dtype]
-    assert (grad.double() - expected_grad).norm() <= tolerance * expected_grad.norm()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": [[3, 8]]}, "targets: expected an id for each of a completion's 3 tokens"),
+        ({"targets": [[3, 8, 6], [1]]}, "targets: expected those of 1 completions"),
+        ({"targets": torch.zeros(1, 3, 1)}, r"targets: expected an id .* got shape \[3, 1\]"),
+        ({"targets": torch.zeros(1, 3, device="meta")}, "targets: expected ids on the CPU"),
+        ({"length": 2}, "length: expected as many as the longest completion has tokens, 3"),
+        ({"offsets": [0, 2, 3, 3]}, "supports: expected offsets that end at the 4 ids; got 3"),
+    ],
+)
+def test_supports_of_completions_that_do_not_fit(change, message):
+    given = {"length": 3, "targets": [[3, 8, 6]], "offsets": [0, 2, 3, 4], **change}
+    completion = (torch.tensor([7, 3, 9, 5]), torch.tensor(given.pop("offsets")))
+    with pytest.raises(ValueError, match=message):
+        batch_support([completion], **given)
 
 
 @pytest.mark.slow

@@ -28,16 +28,6 @@ TARGETS = [7, 9, 2]
         ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"support\[0\]: expected token ids, shape \[K\]"),
         ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support\[0\]: expected dtype int64, int32"),
         ({"support": 3}, TypeError, "support: expected a pair of tensors"),
-        ({"support_fallback": "full"}, ValueError, "support_fallback: expected"),
-        ({"score": "all"}, ValueError, "score: expected"),
-        ({"support": None, "score": "both"}, ValueError, "score: expected 'support'"),
-        ({"sparse_weight_grad": 1}, TypeError, "sparse_weight_grad: expected a bool"),
-        ({"sparse_weight_grad": True, "score": "both"}, ValueError, "sparse_weight_grad: expected"),
-        ({"sparse_weight_grad": True, "support": None}, ValueError, "sparse_weight_grad: expected"),
-        (
-            {"sparse_weight_grad": True, "ids": [5, 7, 2], "offsets": [0, 2, 2, 3]},
-            ValueError, r"sparse_weight_grad: .* got tokens without \(1 of them\)",
-        ),
         ({"capturable": True}, ValueError, "support: expected None with capturable=True"),
     ],
 )  # fmt: skip

@@ -441,6 +441,7 @@ def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
         ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
         ({"trainable": "("}, "trainable: expected a regular expression"),
         ({"tolerance": 0.1}, "tolerance: expected 0.005 with backward='exact'"),
+        ({"backward": "sampled", "loss_type": "gspo"}, "backward: expected exact, as the sampled"),
         ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
         ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
         ({"name": "a/b"}, "name: expected the name of a folder"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_kernels import training
-from grpo_kernels.training import TrainingConfig, checkpoint, data, demo_model, parse_config
+from grpo_kernels.training import TrainingConfig, data, demo_model, parse_config
 from grpo_kernels.training.command_line import _OF_TRL
 from grpo_kernels.training.requirements import NEEDED
 from tests.support.trainer_runs import config_of, no_curves, trainer_of
@@ -104,32 +104,12 @@ def test_prompts_are_tokenized_once(tiny_model, tmp_path, real_memory):
     assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
 
 
-def test_old_names_still_work(tiny_model, tmp_path, real_memory):
-    with pytest.warns(DeprecationWarning, match="Sampling is called SamplingParams now"):
-        assert training.Sampling is training.SamplingParams
-    with pytest.warns(DeprecationWarning, match="is_right is called is_correct now"):
-        trainer = trainer_of(config_of(tiny_model, tmp_path), is_right=str.__eq__)
-    assert trainer.is_correct("a", "a")
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        training.nothing  # noqa: B018
-
-
-def test_the_demo_models_name_and_its_folder_are_one(monkeypatch, tmp_path):
+def test_the_demo_model_is_found_by_its_name(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = demo_model.cache_folder()
     folder.mkdir(parents=True)
     assert training.resolve_model("smollm2-135m") == str(folder)
     assert training.resolve_model("some/model") == "some/model"
-    names = [str(folder), "smollm2-135m"]
-    for before in names:
-        for now in names:
-            state = {"config": {"model": before, "steps": 3}, "processes": 1}
-            config = {"model": now, "steps": 3, "schedule": "constant", "num_iterations": 1}
-            checkpoint.check_same({**state, "config": {**config, "model": before}}, config, 1)
-    with pytest.raises(ValueError, match="model: was 'smollm2-135m', is 'other'"):
-        checkpoint.check_same(
-            {**state, "config": {**config, "model": str(folder)}}, {**config, "model": "other"}, 1
-        )
 
 
 HOOK = """

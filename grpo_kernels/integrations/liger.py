@@ -76,8 +76,7 @@ class FusedLinearGRPOLoss(nn.Module):
         delta, use_bias_correction_kl: as in `GRPOLossConfig`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
         head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
-            `chunk_bytes`, `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`,
-            `matmul` of `fused_grpo_loss`.
+            `chunk_bytes`, `logits_dtype`, `batch_invariant`, `matmul` of `fused_grpo_loss`.
 
     Raises:
         TypeError: an unknown option.
@@ -254,8 +253,6 @@ class FusedLinearGRPOLoss(nn.Module):
                 "ref_per_token_logps: expected [B, T] log-probs, or ref_input and ref_weight, with "
                 "use_ref_model=True; got None"
             )
-        if replay and "support_fallback" in self.head_options:
-            replay = replay | {"support_fallback": self.head_options["support_fallback"]}
         return self._logps(hidden, weight, targets, mask, bias, replay)
 
     @torch.no_grad()

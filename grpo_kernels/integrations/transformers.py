@@ -99,12 +99,12 @@ class Objective:
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
         ce_weights: as in `fused_grpo_loss`; 0 where the label is -100.
         config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
-        num_items, entropy_threshold, skip_untrained: as in `fused_grpo_loss`.
+        num_items, entropy_threshold: as in `fused_grpo_loss`.
         support: `(token_ids, offsets)`, the words kept for each token, as in `fused_grpo_loss`,
             with the tokens in the row-major order of the log-probs. Also without advantages.
         head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of this
-            call; they take precedence over those of `attach_fused_head`.
+            `logits_dtype`, `batch_invariant`, `matmul` of this call; they take precedence over
+            those of `attach_fused_head`.
 
     Raises:
         TypeError: an unknown option.
@@ -123,7 +123,6 @@ class Objective:
         config: GRPOLossConfig | None = None,
         num_items: float | Tensor | None = None,
         entropy_threshold: float | Tensor | None = None,
-        skip_untrained: bool = False,
         support: tuple[Tensor, Tensor] | None = None,
         **head_options: Any,
     ) -> None:
@@ -138,7 +137,6 @@ class Objective:
             "config": config,
             "num_items": num_items,
             "entropy_threshold": entropy_threshold,
-            "skip_untrained": None if skip_untrained is False else skip_untrained,
         }
         self.loss_options = {name: x for name, x in optional.items() if x is not None}
         if advantages is None and self.loss_options:
@@ -201,9 +199,8 @@ def attach_fused_head(
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
             if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
         options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of
-            `linear_logprobs` for all calls. `seed` is a `torch.Generator`
-            here, as an int would draw the same columns in every call.
+            `logits_dtype`, `batch_invariant`, `matmul` of `linear_logprobs` for all calls. `seed`
+            is a `torch.Generator` here, as an int would draw the same columns in every call.
 
     Raises:
         TypeError: the model is not one of transformers, or an option is unknown.

@@ -71,8 +71,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
         head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `support_fallback`, `logits_dtype`, `vocab_size`, `batch_invariant`, `matmul` of
-            `linear_logprobs`; None leaves all at their defaults.
+            `logits_dtype`, `batch_invariant`, `matmul` of `linear_logprobs`; None leaves all at
+            their defaults.
         replay_support: record which words `top_p`, `top_k` and `min_p` kept for each sampled token.
             Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
             those of the truncated policy, which is the one that acted.
@@ -170,11 +170,6 @@ class patch_trl:
 @contextmanager
 def _constructing(head_options: dict[str, Any], replay_support: bool) -> Iterator[None]:
     """Makes the constructor of TRL's trainer build what ours needs, within a block."""
-    if "support_fallback" in head_options and not replay_support:
-        raise ValueError(
-            "support_fallback: expected it with replay_support=True alone; got "
-            f"{head_options['support_fallback']!r} without"
-        )
     with _replace_lm_head(head_options), masks_of_vllm() if replay_support else nullcontext():
         yield
 

@@ -1,8 +1,5 @@
 """A lean GRPO loop: `Trainer(config, model, tokenizer, problems, held_out).train()`."""
 
-import warnings
-from typing import Any
-
 from . import requirements  # noqa: F401, first: it says what is missing
 from .command_line import parse_config
 from .config import TrainingConfig
@@ -26,10 +23,3 @@ __all__ = [
     "resolve_model",
     "upper_half",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Sampling":
-        warnings.warn("Sampling is called SamplingParams now", DeprecationWarning, stacklevel=2)
-        return SamplingParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from . import demo_model, ranks
+from . import ranks
 from .config import TrainingConfig
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
@@ -216,17 +216,8 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
     Raises:
         ValueError: names each such option with both values.
     """
-    # Checkpoints of version 0.1 have the folder of the demo's model in the place of its name.
-    alias = {str(demo_model.cache_folder()): demo_model.MODEL}
-    before, config = (
-        {**options, "model": alias.get(str(options.get("model")), options.get("model"))}
-        for options in (state["config"], config)
-    )
-    # Checkpoints from before this option are of losses over the whole softmax.
-    truncated = before.get("top_k") or before.get("top_p", 1) < 1 or before.get("min_p")
-    before.setdefault("replay_support", not truncated and config.get("replay_support"))
     # Options that came later were as their defaults are.
-    before = asdict(TrainingConfig(model=str(before["model"]))) | before
+    before = asdict(TrainingConfig(model=str(state["config"].get("model")))) | state["config"]
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)

@@ -285,7 +285,13 @@ class TrainingConfig:
         self._check("vllm_gpu_memory_utilization", "a number in (0, 1]", lambda x: 0 < x <= 1)
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         self._check_together()
-        self.loss()  # its own checks
+        loss = self.loss()  # its own checks
+        reason = loss.two_pass_reason(has_old_logps=False, has_entropy_threshold=True)
+        if self.backward == "sampled" and reason is not None:
+            raise ValueError(
+                "backward: expected exact, as the sampled one is for losses of one pass, and "
+                f"{reason}; got sampled"
+            )
 
     def loss(self) -> GRPOLossConfig:
         """The config of the loss."""

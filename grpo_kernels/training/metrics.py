@@ -77,7 +77,7 @@ def of_support(sizes: Tensor) -> dict[str, float]:
 
 
 # Known of the whole rollout already; and a count of what the trainer does not permit.
-_NOT_MERGED = {"support/mean", "support/p99", "support/singletons", "support/fallback"}
+_NOT_MERGED = {"support/mean", "support/p99", "support/singletons"}
 
 
 def merge_micro_batches(

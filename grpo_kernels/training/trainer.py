@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -77,11 +76,7 @@ class Trainer:
         rewards: Mapping[str, Reward] | None = None,
         is_correct: Callable[[str, str], bool] = is_correct,
         rollout: Callable[[nn.Module], Rollout] | None = None,
-        is_right: Callable[[str, str], bool] | None = None,
     ) -> None:
-        if is_right is not None:
-            warnings.warn("is_right is called is_correct now", DeprecationWarning, stacklevel=2)
-            is_correct = is_right
         check_folder(config)
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
         if tokenizer.pad_token_id is None:

@@ -99,11 +99,6 @@ def test_the_first_ratio_is_one(tmp_path, monkeypatch):
     assert max(first) < 1e-5 < 1e-2 < max(later)
 
 
-def test_a_fallback_without_supports_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="support_fallback: expected it with replay_support=True"):
-        trained(FusedGRPOTrainer, tmp_path, head_options={"support_fallback": "dense"})
-
-
 @pytest.fixture
 def vllm(monkeypatch):
     """A vLLM in this process, of a version that returns its masks."""

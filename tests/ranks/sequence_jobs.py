@@ -1,17 +1,15 @@
-"""Jobs of ranks that share sequences: calls on each rank's tokens of every sequence."""
+"""Jobs of ranks that have parts of the same sequences: log-probs apart, the loss over all."""
 
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import fused_grpo_loss, grpo_loss
-from tests.support.batches import make_batch, packed, run_fused, with_cross_entropy
+from grpo_kernels import gather_tokens, grpo_loss, linear_logprobs
+from tests.support.batches import Result, make_batch, packed, with_cross_entropy
 
-PER_TOKEN = (
-    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
-    "ce_weights",
-)  # fmt: skip
+PER_TOKEN = ("hidden", "targets", "mask", "temperature")
+CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
 
 
 def batch_of(options):
@@ -22,54 +20,109 @@ def batch_of(options):
 def part_of(batch, cuts):
     """The tokens of every sequence that this rank has, which may be none."""
     columns = slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
-    parts = {name: x[:, columns] for name in PER_TOKEN if (x := getattr(batch, name)) is not None}
+    names = (*PER_TOKEN, *CONSTANTS)
+    parts = {name: x[:, columns] for name in names if (x := getattr(batch, name)) is not None}
     return replace(batch, **parts)
 
 
 def losses(cases):
-    """Each rank's result of every case."""
+    """Each rank's result of every case: the whole loss, and its own part of the gradients."""
+    return [loss(part_of(batch_of(options), cuts), dict(options)) for cuts, options in cases]
+
+
+def loss(part, options, cu_seqlens=None):
+    """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
+    group = dist.group.WORLD
+    head = [x.clone().requires_grad_() for x in (part.hidden, part.weight, part.bias)]
+    temperature = part.temperature if options.pop("temperature", False) else 1.0
+    bias = head[2] if options.pop("bias", False) else None
+    scored = part.mask
+    if options.get("ce_weights"):
+        scored = part.mask | (part.ce_weights != 0)
+    own = linear_logprobs(
+        *head[:2], part.targets, bias=bias, mask=scored, temperature=temperature, entropy=True
+    )
+    logps, entropy, mask = (gather_tokens(x, group) for x in (own.logps, own.entropy, part.mask))
+    given = {
+        name: gather_tokens(getattr(part, name), group)
+        for name in CONSTANTS if options.pop(name, False)
+    }  # fmt: skip
+    out = grpo_loss(
+        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **given, **options
+    )
+    out.loss.backward()
+    names = ("hidden", "weight", "bias")
+    gradients = {
+        name: None if x.grad is None else x.grad.double()
+        for name, x in zip(names, head, strict=True)
+    }
+    return Result(out.loss.detach(), out.metrics, own.logps.detach(), gradients)
+
+
+def whole_sequences(options):
+    """The same where every rank has sequences of its own, packed: the last one some tokens less."""
+    batch, rank = make_batch(), dist.get_rank()
+    rows = slice(2 * rank, 2 * rank + 2)
+    names = (*PER_TOKEN, *CONSTANTS[:3])
+    part = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
+    flat = packed(part)
+    counts = gather_tokens(flat.cu_seqlens.diff(), dist.group.WORLD)
+    return loss(flat, dict(options), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+def gathered(sizes):
+    """What comes of every dtype, of parts of these sizes, `[3, T_r]` and `[T_r]`."""
     found = []
-    for cuts, is_packed, options in cases:
-        part = part_of(batch_of(options), cuts)
-        if is_packed:
-            part = packed(part)
-        found.append(run_fused(part, exact=False, seq_group=dist.group.WORLD, **options))
+    for dtype in DTYPES:
+        for shape in ((3, sizes[dist.get_rank()]), (sizes[dist.get_rank()],)):
+            g = torch.Generator().manual_seed(dist.get_rank())
+            mine = (4 * torch.rand(shape, generator=g)).to(dtype)
+            strided = torch.stack([mine, mine], -1)[..., 0]
+            found.append((mine, gather_tokens(strided, dist.group.WORLD)))
     return found
 
 
-def from_logps(cuts, config):
-    """`grpo_loss` over each rank's log-probs, and the gradient of these."""
-    batch = make_batch()
-    columns = slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
-    logps = torch.where(batch.mask, batch.old_logps + 0.1, 0.0)[:, columns].requires_grad_()
-    out = grpo_loss(
-        logps, batch.advantages, batch.mask[:, columns], old_logps=batch.old_logps[:, columns],
-        config=config, seq_group=dist.group.WORLD,
-    )  # fmt: skip
-    out.loss.backward()
-    return out.loss.detach(), logps.grad
+def gradient(sizes):
+    """The gradient of this rank's part, by a loss that weighs every token, and what was said."""
+    x = torch.zeros(2, sizes[dist.get_rank()], requires_grad=True)
+    whole = gather_tokens(x, dist.group.WORLD)
+    weights = torch.arange(float(whole.numel())).view_as(whole)
+    said = []
+    own = dist.all_gather
+    dist.all_gather = lambda *args, **kwargs: said.append(args) or own(*args, **kwargs)
+    try:
+        (weights * whole).sum().backward()
+    finally:
+        dist.all_gather = own
+    return x.grad, len(said)
 
 
 def refused(kind):
     """The error of a call that cannot be."""
-    rank, batch = dist.get_rank(), make_batch()
-    args = [batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask]
-    options = {"seq_group": dist.group.WORLD}
-    if kind == "other sequences":
-        args = [x if x is batch.weight else x[rank:] for x in args]
+    rank, group = dist.get_rank(), dist.group.WORLD
+    x = torch.zeros(2, 3)
+    if kind == "rows":
+        x = x[rank:]
+    elif kind == "dimensions":
+        x = x.flatten() if rank else x
+    elif kind == "dtypes":
+        x = x.bool() if rank else x
     elif kind == "no group":
-        options["seq_group"] = "ranks"
-    elif kind == "packed":
-        rows = batch.mask
-        args = [batch.hidden[rows], batch.weight, batch.targets[rows], torch.ones(int(rows.sum()))]
-    elif kind == "input of one":
-        args[2] = batch.targets.masked_fill(batch.mask, 999999 * rank)
+        group = "ranks"
+    elif kind == "no tensor":
+        x = [1.0]
+    elif kind == "complex":
+        x = x.to(torch.complex64)
     else:
-        from tests.support.batches import config
-
-        options["config"] = config(top_entropy_quantile=0.5)
+        x = x[None]
     try:
-        fused_grpo_loss(*args, **options)
+        gather_tokens(x, group)
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"

@@ -16,7 +16,6 @@ from tests.support.batches import (
     make_batch,
     run_fused,
     with_cross_entropy,
-    with_padding,
 )
 from tests.support.supports import make_support, with_logps_of_call
 
@@ -47,8 +46,6 @@ def logprobs_of_words(cuts) -> dict[str, torch.Tensor]:
 
 def batch_of(options: dict[str, Any]):
     batch = exact_batch() if "logits_dtype" in options else make_batch()
-    if "vocab_size" in options:
-        batch = with_padding(batch, options["vocab_size"])
     return with_cross_entropy(batch) if options.get("ce_weights") else batch
 
 
@@ -409,10 +406,6 @@ def refused(kind: str) -> str:
         targets = targets.clamp(min=0) + 2000 * rank
     elif kind == "layout alone":
         options = {"hidden_layout": "partial"}
-    elif kind == "vocab_size":
-        options["vocab_size"] = 502
-    elif kind == "vocab_size on one":
-        options["vocab_size"] = 1000 + rank
     elif kind == "sampled":
         options["backward"] = "sampled"
     elif kind == "capturable":
@@ -424,8 +417,6 @@ def refused(kind: str) -> str:
             words = torch.cat([(ids[:rank] + 1) % 1003, ids])
             options["support"] = words, torch.arange(len(ids) + 1)
             options["support"][1][1:] += rank
-        elif "sparse" in kind:
-            options["sparse_weight_grad"] = True
         else:
             options["hidden_layout"] = "data"
     else:

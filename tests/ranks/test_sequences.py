@@ -8,103 +8,92 @@ from tests.support.batches import OBJECTIVES, Result, assert_matches, config, ru
 from tests.support.head_options import objective_options
 
 # Of nine tokens per sequence.
-HALVES, NONE = (0, 4, 9), (0, 9, 9)
-# An objective whose quantile has to come from outside.
-ALL = [name for name, (options, _) in OBJECTIVES.items() if "top_entropy_quantile" not in options]
+HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
+CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 
 
-def joined(results, cuts):
-    """The ranks' shares together; metrics are the same on all of them."""
+def joined(results, dim=1):
+    """The result of all ranks: their gradients of the head add up; all else is the same on each."""
+    first = results[0]
     for other in results[1:]:
-        for name, value in results[0].metrics.items():
+        assert torch.equal(first.loss, other.loss)
+        for name, value in first.metrics.items():
             assert torch.equal(value, other.metrics[name]), name
     gradients = {
-        "hidden": torch.cat([r.gradients["hidden"] for r in results], 1),
-        **{k: sum(r.gradients[k] for r in results) if results[0].gradients[k] is not None else None
+        "hidden": torch.cat([r.gradients["hidden"] for r in results], dim),
+        **{k: None if first.gradients[k] is None else sum(r.gradients[k] for r in results)
            for k in ("weight", "bias")},
     }  # fmt: skip
-    loss = torch.stack([r.loss for r in results]).sum()
-    return Result(loss, results[0].metrics, torch.cat([r.logps for r in results], 1), gradients)
+    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], dim), gradients)
+
+
+def expected_of(options):
+    return run_fused(sequence_jobs.batch_of(options), exact=True, scale=1.0, **options)
 
 
 def check(ranks, cases):
     answers = ranks("tests.ranks.sequence_jobs:losses", cases)
-    for (cuts, _, options), *results in zip(cases, *answers, strict=True):
-        expected = run_fused(sequence_jobs.batch_of(options), exact=True, **options)
-        assert_matches(joined(results, cuts), expected, 3e-5, logps=1e-4)
+    for (_, options), *results in zip(cases, *answers, strict=True):
+        assert_matches(joined(results), expected_of(options), 3e-5, logps=1e-4)
 
 
-@pytest.mark.parametrize("cuts", (HALVES, NONE), ids=("halves", "a rank without tokens"))
+@CUTS
 def test_every_objective(ranks, cuts):
-    check(ranks, [(cuts, False, objective_options(name)) for name in ALL])
+    check(ranks, [(cuts, objective_options(name)) for name in OBJECTIVES])
 
 
 def test_aggregations(ranks):
-    kinds = ("grpo", "bnpo", "dapo", "luspo", "dr_grpo")
     cases = []
-    for kind in kinds:
+    for kind in ("grpo", "bnpo", "dapo", "luspo", "dr_grpo"):
         more = {"max_completion_length": 9} if kind == "dr_grpo" else {}
-        cases.append((HALVES, False, {"config": config(loss_type=kind, **more)}))
+        cases.append((HALVES, {"config": config(loss_type=kind, **more), "old_logps": True}))
     cases += [
-        (HALVES, False, {"config": config(loss_type="dapo"), "num_items": 40.0}),
-        (HALVES, False, {"config": config(entropy_coef=0.05), "old_logps": True}),
-        (HALVES, False, {"ce_weights": True, "old_logps": True}),
-        (HALVES, False, {"old_logps": True, "skip_untrained": False}),
-        (HALVES, False, {
-            "config": config(top_entropy_quantile=0.5, entropy_coef=0.02),
-            "entropy_threshold": 2.0, "old_logps": True,
-        }),
-    ]  # fmt: skip
+        (HALVES, {"config": config(loss_type="dapo"), "num_items": 40.0}),
+        (HALVES, {"config": config(entropy_coef=0.05), "old_logps": True, "temperature": True}),
+        (UNEVEN, {"ce_weights": True, "old_logps": True}),
+    ]
     check(ranks, cases)
 
 
-def test_packed_parts(ranks):
-    """As padded ones, but for the layout of the results."""
-    names = ("gspo", "vespo", "kl")
-    cases = [
-        (HALVES, packed, objective_options(name)) for name in names for packed in (False, True)
-    ]
-    answers = ranks("tests.ranks.sequence_jobs:losses", cases)
-    for of_rank in answers:
-        for padded, flat in zip(of_rank[::2], of_rank[1::2], strict=True):
-            assert abs(padded.loss - flat.loss) < 1e-6
-            torch.testing.assert_close(
-                padded.gradients["weight"], flat.gradients["weight"], rtol=1e-4, atol=1e-7
-            )
+@pytest.mark.parametrize("name", ("gspo", "vespo", "kl", "everything"))
+def test_packed_sequences(ranks, name):
+    """Ranks that have sequences of their own: the joined tokens are packed, too."""
+    options = objective_options(name)
+    results = ranks("tests.ranks.sequence_jobs:whole_sequences", options)
+    actual, expected = joined(results, 0), expected_of(options)
+    # Rows of the padded batch that are packed away have no gradient.
+    batch = sequence_jobs.batch_of(options)
+    ends = (batch.mask * torch.arange(1, 10)).amax(1)
+    keep = torch.arange(9) < ends[:, None]
+    expected.logps = expected.logps[keep]
+    expected.gradients["hidden"] = expected.gradients["hidden"][keep]
+    assert_matches(actual, expected, 3e-5, logps=1e-4)
 
 
-def test_from_log_probs(ranks):
-    cfg = config(loss_type="gspo", epsilon=0.2)
-    (first, d_first), (second, d_second) = ranks(
-        "tests.ranks.sequence_jobs:from_logps", HALVES, cfg
-    )
-    from grpo_kernels import reference
-    from tests.support.batches import make_batch
-
-    batch = make_batch()
-    logps = torch.where(batch.mask, batch.old_logps + 0.1, 0.0).double().requires_grad_()
-    exact = reference.grpo_loss(
-        logps, batch.advantages, batch.mask, old_logps=batch.old_logps.double(), config=cfg
-    )
-    exact.loss.backward()
-    assert abs(first + second - exact.loss) < 1e-6
-    d_logps = torch.cat([d_first, d_second], 1).double()
-    assert logps.grad.norm() > 0
-    assert (d_logps - logps.grad).norm() < 1e-5 * logps.grad.norm()
+@pytest.mark.parametrize("sizes", ((3, 3), (1, 4), (0, 2), (5, 0), (0, 0)), ids=str)
+def test_what_is_gathered(ranks, sizes):
+    for of_ranks in zip(*ranks("tests.ranks.sequence_jobs:gathered", sizes), strict=True):
+        expected = torch.cat([mine for mine, _ in of_ranks], -1)
+        assert sum(sizes) < 3 or expected.any()
+        for _, whole in of_ranks:
+            assert whole.dtype == expected.dtype and torch.equal(whole, expected)
 
 
-def test_input_that_one_rank_refuses(ranks):
-    first, second = ranks("tests.ranks.sequence_jobs:refused", "input of one")
-    assert first == "seq_group: expected good input on all ranks; another one's was refused"
-    assert "targets: expected ids in [0, 1003)" in second
+@pytest.mark.parametrize("sizes", ((2, 2), (1, 3), (0, 4)), ids=str)
+def test_the_backward_is_a_slice_and_says_nothing(ranks, sizes):
+    (first, said), (second, said_too) = ranks("tests.ranks.sequence_jobs:gradient", sizes)
+    assert torch.equal(torch.cat([first, second], 1), torch.arange(8.0).view(2, 4))
+    assert said == said_too == 0
 
 
 @pytest.mark.parametrize(("kind", "message"), {
-    "other sequences": "seq_group: expected the same sequences on all ranks, of which each has "
-                       "some tokens or none; got [4, 3] sequences",
-    "no group": "seq_group: expected a torch.distributed process group",
-    "packed": "cu_seqlens: expected offsets [B + 1] of this rank's parts of the sequences",
-    "quantile": "entropy_threshold: expected the quantile over all ranks",
+    "rows": "x: expected the same rows, dimensions and dtype on all ranks; got [2, 3] of torch.flo",
+    "dimensions": "got [2, 3] of torch.float32, [6] of torch.float32",
+    "dtypes": "got [2, 3] of torch.float32, [2, 3] of torch.bool",
+    "no group": "group: expected a torch.distributed process group that this rank is in; got 'ran",
+    "no tensor": "x: expected a tensor; got list",
+    "complex": "x: expected real numbers or bools; got torch.complex64",
+    "three": "x: expected shape [B, T] or [N]; got [1, 2, 3]",
 }.items())  # fmt: skip
 def test_refused_on_all_ranks(ranks, kind, message):
     answers = ranks("tests.ranks.sequence_jobs:refused", kind)

@@ -76,13 +76,10 @@ def test_every_option_of_the_head(ranks, cuts):
 
 @pytest.mark.parametrize("cuts", (UNEVEN, LITTLE), ids=("uneven", "little"))
 def test_logits_as_the_model_has_them(ranks, cuts):
-    words = 997 if cuts == UNEVEN else 1003
     given = {"old_logps": True, "scale": 4.0, "chunk_bytes": CHUNK}
     cases = [
         (cuts, {**given, "logits_dtype": "model", "bias": True, "softcap": 6.0}),
         (cuts, {**given, "logits_dtype": "model", "config": config(entropy_coef=0.05)}),
-        (cuts, {**given, "vocab_size": words, "bias": True}),
-        (cuts, {**given, "vocab_size": words, "config": config(loss_type="gspo")}),
     ]
     assert len([*check(ranks, cases)]) == len(cases)
 
@@ -106,8 +103,6 @@ def test_supports(ranks, cuts):
     ]
     for config_options, options in OPTIONS.values():
         cases.append((cuts, {"config": config(**config_options), **options, "without": 0.2}))
-    for name in ("kl_old_delta", "gspo", "everything"):
-        cases.append((cuts, {**objective_options(name), "without": 0.3, "score": "both"}))
     answers = ranks("tests.ranks.shard_jobs:with_support", cases)
     for (_, options), *of_ranks in zip(cases, *answers, strict=True):
         actual = joined(of_ranks)
@@ -259,7 +254,7 @@ def test_options_of_the_head_with_tokens_of_their_own(ranks, layout):
         given = {"config": config(**config_options), **options, "hidden_layout": layout}
         cases += [(EVEN, PLACES["uneven"], {**given, "chunk_bytes": chunk})
                   for chunk in (None, CHUNK)]  # fmt: skip
-    cases.append((LITTLE, PLACES["even"], {"vocab_size": 1003, "hidden_layout": layout}))
+    cases.append((LITTLE, PLACES["even"], {"hidden_layout": layout}))
     check_own_rows(ranks, cases)
 
 
@@ -349,13 +344,10 @@ def test_dtensors(ranks):
     "gradient": "gradient: expected on all ranks or on none; got it on ranks [1]",
     "layout alone": "expected None and 'replicated' without a vocab_group; got None and 'partial'",
     "mask on one": "mask, advantages, chunk_bytes: expected the same on all ranks that share",
-    "vocab_size": "vocab_size: expected 503 to 1003, as every rank has a word of the vocabulary",
-    "vocab_size on one": "vocab_size (0: none): expected the same on all ranks; got [1000, 1001]",
     "sampled": "backward: expected 'exact' where ranks share the vocabulary; got 'sampled'",
     "capturable": "capturable: expected False where ranks share the vocabulary; got True",
     "support of own tokens": "support: expected None where ranks with tokens of their own share",
     "supports": "support: expected the same on all ranks that share the vocabulary; got others",
-    "support, sparse": "sparse_weight_grad: expected False where ranks share the vocabulary",
     "columns": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
     "replicated": "weight: expected a DTensor with Shard(0) on a mesh of one dimension",
     "dtensor and group": "vocab_group: expected None with a DTensor, which has its own",

@@ -245,8 +245,7 @@ def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) 
 
 def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict, dict]:
     fast_only = (
-        "backend", "chunk_bytes", "skip_untrained", "backward", "tolerance", "seed",
-        "batch_invariant",
+        "backend", "chunk_bytes", "backward", "tolerance", "seed", "batch_invariant",
     )  # fmt: skip
     kwargs = {
         k: v

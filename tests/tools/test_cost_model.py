@@ -10,7 +10,6 @@ from benchmarks.cost_model import BEGIN, END, predict
 from benchmarks.gpu_costs import (
     DEVICES,
     METHODS,
-    SCATTERED,
     Step,
     device_of,
     fill,
@@ -18,7 +17,6 @@ from benchmarks.gpu_costs import (
     replay,
     words_like_exact,
 )
-from grpo_kernels.support import words_per_row
 
 PAGES = Path(__file__).parents[2] / "docs"
 
@@ -75,14 +73,6 @@ def test_replay_is_as_slow_as_exact_where_the_table_says():
     exact = predict(device, shape, METHODS["exact"])
     near, far = (sum(replay(Step(device, *shape), n).values()) for n in (words, 1.1 * words))
     assert near == pytest.approx(exact, rel=0.01) and far > 1.05 * exact
-
-
-def test_the_route_of_a_token_is_that_of_the_model():
-    """Its words move three rows, and a row of logits takes three GEMMs."""
-    V, H = 151_936, 4096
-    a_word = 3 * 2 * H / (DEVICES["H200"].tb_per_s * SCATTERED)
-    a_row = 6 * V * H / DEVICES["H200"].tflops
-    assert words_per_row("cuda", V, bytes_per_element=2) == pytest.approx(a_row / a_word, rel=0.05)
 
 
 def test_published_figures_are_met_as_far_as_the_page_says():

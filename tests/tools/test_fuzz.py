@@ -12,7 +12,6 @@ FOUND = {
     105863: "not compared: the reference is not finite",
     113187: "not compared: the reference is not finite",
     3773: "refused",  # num_items complex
-    6665: "refused",  # skip_untrained a tensor
     10846: "refused",
     8220: "refused",  # tensors on the meta device
     1074792: "refused",
