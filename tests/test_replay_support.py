@@ -9,7 +9,7 @@ import transformers
 from transformers import GenerationConfig
 
 from grpo_kernels import batch_support
-from grpo_kernels.training import Completion, Support, TrainingConfig, checkpoint
+from grpo_kernels.training import Completion, Support, TrainingConfig
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import equal_parts
 from grpo_kernels.training.policy import Policy
@@ -237,20 +237,6 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
     row = rows_of(trainer_of(config, rollout=lambda _: rollout).train())[0]
     assert "the rollout does not say which words they left" in row["warnings"][0]
     assert not any(name.startswith("support") for name in row)
-
-
-def test_checkpoints_from_before_are_of_the_whole_softmax():
-    now = {"model": "m", "steps": 3, "schedule": "constant", "num_iterations": 1}
-    state = {"config": dict(now), "processes": 1}
-    now |= {"replay_support": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    state["config"] |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    checkpoint.check_same(state, now, 1)
-    for name, value in (("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)):
-        state["config"] |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, name: value}
-        config = {**now, **state["config"], "replay_support": True}
-        with pytest.raises(ValueError, match="replay_support: was False, is True"):
-            checkpoint.check_same(state, config, 1)
-        checkpoint.check_same(state, {**config, "replay_support": False}, 1)
 
 
 def test_options_are_checked():
