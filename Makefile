@@ -50,9 +50,9 @@ endif
 # The kernels from their PTX, checked as by a compute-sanitizer (docs/testing.md): SANITIZE chooses
 # the GPU, the order of warps and how far approximations are off.
 SANITIZE ?= --ptx-arch 90
-SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_words logits \
+SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_entries logits \
   selective_log_softmax linear_logprobs grpo_loss objective low_rank known_defects support \
-  column_sampling batch_invariant replay_support properties)
+  column_draw batch_invariant replay_support properties)
 # Of the matrix for a GPU, on tensors that say that they are on one: `make sanitize-cuda` runs all.
 ON_CUDA ?= tests/test_cuda_values.py tests/test_low_rank.py tests/test_fused_grpo_loss.py \
   -k "values or low_rank or (test_cuda_objectives and triton and bf16)"
@@ -86,7 +86,7 @@ test-trl: $(VENV)/installed
 	  $(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version; \
 	  export PYTHONPATH=$(VENV)/trl/$$version; \
 	  $(RUN) -c "import trl; assert trl.__version__ == '$$version', trl.__version__"; \
-	  $(TEST) $(PARALLEL) tests/peers/test_trl.py tests/peers/test_trl_support.py $(ARGS); \
+	  $(TEST) $(PARALLEL) tests/peers/test_trl.py tests/peers/test_trl_replay.py $(ARGS); \
 	done
 
 # Older versions of Liger, whose results are ours where they have the option.

@@ -1,7 +1,7 @@
 """What the launchers of the Triton kernels would launch, recorded instead of launched.
 
 The configurations are not listed here: the launchers are called with every combination of their
-options. Those of the policy loss multiply to thousands; there, every surrogate meets every form of
+options. Those of the policy loss multiply to hundreds; there, both surrogates meet every form of
 the KL, and the other options are drawn at random once and once inverted, so that every pair of them
 occurs.
 """
@@ -19,22 +19,19 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from grpo_kernels.backends import (
+    Entries,
     LogitTransform,
     RowGrads,
     TokenStats,
-    Words,
     triton_backend,
-    triton_column_scores,
+    triton_entries,
     triton_logits,
     triton_policy_loss,
-    triton_words,
 )
-from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
-from grpo_kernels.grpo_loss import policy_loss
-from grpo_kernels.objective import LossInputs
+from grpo_kernels.experimental import triton_column_scores
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_column_scores, triton_policy_loss, triton_words)
+MODULES = (triton_logits, triton_entries, triton_policy_loss, triton_column_scores)
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -102,22 +99,19 @@ def head_launches() -> None:
     rows = 2
     targets, column = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, column)
-    transforms = itertools.product(
-        (None, torch.float32, *HALVES), (None, 30.0), temperatures, (False, True)
-    )
-    for bias, softcap, temperature, entropy in transforms:
-        for V in VOCABULARIES[: 3 if bias in (None, torch.float32) else 1]:
+    transforms = itertools.product((None, 30.0), temperatures, (False, True))
+    for softcap, temperature, entropy in transforms:
+        for V in VOCABULARIES:
             logits = padded(rows, V, torch.float32)
-            transform = LogitTransform(
-                None if bias is None else torch.empty(V, dtype=bias), 1.0, softcap, temperature
-            )
+            transform = LogitTransform(1.0, softcap, temperature)
             triton_backend.token_stats(logits, targets, transform, entropy=entropy)
             if entropy:
                 # A head in bf16 keeps the exponentials apart, one in float32 on the logits.
                 for exps in (padded(rows, V, torch.bfloat16), logits):
                     triton_backend.token_stats(logits, targets, transform, entropy=True, exps=exps)
             grads = RowGrads(*[column] * (6 if entropy else 4))
-            triton_backend.column_scores(logits, targets, transform, grads, [slice(0, rows)])
+            blocks = [slice(0, rows)]
+            triton_column_scores.column_scores(logits, targets, transform, grads, blocks)
             # On the logits or beside them, the launch is the same.
             for dtype in (torch.float32, *HALVES):
                 out = padded(rows, V, dtype)
@@ -138,45 +132,45 @@ def head_launches() -> None:
     # The most columns, some, and fewer than a block of them.
     for count in (32_768, 5000, 50):
         norms = torch.empty(2 * count)[::2]
-        triton_backend.column_level(norms, torch.ones(()), 2)
+        triton_column_scores.column_level(norms, torch.ones(()), 2)
 
 
-def word_launches() -> None:
-    """Launches the kernels on single words: of a head of 4,096 columns, a LoRA's and the bias."""
-    words, tokens = some_words(), torch.ones(2)
+def entry_launches() -> None:
+    """Launches the kernels on entries: of a head of 4,096 columns, a LoRA's and the bias."""
+    entries, tokens = some_entries(), torch.ones(2)
     # So many that a segment can be long.
-    many = some_words(2 * triton_words.PART + 1)
+    many = some_entries(2 * triton_entries.PART + 1)
     temperatures: tuple[float | torch.Tensor, ...] = (1.0, tokens)
     for softcap, temperature, of_entropy in itertools.product(
         (None, 30.0), temperatures, (None, tokens)
     ):
-        transform, logits = LogitTransform(None, 1.0, softcap, temperature), torch.ones(len(words))
+        transform, logits = LogitTransform(1.0, softcap, temperature), torch.ones(len(entries))
         stats = TokenStats(tokens, tokens, of_entropy)
-        triton_backend.word_stats(logits, words, transform, stats)
+        triton_backend.entry_stats(logits, entries, transform, stats)
         grads = RowGrads(tokens, tokens, tokens, tokens, of_entropy, of_entropy)
-        triton_backend.word_grads(logits, words, transform, grads)
+        triton_backend.entry_grads(logits, entries, transform, grads)
     half_and_float = [(a, b) for a, b in itertools.product(DTYPES, repeat=2) if a.is_floating_point
                       and b.is_floating_point and (a == b or torch.float32 in (a, b))]  # fmt: skip
     for (dtype, other), K in itertools.product(half_and_float, (4096, 16)):
         rows = torch.empty(2, K, dtype=dtype)
-        triton_backend.word_dots(rows, rows.to(other), words, torch.ones(len(words)))
+        triton_backend.entry_dots(rows, rows.to(other), entries, torch.ones(len(entries)))
         for out in (None, rows.to(other)):
-            sum_words(many, rows, other, out)
+            sum_entries(many, rows, other, out)
     for dtype, out in ((torch.float32, torch.ones(2, 1)), *((half, None) for half in HALVES)):
-        sum_words(many, torch.ones(1, 1), dtype, out)
+        sum_entries(many, torch.ones(1, 1), dtype, out)
 
 
-def some_words(count: int = 5) -> Words:
-    of_word, of_token = torch.zeros(count, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    return Words(of_word, of_word, of_token, of_token[1:], of_word)
+def some_entries(count: int = 5) -> Entries:
+    of_entry, of_token = torch.zeros(count, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    return Entries(of_entry, of_entry, of_token, of_token[1:], of_entry)
 
 
-def sum_words(
-    words: Words, rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None
+def sum_entries(
+    entries: Entries, rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None
 ) -> None:
     """Launches the sums over tokens."""
-    factors = torch.ones(len(words))
-    triton_backend.segment_sums(factors, words.ids, words.offsets, rows, dtype, out)
+    factors = torch.ones(len(entries))
+    triton_backend.segment_sums(factors, entries.ids, entries.offsets, rows, dtype, out)
 
 
 def padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
@@ -185,56 +179,48 @@ def padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def policy_launches() -> None:
-    """Launches the policy loss: every surrogate with every KL, and all pairs of other options."""
+    """Launches the policy loss: both surrogates with every KL, and all pairs of other options."""
     draw = random.Random(0)
-    surrogates: dict[str, dict[str, Any]] = {
-        "dapo": {},
-        "cispo": {"epsilon_high": 5.0},
-        "sapo": {},
-        "reinforce": {},
-        "dppo_tv": {},
-    }
     kls: list[dict[str, Any]] = [{}]
-    for name, clamp, ratio in itertools.product(KL_ESTIMATORS, (None, 10.0), (False, True)):
-        kl = {"kl_estimator": name, "kl_clamp": clamp, "use_bias_correction_kl": ratio}
-        kls.append({"beta": 0.1, **kl})
-    tokens = torch.ones(4)
-    for loss_type, kl in itertools.product(surrogates, kls):
+    for name, ratio in itertools.product(("k1", "k2", "k3"), (False, True)):
+        kls.append({"beta": 0.1, "kl_estimator": name, "kl_ratio": ratio})
+    tokens, count = torch.ones(4), torch.tensor(4.0)
+    for surrogate, kl in itertools.product(("clip", "cispo"), kls):
         drawn = [draw.random() < 0.5 for _ in range(5)]
         everything = [[True] * 5] if kl else []
         for flags in (drawn, [not flag for flag in drawn], *everything):
             masked, old, scaled, bonus, grad = flags
-            config = GRPOLossConfig(
-                loss_type=loss_type,
-                entropy_coef=0.1 * bonus,
-                **surrogates[loss_type],
-                **kl,
-                is_correction="token_mask" if scaled else "none",
-            )
-            inputs = LossInputs(
+            triton_policy_loss.policy_loss(
+                tokens,
+                tokens,
                 advantages=tokens,
                 weights=tokens,
-                count=torch.tensor(4.0),
+                count=count,
                 mask=tokens > 0 if masked else None,
                 old_logps=tokens if old else None,
                 ref_logps=tokens if kl else None,
-                sampling_logps=tokens,
+                scale=tokens if scaled else None,
+                grad=grad,
+                surrogate=surrogate,
+                low=0.8,
+                high=1.2,
+                entropy_coef=0.1 * bonus,
+                **kl,
             )
-            policy_loss(config, inputs, tokens, tokens, triton_backend, grad=grad)
 
 
 def all_launches() -> list[KernelLaunch]:
-    launches = recorded(head_launches) | recorded(word_launches) | recorded(policy_launches)
+    launches = recorded(head_launches) | recorded(entry_launches) | recorded(policy_launches)
     return sorted(launches, key=repr)
 
 
 def kernels() -> dict[str, Any]:
-    """Returns the kernels by name. Names with an underscore are helpers that kernels call."""
+    """Returns the kernels by name; other compiled functions are helpers that they call."""
     return {
         name: x
         for module in MODULES
         for name, x in vars(module).items()
-        if isinstance(x, JITFunction) and not name.startswith("_")
+        if isinstance(x, JITFunction) and name.endswith("_kernel")
     }
 
 
@@ -248,11 +234,11 @@ def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 
 
 def _takes_most_registers(launch: KernelLaunch) -> bool:
-    """Returns True for float32 throughout, a bias, and one more operand; the report checks it."""
-    flags, kinds = dict(launch.constants), {kind for _, kind in launch.signature}
-    wide = not kinds & {"*bf16", "*fp16"} and flags.get("BLOCK_V", 0) >= 2048
-    more = flags.get("HAS_WEIGHTS") or flags.get("INVARIANT")
-    return bool(wide and more and flags["HAS_BIAS"] and flags["HAS_TEMPERATURE"])
+    """Returns True for a softcap and an entropy beside one more operand; the report checks it."""
+    flags = dict(launch.constants)
+    more = flags.get("HAS_WEIGHTS") or (flags.get("KEEPS_EXPS") and not flags["INVARIANT"])
+    capped = flags.get("HAS_SOFTCAP") and flags["HAS_ENTROPY"]
+    return bool(capped and more and flags["BLOCK_V"] >= 2048)
 
 
 def _covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:

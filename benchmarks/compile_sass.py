@@ -2,8 +2,8 @@
 
 A sweep over the logits is to be bound by memory. It is, as long as a thread spends few instructions
 on a logit, moves 16 bytes at a time and waits for no other. Counted is what is in the machine code,
-per logit that one thread handles in one iteration; in kernels over words, per element of a row that
-is multiplied.
+per logit that one thread handles in one iteration; in kernels over entries, per element of a row
+that is multiplied.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_words, sum_words
+from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_entries, sum_entries
 from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
+from grpo_kernels.experimental import triton_column_scores
 
 # Instructions per logit, rounded up from what is known to be possible.
 BUDGETS = {
@@ -24,11 +25,11 @@ BUDGETS = {
     "token_stats": 12.0,
     "logit_grads": 16.0,
     "column_scores": 20.0,
-    "word_dots": 8.0,
+    "entry_dots": 8.0,
     "segment_sums": 8.0,
 }
 # Bytes loaded for each: of a logit in float32, of the two or one bf16 that is multiplied.
-LOADED = {"word_dots_kernel": 4, "segment_sums_kernel": 2}
+LOADED = {"entry_dots_kernel": 4, "segment_sums_kernel": 2}
 
 
 class Loop(NamedTuple):
@@ -48,21 +49,23 @@ class Loop(NamedTuple):
 def budgeted() -> dict[str, KernelLaunch]:
     """Returns the launches that have a budget: Qwen's vocabulary, a bf16 head, no options.
 
-    The head of single words has 4,096 columns.
+    The head of single entries has 4,096 columns.
     """
     V = 151_936
     logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
     given = (logits, targets, LogitTransform())
-    grads, words = RowGrads(*[column] * 4), some_words()
+    grads, entries = RowGrads(*[column] * 4), some_entries()
     rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
         "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
-        "column_scores": lambda: triton_backend.column_scores(*given, grads, [slice(0, 2)]),
-        "word_dots": lambda: triton_backend.word_dots(rows, rows, words, torch.ones(len(words))),
-        "segment_sums": lambda: sum_words(words, rows, rows.dtype, None),
+        "column_scores": lambda: triton_column_scores.column_scores(*given, grads, [slice(0, 2)]),
+        "entry_dots": lambda: triton_backend.entry_dots(
+            rows, rows, entries, torch.ones(len(entries))
+        ),
+        "segment_sums": lambda: sum_entries(entries, rows, rows.dtype, None),
     }
     return {name: recorded(call).pop() for name, call in calls.items()}
 

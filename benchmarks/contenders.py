@@ -4,9 +4,9 @@ Each takes a workload and returns the DAPO loss per token, clipped at 0.2, over 
 its backward leaves gradients in the hidden states and the head. A peer that computes log-probs only
 is completed with the reference's loss.
 
-No peer takes a support. Trainers that score the policy which acted set the logits of all other
-words to -inf; a peer's head could do so in its chunks. Workloads with a support have contenders of
-their own, where these two ways stand for every peer.
+No peer takes a support. Trainers that score the policy which acted set the logits of all other ids
+to -inf; a peer's head could do so in its chunks. Workloads with a support have contenders of their
+own, where these two ways stand for every peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from grpo_kernels.experimental import Sampled
 
 # Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
@@ -72,33 +73,33 @@ def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _masked_logps(
-    hidden: Tensor, weight: Tensor, targets: Tensor, words: Tensor, sizes: Tensor
+    hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, sizes: Tensor
 ) -> Tensor:
     logits = (hidden @ weight.T).float()
     rows = torch.arange(len(sizes), device=sizes.device)
     outside = torch.ones_like(logits, dtype=torch.bool)
-    outside[rows.repeat_interleave(sizes, output_size=len(words)), words] = False
+    outside[rows.repeat_interleave(sizes, output_size=len(ids)), ids] = False
     # In place: the products' backward needs no logits.
     log_p = logits.masked_fill_(outside, -torch.inf).log_softmax(-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1)
 
 
 def eager_masked(w: Workload) -> Tensor:
-    """Materializes the logits; -inf for the words that sampling left out, log_softmax, gather."""
+    """Materializes the logits; -inf for the ids that sampling left out, log_softmax, gather."""
     assert w.support is not None
-    words, offsets = w.support
+    ids, offsets = w.support
     hidden, targets = _rows(w)
-    return _loss_of(w, _masked_logps(hidden, w.weight, targets, words, offsets.diff()))
+    return _loss_of(w, _masked_logps(hidden, w.weight, targets, ids, offsets.diff()))
 
 
 def eager_masked_chunks(w: Workload) -> Tensor:
     """Works as `eager_masked` on 256 rows at a time, whose logits the backward makes again."""
     assert w.support is not None
-    words, offsets = w.support
+    ids, offsets = w.support
     hidden, targets = (x.split(MASKED_CHUNK) for x in _rows(w))
     sizes = offsets.diff().split(MASKED_CHUNK)
-    ends = [*offsets[::MASKED_CHUNK].tolist()[: len(sizes)], len(words)]
-    parts = words.tensor_split(ends[1:-1])
+    ends = [*offsets[::MASKED_CHUNK].tolist()[: len(sizes)], len(ids)]
+    parts = ids.tensor_split(ends[1:-1])
     logps = [
         checkpoint(_masked_logps, h, w.weight, *others, use_reentrant=False)
         for h, *others in zip(hidden, targets, parts, sizes, strict=True)
@@ -122,24 +123,30 @@ def torch_linear_cross_entropy(w: Workload) -> Tensor:
     return _loss_of(w, -F.linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
 
 
-def one_pass(w: Workload, **options: Any) -> Tensor:
-    options = {"old_logps": w.old_logps, "support": w.support, **options}
-    return fused_grpo_loss(w.hidden, w.weight, w.targets, w.advantages, w.mask, **options).loss
+def one_pass(w: Workload, **execution: Any) -> Tensor:
+    """Takes options of `Execution`, as all of this library's contenders do."""
+    return fused_grpo_loss(
+        w.hidden, w.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
+        support=w.support, execution=Execution(**execution),
+    ).loss  # fmt: skip
 
 
-def two_passes(w: Workload, **options: Any) -> Tensor:
-    options = {"mask": w.mask, "support": w.support, **options}
-    logps = linear_logprobs(w.hidden, w.weight, w.targets, **options).logps
+def two_passes(w: Workload, **execution: Any) -> Tensor:
+    """Log-probs, then a loss over them, which the backward hands its gradient."""
+    logps = linear_logprobs(
+        w.hidden, w.weight, w.targets, w.mask, support=w.support, execution=Execution(**execution)
+    ).logps
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
-def sampled(w: Workload, **options: Any) -> Tensor:
-    return one_pass(w, backward="sampled", seed=0, **options)
+def sampled(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Tensor:
+    """Draws columns in the backward, at the default tolerance."""
+    return loss(w, backward=Sampled(seed=0), **execution)
 
 
-def without_support(loss: Callable[..., Tensor], w: Workload, **options: Any) -> Tensor:
+def without_support(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Tensor:
     """Scores the policy over the whole vocabulary: another objective, to compare its cost."""
-    return loss(replace(w, support=None), **options)
+    return loss(replace(w, support=None), **execution)
 
 
 def trl_chunked(w: Workload) -> Tensor:
@@ -249,13 +256,14 @@ def _linear_cross_entropy_absent(_: torch.device) -> str | None:
 
 BASELINE, UNPADDED = "eager, log_softmax", "eager, counted only"
 EXACT = ("ours, one pass", "ours, two passes")
-OURS = (*EXACT, "ours, one pass, sampled")
+OURS = (*EXACT, *(f"{name}, sampled" for name in EXACT))
 # In the order in which they are measured: a run may end early, and what compiles is slow to begin.
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager),
     OURS[0]: Contender(one_pass),
     OURS[1]: Contender(two_passes),
-    OURS[2]: Contender(sampled),
+    OURS[2]: Contender(partial(sampled, one_pass)),
+    OURS[3]: Contender(partial(sampled, two_passes)),
     UNPADDED: Contender(eager_unpadded),
     "eager, logsumexp": Contender(eager_logsumexp),
     "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
@@ -274,7 +282,7 @@ REPLAYS: dict[str, Contender] = {
     "eager, masked in chunks": Contender(eager_masked_chunks),
     **{name: CONTENDERS[name] for name in EXACT},
     NO_SUPPORT[0]: Contender(partial(without_support, one_pass)),
-    NO_SUPPORT[1]: Contender(partial(without_support, sampled)),
+    NO_SUPPORT[1]: Contender(partial(without_support, partial(sampled, one_pass))),
 }
 # What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
 TRUSTED = (BASELINE, *OURS, UNPADDED, "eager, logsumexp", "torch linear CE", *REPLAYS)

@@ -31,6 +31,7 @@ from benchmarks.gpu_costs import (
     Step,
     bare_gemms,
     eager,
+    entries_like_exact,
     exact,
     gathered,
     in_place_ce,
@@ -39,20 +40,19 @@ from benchmarks.gpu_costs import (
     replay,
     states_pass,
     whole_on_every_rank,
-    words_like_exact,
 )
 
 Shape = tuple[int, int, int]  # N, V, H
 SHOWN = [name for name in DEVICES if name != "B200"]
 SHAPES = [(16_384, 151_936, H) for H in (896, 1536, 3584, 5120)] + [(8192, 151_936, 4096)]
-# Tokens, vocabulary and hidden size of support replay, and the words that a token kept.
-REPLAY, WORDS = (16_384, 151_936, 4096), (8, 64)
+# Tokens, vocabulary and hidden size of support replay, and the entries of a token's kept set.
+REPLAY, ENTRIES = (16_384, 151_936, 4096), (8, 64)
 # Tokens per rank, vocabulary and hidden size of a head on several ranks, and where predicted.
 RANKS, ON_RANKS = [(N, 151_936, 4096) for N in (2048, 4096, 8192, 16_384)], ("H200", "A100")
 WAYS = {
     "whole on every rank, dW added up": whole_on_every_rank,
     "gathered, dW scattered": gathered,
-    '`hidden_layout="data"`': states_pass,
+    '`VocabRanks(hidden="data")`': states_pass,
 }
 BEGIN = "<!-- begin: python -m benchmarks.cost_model {} -->\n"
 END = "<!-- end of the cost model's tables -->\n"
@@ -152,7 +152,7 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
 
 
 def _replay_table(devices: Iterable[str]) -> list[str]:
-    """Returns the table of the loss over the words that a sampler kept, with a title."""
+    """Returns the table of the loss over the ids that a sampler kept, with a title."""
     N, V, H = REPLAY
     columns = ("forward", "dh", "dW", "writing dW")
     lines = [
@@ -160,19 +160,19 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
         f"**Support replay, N = {N:,}, V = {V:,}, H = {H:,}, bf16, predicted ms.** "
         + error_of_the_model(),
         "",
-        f"| | words per token | {' | '.join(columns)} | launches, waits, order | all | exact "
+        f"| | entries per token | {' | '.join(columns)} | launches, waits, order | all | exact "
         "| as slow as exact at |",
         "|---" * (len(columns) + 6) + "|",
     ]
-    for name, words in ((name, words) for name in devices for words in WORDS):
+    for name, entries in ((name, entries) for name in devices for entries in ENTRIES):
         device = DEVICES[name]
-        terms = replay(Step(device, *REPLAY), words)
+        terms = replay(Step(device, *REPLAY), entries)
         shown = [terms[column] for column in columns]
         total = sum(terms.values())
         cells = [f"{ms:.2f}" for ms in (*shown, total - sum(shown), total)]
         cells.append(f"{predict(device, REPLAY, exact):.1f}")
-        cells.append(f"{words_like_exact(device, *REPLAY):,.0f} words per token")
-        lines.append(f"| {name} | {words} | {' | '.join(cells)} |")
+        cells.append(f"{entries_like_exact(device, *REPLAY):,.0f} entries per token")
+        lines.append(f"| {name} | {entries} | {' | '.join(cells)} |")
     return lines
 
 

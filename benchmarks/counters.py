@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.compile_launches import padded, some_words, sum_words
+from benchmarks.compile_launches import padded, some_entries, sum_entries
 from benchmarks.cost_model import BEGIN, write_section
 from tests.ptx import Counts, EmulatedDriver
 
 END = "<!-- end of the counters -->\n"
 ROWS, V, ODD, K, TOKENS = 2, 151_936, 50_257, 4096, 4096
 SCORED = 32  # rows of `column_scores`; one program sums up to 256
+MOST_NORMS = 1 << 15  # that `column_level` takes
 Case = tuple[Callable[[], Any], int]
 
 
@@ -32,11 +33,11 @@ def cases() -> dict[str, Case]:
     """The launches, and how many logits, elements or tokens each handles."""
     from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
     from grpo_kernels.backends.triton_policy_loss import policy_loss
-    from grpo_kernels.column_sampling import _SOLVER_COLUMNS
+    from grpo_kernels.experimental.triton_column_scores import column_level, column_scores
 
     y, plain = torch.zeros(ROWS, dtype=torch.int64), LogitTransform()
     grads, scored = (RowGrads(*[torch.ones(rows)] * 4) for rows in (ROWS, SCORED))
-    words = some_words(64)
+    entries = some_entries(64)
     made: dict[str, Case] = {}
     stats = triton_backend.token_stats
     for name, columns in (("", V), (", V = 50,257", ODD)):
@@ -52,14 +53,14 @@ def cases() -> dict[str, Case]:
         made |= {f"{kind}{name}": (call, logits) for kind, call in calls.items()}
         made[f"column_scores{name}"] = (
             partial(
-                triton_backend.column_scores, x[:1].expand(SCORED, -1),
+                column_scores, x[:1].expand(SCORED, -1),
                 torch.zeros(SCORED, dtype=torch.int64), plain, scored, [slice(0, SCORED)],
             ),
             SCORED * columns,
         )  # fmt: skip
-    norms = torch.rand(V)[:: -(-V // _SOLVER_COLUMNS)]
+    norms = torch.rand(V)[:: -(-V // MOST_NORMS)]
     made["column_level"] = (
-        lambda: triton_backend.column_level(norms, norms.sum() / 100, 1),
+        lambda: column_level(norms, norms.sum() / 100, 1),
         len(norms),
     )
     rows, tokens = torch.randn(2, K).bfloat16(), torch.rand(TOKENS)
@@ -69,22 +70,22 @@ def cases() -> dict[str, Case]:
         return policy_loss(tokens, None, advantages=tokens, weights=tokens, count=count,
                            grad=True, surrogate="clip", low=0.8, high=1.2)  # fmt: skip
 
-    made["word_dots"] = (
-        lambda: triton_backend.word_dots(rows, rows, words, torch.zeros(len(words))),
-        len(words) * K,
+    made["entry_dots"] = (
+        lambda: triton_backend.entry_dots(rows, rows, entries, torch.zeros(len(entries))),
+        len(entries) * K,
     )
     made["segment_sums"] = (
-        lambda: sum_words(some_words_of_one(words), rows, rows.dtype, None),
-        len(words) * K,
+        lambda: sum_entries(entries_of_one(entries), rows, rows.dtype, None),
+        len(entries) * K,
     )
     made["policy_loss"] = (policy, TOKENS)
     return made
 
 
-def some_words_of_one(words: Any) -> Any:
-    """All words in the first token's set."""
-    words.offsets[1:] = len(words)
-    return words
+def entries_of_one(entries: Any) -> Any:
+    """All entries in the first token's kept set."""
+    entries.offsets[1:] = len(entries)
+    return entries
 
 
 def counted(call: Callable[[], Any]) -> Counts:

@@ -26,7 +26,7 @@ from benchmarks.cost_model import error_of_the_model
 from benchmarks.gpu_costs import Device, device_of, gemm_ms
 from benchmarks.measure import add_device_option, header, print_header, reason, write_json
 from benchmarks.tune import measure
-from grpo_kernels.lm_head import addmm, mm
+from grpo_kernels.products import addmm
 
 # The odd vocabulary is GPT-2's, next to it the same padded: on some GPUs odd ones are slow.
 HEADS = ((151_936, 1536), (151_936, 4096), (50_257, 1536), (50_304, 1536))
@@ -72,10 +72,8 @@ def products(C: int, V: int, H: int, device: torch.device) -> Iterator[Product]:
             yield _product(f"dW, beta {beta}", d_logits.t(), hidden, d_weight, beta)
 
 
-def _product(name: str, a: Tensor, b: Tensor, out: Tensor, beta: int | None = None) -> Product:
-    run = partial(mm, a, b, out=out)
-    if beta is not None:
-        run = partial(addmm, out, a, b, beta=float(beta))
+def _product(name: str, a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Product:
+    run = partial(addmm, out, a, b, beta=float(beta))
     kind = str(out.dtype).removeprefix("torch.")
     moved = out.element_size() * (2 if beta else 1)
     return Product(f"{name}, {kind}", a, b, out.zero_(), run, moved)

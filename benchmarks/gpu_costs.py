@@ -34,10 +34,10 @@ INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "colu
 # blocks keep (measured on the synthetic workload `dense`, V = 151,936): 256 rows by tolerance, and
 # blocks of so many rows at 5e-3.
 CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
-BLOCK_ROWS, KEPT = 256, {5e-3: 0.107, 1e-2: 0.057}
-KEPT_OF_BLOCK = {256: 0.107, 512: 0.156, 1024: 0.218}
+BLOCK_ROWS, KEPT_OF_BLOCK = 256, {256: 0.107, 512: 0.156, 1024: 0.218}
+KEPT = {5e-3: KEPT_OF_BLOCK[BLOCK_ROWS], 1e-2: 0.057}
 # Of a call in which every token has a support: launches (`tests/test_fake_cuda_support.py`), and
-# bytes that finding the order of the words moves per word, the sort included.
+# bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 261, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
 
@@ -209,20 +209,20 @@ def sampled(s: Step, tolerance: float = 5e-3) -> dict[str, float]:
     return s.finish(100 + 60 * _chunks(s.N, rows) + 20 * blocks, waits=1)
 
 
-def replay(s: Step, words: float) -> dict[str, float]:
-    """The loss over `words` kept words per token: each gathers a row of W twice, and one of h."""
+def replay(s: Step, entries: float) -> dict[str, float]:
+    """The loss over so many entries per token: each gathers a row of W twice, and one of h."""
     row = 2 * s.H
     for name in ("forward", "dh", "dW"):
-        s.copy(name, s.N * words * row, SCATTERED)
+        s.copy(name, s.N * entries * row, SCATTERED)
     s.copy("forward", s.N * row)  # the states
     s.copy("dh", s.N * row)
     s.copy("writing dW", s.V * row)
-    s.copy("order of the words", BYTES_OF_ORDER * s.N * words)
+    s.copy("order of the entries", BYTES_OF_ORDER * s.N * entries)
     return s.finish(REPLAY_LAUNCHES, waits=1)
 
 
-def words_like_exact(d: Device, N: int, V: int, H: int) -> float:
-    """Returns the words per token at which `replay` takes as long as `exact`."""
+def entries_like_exact(d: Device, N: int, V: int, H: int) -> float:
+    """Returns the entries per token at which `replay` takes as long as `exact`."""
     goal = sum(exact(Step(d, N, V, H)).values())
     low, high = 0.0, float(V)
     while high - low > 0.5:

@@ -15,7 +15,7 @@ system for memory anew. On a GPU, eager and this library go first, in one proces
 has a process of its own, which is ended after a quarter of --limit-s.
 
 `--workload support` stands for the demo model's samples under top-p, top-k and min-p. Their loss
-is over the words that sampling kept; eager masks all others. "no support" is the loss over the
+is over the ids that sampling kept; eager masks all others. "no support" is the loss over the
 whole vocabulary, which is compared with that in float64, and with nobody else's.
 
 Memory: "extra" is the peak beyond the inputs, in a fresh process per contender. "workspace" is the
@@ -76,14 +76,14 @@ from benchmarks.measure import (
 )
 from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
 from grpo_kernels import reference
-from grpo_kernels.head_call import DEFAULT_TOLERANCE
+from grpo_kernels.experimental import Sampled
 
 CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
 # inputs, that of the loss to the mean size of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# A sampled gradient is asked for DEFAULT_TOLERANCE; a few sequences alone may be noisier.
-SAMPLED_TOLERANCE = 2.5 * DEFAULT_TOLERANCE
+# A sampled gradient is asked for this noise; that of a few sequences alone may be larger.
+SAMPLED_TOLERANCE = 2.5 * Sampled.tolerance
 ERRORS = ("loss", "d_hidden", "d_weight")
 # Contenders, and the methods of the cost model that stand for them.
 PREDICTED_BY = {
@@ -109,7 +109,7 @@ class Truth(NamedTuple):
 def truth_of(w: Workload, *, replayed: bool = True) -> Truth:
     """Picks a few sequences that have a gradient and computes their loss in float64.
 
-    With a support the loss is over its words, unless it is not to be `replayed`.
+    With a support the loss is over its entries, unless it is not to be `replayed`.
     """
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
@@ -165,7 +165,7 @@ class Results:
     ) -> None:
         self.workload, self.names, self.save = w.describe(), names, save
         self.dtype = w.hidden.dtype
-        # Over the words of a support the FLOPs are others.
+        # Over the entries of a support the FLOPs are others.
         self.flop = 6 * w.tokens * w.weight.numel() if w.support is None else None
         self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
         self.found: Found = {name: {"status": "not measured"} for name in (*self.names, FLOOR)}

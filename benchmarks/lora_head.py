@@ -27,7 +27,7 @@ from benchmarks.measure import (
     times,
 )
 from benchmarks.workloads import Workload, make
-from grpo_kernels import fused_grpo_loss
+from grpo_kernels import LMHead, fused_grpo_loss
 
 _RANK = 16
 
@@ -51,14 +51,9 @@ def loss(w: Workload, how: str, pair: tuple[Tensor, Tensor] | None = None) -> Te
         low_rank = (w.hidden @ lora_a.T, lora_b)
     elif how == "merged":
         weight = weight + lora_b @ lora_a
+    head = LMHead(weight, low_rank=low_rank)
     return fused_grpo_loss(
-        w.hidden,
-        weight,
-        w.targets,
-        w.advantages,
-        w.mask,
-        old_logps=w.old_logps,
-        low_rank=low_rank,
+        w.hidden, head, w.targets, w.advantages, w.mask, old_logps=w.old_logps
     ).loss
 
 

@@ -71,7 +71,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
 
     planned.append(head("head-4096", 110, "dense", "8192,151936,4096"))
     planned.append(_measuring(out, "gemms", 45, "gemms", device=device))
-    tiny = ["--shape", "40,600,32", "--words", "5"] if dry_run else []
+    tiny = ["--shape", "40,600,32", "--entries", "5"] if dry_run else []
     planned.append(_measuring(out, "support", 30, "support_replay", *tiny, device=device))
     planned.append(head("head-1536", 90, "dense", "16384,151936,1536"))
     tiny = ["--tokens", "8", "--vocabulary", "3000", "--hidden", "32"] if dry_run else []

@@ -6,7 +6,7 @@ Each way makes the loss, and the gradients of the states and of this rank's rows
 
 - "whole on every rank" adds up dW over the ranks, as DDP does;
 - "gathered, dW reduced" gathers the head and scatters the sum of dW, as FSDP2 and ZeRO-3 do;
-- "sharded, states pass" leaves the head where it is: `hidden_layout="data"`.
+- "sharded, states pass" leaves the head where it is: `VocabRanks(hidden="data")`.
 
 Two processes on a CPU, by gloo, with half of its cores each; all GPUs of a machine, by NCCL.
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import PeakMemory, time_once
-from grpo_kernels import fused_grpo_loss
+from grpo_kernels import LMHead, VocabRanks, fused_grpo_loss
 
 Shape = tuple[int, int, int]
 
@@ -66,8 +66,8 @@ def gathered(x: Inputs) -> None:
 
 def sharded(x: Inputs) -> None:
     """This rank's rows of the head, for the tokens of all ranks."""
-    out = fused_grpo_loss(*x, vocab_group=dist.group.WORLD, hidden_layout="data")
-    out.loss.backward()
+    head = LMHead(x.weight, ranks=VocabRanks(dist.group.WORLD, hidden="data"))
+    fused_grpo_loss(x.hidden, head, x.targets, x.advantages).loss.backward()
 
 
 WAYS: dict[str, Callable[[Inputs], None]] = {

@@ -14,33 +14,38 @@ Prints three tables:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import one_pass
+from benchmarks.contenders import one_pass, two_passes
 from benchmarks.measure import with_grad
 from benchmarks.workloads import SYNTHETIC, Workload, make
-from grpo_kernels import fused_grpo_loss
-from grpo_kernels.column_sampling import TYPICAL_VARIANCE_GROWTH
-from grpo_kernels.sampled_gradients import SampledGradients, _row_squares
+from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels.arguments import head_call
+from grpo_kernels.dense import Gradients
+from grpo_kernels.experimental import Sampled
+from grpo_kernels.experimental.column_draw import TYPICAL_VARIANCE_GROWTH
+from grpo_kernels.experimental.sampled import SampledDense
+from grpo_kernels.routes import routes_of
 
 TOLERANCES = (2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 SEEDS = range(5)
 BETAS, EPS = (0.9, 0.999), 1e-8
 # Lower limits of groups of vocabulary entries, by the sum of their probabilities over a batch.
 EXPECTED = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+Pair = tuple[Tensor, Tensor]  # gradients of hidden states and head
+Drawn = tuple[Pair, dict[str, Tensor]]  # and metrics
 
 
-def gradients(loss: Callable[..., Tensor], w: Workload, **options: Any) -> tuple[Tensor, Tensor]:
+def gradients(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Pair:
     """Returns the gradients of hidden states and head."""
     given = with_grad(w.each(Tensor.detach))
-    loss(given, **options).backward()
+    loss(given, **execution).backward()
     assert given.hidden.grad is not None and given.weight.grad is not None
     return given.hidden.grad, given.weight.grad
 
@@ -49,45 +54,63 @@ def relative_error(sampled: Tensor, exact: Tensor) -> float:
     return float((sampled - exact).norm() / exact.norm())
 
 
-@contextlib.contextmanager
-def without(row_sums: bool, column_sums: bool) -> Iterator[None]:
-    """Takes control variates out of the estimator, which keeps as many columns as with them."""
-    real = SampledGradients.__init__
+def drawn(w: Workload, seed: int, tolerance: float) -> Drawn:
+    """Draws columns in a call."""
+    given = with_grad(w.each(Tensor.detach))
+    out = fused_grpo_loss(
+        given.hidden, given.weight, w.targets, w.advantages, w.mask, old_logps=w.old_logps,
+        execution=Execution(backward=Sampled(tolerance, seed)),
+    )  # fmt: skip
+    out.loss.backward()
+    assert given.hidden.grad is not None and given.weight.grad is not None
+    return (given.hidden.grad, given.weight.grad), out.metrics
 
-    def init(self: Any, *args: Any) -> None:
-        real(self, *args)
+
+class Without(SampledDense):
+    """Leaves control variates out, and keeps as many columns as with them."""
+
+    def __init__(self, *args: Any, row_sums: bool, column_sums: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
         if row_sums:
-            self.mean_row, self.row_squares = None, _row_squares(self.head, None)
+            self.mean_row = None
         if column_sums:
-            self.mean_hidden.zero_()
+            for centre in self.centres:
+                centre.zero_()
 
-    def shrinkage(self: Any) -> Tensor:
+    def shrinkage(self) -> Tensor:
         return torch.tensor(1 / TYPICAL_VARIANCE_GROWTH)
 
-    with mock.patch.multiple(SampledGradients, __init__=init, shrinkage=shrinkage):
-        yield
+
+def drawn_without(w: Workload, seed: int, d_logps: Tensor, **left_out: bool) -> Drawn:
+    """Draws columns for these gradients of the log-probs, without some control variates."""
+    execution = Execution(backward=Sampled(seed=seed))
+    call = head_call(w.hidden, w.weight, w.targets, w.mask, None, execution)
+    routes = routes_of(call, None, None, gradients=True, keeps=True, agreed={})
+    dense = Without(call, routes.plan, entropy=True, keeps=True, **left_out)
+    grads = Gradients(call.tensors, [True, True], every_row=False)
+    for rows in dense.chunks():
+        dense.sweep(rows)
+        dense.add(rows, grads, d_logps[rows.index])
+    dense.finish(grads)
+    d_hidden, d_weight = grads.all()
+    assert d_hidden is not None and d_weight is not None
+    return (d_hidden.view_as(w.hidden), d_weight), dense.metrics()
 
 
-def noise(w: Workload, exact: tuple[Tensor, Tensor], tolerance: float) -> list[float]:
+def of_logps(w: Workload) -> Tensor:
+    """Returns the loss's gradient by the log-prob of each token, `[N]`."""
+    logps = linear_logprobs(w.hidden, w.weight, w.targets, w.mask).logps.detach()
+    loss = grpo_loss(logps.requires_grad_(), w.advantages, w.mask, old_logps=w.old_logps).loss
+    return torch.autograd.grad(loss, logps)[0].flatten()
+
+
+def noise(draw: Callable[[int], Drawn], exact: Pair) -> list[float]:
     """Returns the share of columns kept, noise of dH and dW, predicted noise; means over seeds."""
     rows = []
     for seed in SEEDS:
-        given = with_grad(w.each(Tensor.detach))
-        out = fused_grpo_loss(
-            given.hidden,
-            given.weight,
-            w.targets,
-            w.advantages,
-            w.mask,
-            old_logps=w.old_logps,
-            backward="sampled",
-            tolerance=tolerance,
-            seed=seed,
-        )
-        out.loss.backward()
-        assert given.hidden.grad is not None and given.weight.grad is not None
-        d_hidden, d_weight = map(relative_error, (given.hidden.grad, given.weight.grad), exact)
-        kept, predicted = (float(out.metrics[x]) for x in ("columns_kept", "gradient_noise"))
+        found, metrics = draw(seed)
+        d_hidden, d_weight = map(relative_error, found, exact)
+        kept, predicted = (float(metrics[x]) for x in ("columns_kept", "gradient_noise"))
         rows.append([kept, d_hidden, d_weight, predicted])
     return [statistics.mean(column) for column in zip(*rows, strict=True)]
 
@@ -120,9 +143,10 @@ def adam(w: Workload, steps: int, per_step: int) -> str:
         "exact": lambda w, _: gradients(one_pass, w)[1]
     }
     for tolerance in (5e-3, 2e-2):
-        contenders[f"{tolerance:g}"] = lambda w, seed, t=tolerance: gradients(  # type: ignore[misc]
-            one_pass, w, backward="sampled", tolerance=t, seed=seed
-        )[1]
+        for name, loss in (("one pass", one_pass), ("two passes", two_passes)):
+            contenders[f"{name}, {tolerance:g}"] = lambda w, seed, loss=loss, t=tolerance: (
+                gradients(loss, w, backward=Sampled(t, seed))[1]  # type: ignore[misc]
+            )
     optimizers = {name: Adam() for name in contenders}
     draw = torch.Generator().manual_seed(0)
     occurs = torch.zeros(len(w.weight), dtype=torch.bool)
@@ -180,16 +204,17 @@ def main() -> None:
     columns = "columns kept | error of dH | error of dW | predicted |\n|---|---|---|---|---|"
     print(f"\n| tolerance | {columns}")
     for tolerance in TOLERANCES:
-        print_noise(f"{tolerance:g}", noise(w, exact, tolerance))
-    print(f"\n| at 5e-3, without | {columns}")
-    for name, dropped in (
-        ("nothing", (False, False)),
-        ("W's mean row", (True, False)),
-        ("the mean hidden state", (False, True)),
-        ("both", (True, True)),
+        print_noise(f"{tolerance:g}", noise(partial(drawn, w, tolerance=tolerance), exact))
+    print(f"\n| at {Sampled.tolerance:g}, without | {columns}")
+    d_logps = of_logps(w)
+    for name, *left_out in (
+        ("nothing", False, False),
+        ("W's mean row", True, False),
+        ("the mean hidden state", False, True),
+        ("both", True, True),
     ):
-        with without(*dropped):
-            print_noise(name, noise(w, exact, 5e-3))
+        options = dict(zip(("row_sums", "column_sums"), left_out, strict=True))
+        print_noise(name, noise(partial(drawn_without, w, d_logps=d_logps, **options), exact))
     print(f"\nAdam's update after {args.steps} batches, sampled to exact: length ratio, cosine\n")
     print(adam(w, args.steps, args.per_step))
 

@@ -1,8 +1,8 @@
-"""Times the loss over the words that a sampler kept, its kernels, and the exact loss beside it.
+"""Times the loss over the ids that a sampler kept, its kernels, and the exact loss beside it.
 
-    python -m benchmarks.support_replay [--device cpu|cuda] [--shape N,V,H] [--words 8 64]
+    python -m benchmarks.support_replay [--device cpu|cuda] [--shape N,V,H] [--entries 8 64]
 
-Sets are long-tailed, a median of 3 words where the mean is 8, and their ids follow Zipf's law.
+Sets are long-tailed, a median of 3 entries where the mean is 8, and their ids follow Zipf's law.
 First the gradients of a few tokens are compared with those of masked rows of logits in float32;
 what differs is not timed. Bytes are those that have to be moved if no row is met in a cache.
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cost_model import REPLAY, WORDS, error_of_the_model, shape
+from benchmarks.cost_model import ENTRIES, REPLAY, error_of_the_model, shape
 from benchmarks.gpu_costs import Device, Step, device_of, exact, replay
 from benchmarks.measure import (
     add_device_option,
@@ -33,17 +33,17 @@ from benchmarks.measure import (
     write_json,
 )
 from benchmarks.tune import INTERPRETED, measure
-from grpo_kernels import fused_grpo_loss
-from grpo_kernels.backends import Words, select_backend
+from grpo_kernels import Execution, Support, fused_grpo_loss
+from grpo_kernels.backends import Entries, select_backend
 
 CHECKED_TOKENS = 32
 # Of the logarithm of a set's size.
 _SPREAD = 1.4
-Support = tuple[Tensor, Tensor]
+BACKEND = "triton" if INTERPRETED else "auto"
 
 
 def sets(N: int, V: int, mean: float, device: torch.device) -> tuple[Support, Tensor]:
-    """Returns ids and offsets of about `mean` words per token, and a target among each."""
+    """Returns a support of about `mean` entries per token, and a target among each."""
     g = torch.Generator(device).manual_seed(0)
     median = mean / math.exp(_SPREAD**2 / 2)
     sizes = median * (_SPREAD * torch.randn(N, generator=g, device=device)).exp()
@@ -52,23 +52,24 @@ def sets(N: int, V: int, mean: float, device: torch.device) -> tuple[Support, Te
     uniform = torch.rand(len(tokens), generator=g, device=device)
     ids = (uniform * math.log(V)).exp().long().clamp(max=V - 1)
     targets = ids[counts.cumsum(0) - counts]
-    words = (tokens * V + ids).unique()
-    begins = torch.bincount(words // V, minlength=N).cumsum(0)
-    return (words % V, torch.nn.functional.pad(begins, (1, 0))), targets
+    entries = (tokens * V + ids).unique()
+    begins = torch.bincount(entries // V, minlength=N).cumsum(0)
+    return Support(entries % V, torch.nn.functional.pad(begins, (1, 0))), targets
 
 
 def step(hidden: Tensor, weight: Tensor, *rest: Any, support: Support | None) -> list[Tensor]:
     """Returns the gradients of the loss."""
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
-    backend = "triton" if INTERPRETED else "auto"
-    out = fused_grpo_loss(hidden, weight, *rest, support=support, backend=backend)
+    out = fused_grpo_loss(
+        hidden, weight, *rest, support=support, execution=Execution(backend=BACKEND)
+    )
     return list(torch.autograd.grad(out.loss, (hidden, weight)))
 
 
 def masked(
     hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, support: Support
 ) -> list[Tensor]:
-    """The same from rows of float32 logits, in which the words left out are -inf."""
+    """The same from rows of float32 logits, in which the ids left out are -inf."""
     ids, offsets = support
     hidden, weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     out = torch.ones(len(targets), len(weight), dtype=torch.bool, device=hidden.device)
@@ -84,24 +85,24 @@ def error(
     """The largest relative error of the gradients of a few tokens."""
     ids, offsets = support
     few = CHECKED_TOKENS
-    of_few = (ids[: offsets[few]], offsets[: few + 1])
+    of_few = Support(ids[: offsets[few]], offsets[: few + 1])
     given = hidden[:few], weight, targets[:few], advantages[:few]
     pairs = zip(step(*given, support=of_few), masked(*given, of_few), strict=True)
     return max(float((x.float() - y).norm() / y.norm()) for x, y in pairs)
 
 
 def kernels(hidden: Tensor, weight: Tensor, support: Support) -> Iterator[tuple[str, Any, int]]:
-    """Yields the kernels over words: name, call, bytes."""
+    """Yields the kernels over entries: name, call, bytes."""
     ids, offsets = support
     N, V, row = len(hidden), len(weight), hidden.shape[1] * hidden.element_size()
     tokens = torch.arange(N, device=ids.device).repeat_interleave(offsets.diff())
     order = ids.argsort(stable=True)
-    words = Words(ids, tokens, offsets, torch.zeros_like(offsets[1:]), order)
-    begins = words.begins_of(torch.arange(V + 1, device=ids.device))
-    backend = select_backend("triton" if INTERPRETED else "auto", hidden.device)
+    entries = Entries(ids, tokens, offsets, torch.zeros_like(offsets[1:]), order)
+    begins = entries.begins_of(torch.arange(V + 1, device=ids.device))
+    backend = select_backend(BACKEND, hidden.device)
     factors, dtype, sums = torch.rand(ids.shape, device=ids.device), weight.dtype, ids.numel() * row
-    z, by_id = torch.zeros_like(factors), words.tokens_by_id
-    yield "forward", lambda: backend.word_dots(hidden, weight, words, z), sums + N * row
+    z, by_id = torch.zeros_like(factors), entries.tokens_by_id
+    yield "forward", lambda: backend.entry_dots(hidden, weight, entries, z), sums + N * row
     dh = partial(backend.segment_sums, factors, ids, offsets, weight, dtype, None)
     yield "dh", dh, sums + N * row
     dW = partial(backend.segment_sums, factors[order], by_id, begins, hidden, dtype, None)
@@ -120,7 +121,7 @@ def rows(
     allowed = 1e-4 if dtype == torch.float32 else 6e-3
     for mean in means:
         support, targets = sets(N, V, mean, device)
-        about = {"words": len(support[0]) / N, "asked": mean}
+        about = {"entries": len(support[0]) / N, "asked": mean}
         try:
             off = error(hidden, weight, targets, advantages, support)
         except Exception as failure:
@@ -131,7 +132,7 @@ def rows(
             continue
         given = (hidden, weight, targets, advantages)
         calls = [*kernels(hidden, weight, support), ("all", partial(step, *given), 0)]
-        predicted = replay(Step(model, N, V, H), about["words"]) if model else {}
+        predicted = replay(Step(model, N, V, H), about["entries"]) if model else {}
         for what, call, moved in calls:
             run = partial(call, support=support) if what == "all" else call
             row = about | {"what": what, "status": "ok", "bytes": moved, "error": off}
@@ -143,7 +144,7 @@ def rows(
             yield row
     targets = torch.randint(V, (N,), generator=g, device=device)
     run = partial(step, hidden, weight, targets, advantages, support=None)
-    row = {"words": V, "what": "exact", "status": "ok", "bytes": 0}
+    row = {"entries": V, "what": "exact", "status": "ok", "bytes": 0}
     row["seconds"] = measure(run, device, rounds=3)
     if model:
         row["predicted_seconds"] = sum(exact(Step(model, N, V, H)).values()) / 1e3
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     add_device_option(parser)
     parser.add_argument("--shape", type=shape, metavar="N,V,H",
                         help=f"tokens, vocabulary, hidden size (on cuda {REPLAY})")  # fmt: skip
-    parser.add_argument("--words", nargs="+", type=int, default=list(WORDS),
+    parser.add_argument("--entries", nargs="+", type=int, default=list(ENTRIES),
                         help="mean sizes of sets (default: 8 64)")  # fmt: skip
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
@@ -166,13 +167,13 @@ def main(argv: list[str] | None = None) -> None:
     result: dict[str, Any] = {**header(args.device), "shape": [N, V, H], "rows": []}
     print_header(result)
     model = device_of(result["device"])
-    print(f"{N:,} tokens, {V:,} words of {H:,}, {default_dtype(device.type)}")
+    print(f"{N:,} tokens, {V:,} rows of {H:,}, {default_dtype(device.type)}")
     if model:
         print(f"x model: the time over the predicted one. {error_of_the_model()}")
-    print(f"{'words per token':>16} {'':8}{'ms':>9} {'GB/s':>8} {'x model':>8}")
-    for row in rows(N, V, H, args.words, device, model):
+    print(f"{'entries per token':>17} {'':8}{'ms':>9} {'GB/s':>8} {'x model':>8}")
+    for row in rows(N, V, H, args.entries, device, model):
         result["rows"].append(row)
-        line = f"{row['words']:16,.1f} {row['what']:8}"
+        line = f"{row['entries']:17,.1f} {row['what']:8}"
         if row["status"] == "ok":
             seconds = statistics.median(row["seconds"])
             line += f"{1e3 * seconds:9.4g}"

@@ -4,7 +4,7 @@
     python -m benchmarks.training_studies support [--seeds 0 1 2] [--steps 30]
 
 `sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
-log-probs over the words that this kept with those of the whole softmax; it also notes the ratio of
+log-probs over the ids that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
 `accumulation`, `updates`, `spikes`, `processes` and `word_problems` (22 steps) show what
 docs/gsm8k.md says of them. What comes after `--options` is added to all settings.
@@ -82,7 +82,7 @@ STUDIES = {
         {
             "ratio, mean": ("ratio_to_sampler", ".3f"),
             "outside 0.9 to 1.1": ("outside", ".1%"),
-            "words per token": ("words", ".1f"),
+            "entries per token": ("entries", ".1f"),
         },
         observes_ratios=True,
     ),
@@ -132,7 +132,7 @@ STUDIES = {
 
 
 class Recording(GenerateRollout):
-    """Records the words that sampling kept, whether they are trained on or not."""
+    """Records the ids that sampling kept, whether they are trained on or not."""
 
     def __call__(self, prompts: Any, count: int, sampling: Any) -> Any:
         truncated = sampling.temperature > 0 and sampling.top_p < 1
@@ -160,16 +160,13 @@ def ratio_to_sampler(trainer: Trainer, samples: Samples) -> dict[str, float]:
     batch, _ = samples.batch(list(everyone), trainer.tokenizer.pad_token_id)
     supports = [completion.support for completion in samples.completions]
     support = batch_support(supports, batch.mask.shape[1], batch.mask.device)
-    kept, whole = (
-        trainer.policy("logps", replace(batch, support=x), config.temperature)[0]
-        for x in (support, None)
-    )
+    kept, whole = (trainer.policy("logps", replace(batch, support=x))[0] for x in (support, None))
     trained = kept if config.replay_support else whole
     ratios = (trained - kept).exp()[batch.mask != 0]
     return {
         "ratio_to_sampler": float(ratios.mean()),
         "outside": float(((ratios < 0.9) | (ratios > 1.1)).float().mean()),
-        "words": float(samples.support_sizes.float().mean()),
+        "entries": float(samples.support_sizes.float().mean()),
     }
 
 

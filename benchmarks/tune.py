@@ -48,11 +48,9 @@ from benchmarks.measure import (
     time_once,
     write_json,
 )
-from grpo_kernels import column_sampling
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
-from grpo_kernels.head_call import DEFAULT_TOLERANCE, ColumnSampling, head_call
-from grpo_kernels.lm_head import LMHead
-from grpo_kernels.sampled_gradients import KeptColumnGradients
+from grpo_kernels.experimental import Sampled, column_draw
+from grpo_kernels.products import addmm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COPY = "copy"
@@ -62,19 +60,20 @@ Run = Callable[[], Any]
 def row_settings(cuda: bool) -> list[dict[str, Any]]:
     """Returns the settings of the kernels that work row by row, the default first."""
     if cuda or INTERPRETED:
-        from grpo_kernels.backends.triton_logits import ROW_LAUNCH, Launch
+        from grpo_kernels.backends.triton_common import Launch
+        from grpo_kernels.backends.triton_logits import ROW_LAUNCH
 
         tried = itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)) if cuda else []
         return [{"launch": x} for x in dict.fromkeys([ROW_LAUNCH, *(Launch(*t) for t in tried)])]
-    default = torch_backend._CPU_BLOCK_BYTES
+    default = torch_backend.CPU_BLOCK_BYTES
     return [{"block_bytes": x} for x in dict.fromkeys([default, *(1 << i for i in range(17, 25))])]
 
 
 def column_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.backends.triton_column_scores import COLUMN_LAUNCH
-    from grpo_kernels.backends.triton_logits import Launch
+    from grpo_kernels.backends.triton_common import Launch
+    from grpo_kernels.experimental.triton_column_scores import COLUMN_LAUNCH
 
     tried = itertools.product((256, 512, 1024, 2048), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([COLUMN_LAUNCH, *(Launch(*t) for t in tried)])]
@@ -83,21 +82,29 @@ def column_settings(cuda: bool) -> list[dict[str, Any]]:
 def token_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.backends.triton_logits import Launch
+    from grpo_kernels.backends.triton_common import Launch
     from grpo_kernels.backends.triton_policy_loss import TOKEN_LAUNCH
 
     tried = itertools.product((128, 256, 512, 1024), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([TOKEN_LAUNCH, *(Launch(*t) for t in tried)])]
 
 
+def functions(cuda: bool) -> tuple[Any, Any]:
+    """Returns the backend that is timed, and its functions of the sampled backward."""
+    if cuda or INTERPRETED:
+        from grpo_kernels.backends import triton_backend
+        from grpo_kernels.experimental import triton_column_scores
+
+        return triton_backend, triton_column_scores
+    from grpo_kernels.experimental import torch_column_scores
+
+    return torch_backend, torch_column_scores
+
+
 def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list[Any], Any]]:
     """Yields name, bytes moved, settings, and a function from a setting to the result."""
     cuda = device.type == "cuda"
-    backend: Any = torch_backend
-    if cuda or INTERPRETED:
-        from grpo_kernels.backends import triton_backend
-
-        backend = triton_backend
+    backend, column_scores = functions(cuda)
     g = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(N, V, generator=g, device=device)
     targets = torch.randint(0, V, (N,), generator=g, device=device)
@@ -132,9 +139,9 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
 
         name = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), write
-    blocks = column_sampling.row_blocks(N, device)
+    blocks = column_draw.row_blocks(N, device)
     grads = RowGrads.of(stats, weights)
-    score = partial(backend.column_scores, logits, targets, transform, grads, blocks)
+    score = partial(column_scores.column_scores, logits, targets, transform, grads, blocks)
     yield "column_scores", 4 * N * V, column_settings(cuda), lambda **s: score(**s)
     M = 64 if INTERPRETED else 1 << 20
     logps, old, advantages = torch.randn(3, M, generator=g, device=device) - 2
@@ -156,54 +163,46 @@ def sampled_cases(
     hidden = torch.randn(N, H, generator=g, device=device).to(dtype)
     weight = (H**-0.5 * torch.randn(V, H, generator=g, device=device)).to(dtype)
     targets = torch.arange(N, device=device) % 16  # kept in every block
-    operands, call = head_call(
-        hidden, weight, targets, None, bias=None, low_rank=None, temperature=1.0, logit_scale=1.0,
-        softcap=None, cu_seqlens=None, backward="sampled", tolerance=None, seed=0,
-        backend="triton" if INTERPRETED else "auto", chunk_bytes=None, capturable=False,
-    )  # fmt: skip
-    blocks = column_sampling.row_blocks(N, device)
+    backend, column_scores = functions(device.type == "cuda")
+    blocks = column_draw.row_blocks(N, device)
     # Squares of the columns' norms, some 1e8 apart, as those of a softmax are.
     squares = torch.rand(len(blocks), V, generator=g, device=device).pow(16)
-    allowed = DEFAULT_TOLERANCE**2
+    asked, level = Sampled(seed=0), column_scores.column_level
     solve = partial(
-        column_sampling.keep_probabilities, squares, targets, blocks, allowed, call.backend
+        column_draw.keep_probabilities, squares, targets, blocks, asked.tolerance**2, level
     )
     yield "sampled: keep_probabilities", 4 * squares.numel(), [{}], solve
-    asked = ColumnSampling(DEFAULT_TOLERANCE, 0)
-    sampler = column_sampling.ColumnSampler(asked, V, device, call.backend)
+    drawn = column_draw.ColumnDraw(asked.tolerance, asked.seed, V, device, level)
 
     def draw() -> None:
-        sampler.sample(squares, targets, blocks, 1 / 1.5)
+        drawn.sample(squares, targets, blocks, 1 / 1.5)
 
     yield "sampled: sample", 4 * squares.numel(), [{}], draw
-    head = LMHead(operands, call, N)
-    logits = head.logits(head.rows(slice(0, N)))
-    stats = call.backend.token_stats(logits, targets, call.transform, entropy=False)
+    logits, plain = (hidden @ weight.t()).float(), LogitTransform()
+    stats = backend.token_stats(logits, targets, plain, entropy=False)
     ones = torch.ones_like(stats.logps)
+    d_weight = torch.zeros(V, H, device=device)
     for R, share in KEPT_OF_BLOCK.items():
         size, K = min(R, N), max(16, int(share * V) // 16 * 16)
         spread_out = 16 + torch.arange(K - 16, device=device) * ((V - 16) // max(1, K - 16))
         ids = torch.cat([torch.arange(16, device=device), spread_out])
-        kept = column_sampling.KeptColumns(
-            ids, torch.ones(K, device=device), torch.ones(2, K, device=device)
-        )
         block = logits[:size]
         gather = partial(block.index_select, 1, ids)
         yield f"sampled: kept logits, {R} rows", 8 * size * K, [{}], gather
-        rows = head.rows(slice(0, size))
-        wanted = (True, True, False, False, False)
-        gradients = KeptColumnGradients(head, call.backend, wanted, size)
         grads = RowGrads.of(stats, ones).at(slice(0, size))
-        given = block.index_select(1, ids)  # overwritten: what is timed is the same for any logits
+        given = block.index_select(1, ids)
 
         def add(
-            given: Any = given,
-            rows: Any = rows,
-            grads: Any = grads,
-            kept: Any = kept,
-            gradients: Any = gradients,
+            given: Tensor = given, grads: RowGrads = grads, ids: Tensor = ids, size: int = size
         ) -> None:
-            gradients.add_kept(rows, given, grads, kept, centred=rows.hidden)
+            """What `experimental.sampled` does with the columns that a block keeps."""
+            x, d = hidden[:size], torch.empty_like(given, dtype=dtype)
+            columns = torch.ones(len(ids), device=device)
+            backend.logit_grads_(given, targets[:size], plain, grads, d, column_weights=columns)
+            d_rows, d_kept = given.new_empty(size, H), given.new_empty(len(ids), H)
+            addmm(d_rows, d, weight[ids], beta=0.0)
+            addmm(d_kept, d.t(), x, beta=0.0)
+            d_weight.index_add_(0, ids, d_kept)
 
         yield f"sampled: add_kept, {R} rows", 22 * K * H, [{}], add
 

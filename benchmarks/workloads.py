@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo_kernels import Support, batch_support, linear_logprobs
+
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -37,8 +39,9 @@ PROMPTS = (
     "Q: Why is the sky blue?\nA:",
 )
 
-
 Device = str | torch.device
+# Files of workloads have it in them.
+torch.serialization.add_safe_globals([Support])
 
 
 @dataclass
@@ -52,7 +55,11 @@ class Workload:
     advantages: Tensor  # [B]
     old_logps: Tensor  # [B, T]
     mask: Tensor | None = None  # [B, T], bool
-    support: tuple[Tensor, Tensor] | None = None  # words kept for each token: ids, offsets
+    support: Support | None = None  # what sampling kept for each token
+
+    def __post_init__(self) -> None:
+        if self.support is not None:
+            self.support = Support(*self.support)  # older files have a plain pair
 
     @property
     def tokens(self) -> int:
@@ -64,7 +71,7 @@ class Workload:
         dtype = str(self.hidden.dtype).removeprefix("torch.")
         counted = "" if self.mask is None else f" of {B * T:,} positions"
         about = f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
-        return about if self.support is None else f"{about}, {_sizes(*self.support)}"
+        return about if self.support is None else f"{about}, {_sizes(self.support)}"
 
     def to(self, dtype: torch.dtype) -> Workload:
         """Returns the workload with hidden states and head in another dtype."""
@@ -75,7 +82,7 @@ class Workload:
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, tuple):
-                changed[name] = tuple(map(change, value))
+                changed[name] = Support(*map(change, value))
             else:
                 changed[name] = change(value) if isinstance(value, Tensor) else value
         return Workload(**changed)
@@ -93,31 +100,32 @@ class Workload:
         part = replace(self, support=None).each(lambda x: x if x is weight else take(x))
         if support is not None:
             numbers = torch.arange(self.targets.numel()).view_as(self.targets)
-            part.support = _support_of(*support, take(numbers).flatten().tolist())
+            part.support = _support_of(support, take(numbers).flatten().tolist())
         return part
 
     def tiny(self) -> Workload:
-        """Returns copies of the first sequence and of 64 words of the head, for a warm-up."""
+        """Returns copies of the first sequence and of 64 rows of the head, for a warm-up."""
         tiny = self.sequences(slice(1)).each(Tensor.detach)
         tiny.weight, tiny.targets = self.weight.detach()[:64], tiny.targets % 64
         if self.support is not None:
-            words = torch.stack([tiny.targets, (tiny.targets + 1) % 64], -1).flatten()
-            tiny.support = words, torch.arange(0, len(words) + 1, 2, device=words.device)
+            ids = torch.stack([tiny.targets, (tiny.targets + 1) % 64], -1).flatten()
+            tiny.support = Support(ids, torch.arange(0, len(ids) + 1, 2, device=ids.device))
         return tiny.each(torch.clone)
 
 
-def _support_of(ids: Tensor, offsets: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    sets = ids.split(offsets.diff().tolist())
-    sizes = offsets.diff()[tokens]
-    return torch.cat([sets[i] for i in tokens]), F.pad(sizes.cumsum(0), (1, 0))
+def _support_of(support: Support, tokens: list[int]) -> Support:
+    sizes = support.offsets.diff()
+    sets = support.token_ids.split(sizes.tolist())
+    offsets = F.pad(sizes[tokens].cumsum(0), (1, 0))
+    return Support(torch.cat([sets[i] for i in tokens]), offsets)
 
 
-def _sizes(ids: Tensor, offsets: Tensor) -> str:
-    sizes = offsets.diff().float()
+def _sizes(support: Support) -> str:
+    sizes = support.offsets.diff().float()
     median, p99 = torch.quantile(sizes, sizes.new_tensor([0.5, 0.99])).tolist()
     return (
-        f"words per token: mean {sizes.mean():.1f}, median {median:.0f}, p99 {p99:,.0f}, "
-        f"largest {sizes.max():,.0f}, one word {(sizes == 1).float().mean():.0%}"
+        f"entries per token: mean {sizes.mean():.1f}, median {median:.0f}, p99 {p99:,.0f}, "
+        f"largest {sizes.max():,.0f}, one entry {(sizes == 1).float().mean():.0%}"
     )
 
 
@@ -141,7 +149,7 @@ TRUNCATED: dict[str, dict[str, Any]] = {
 
 
 def truncated_samples(name: str) -> Workload:
-    """Samples like those of `smollm`, with truncation, and the words that it kept for each token.
+    """Samples like those of `smollm`, with truncation, and the ids that it kept for each token.
 
     They are made once and kept in the cache folder, beside the head.
     """
@@ -166,7 +174,6 @@ def _sample_smollm(**truncation: Any) -> dict[str, Any]:
     """Samples and scores; with truncation, the support takes the place of the head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from grpo_kernels import batch_support
     from grpo_kernels.integrations.generation import SupportRecorder
     from grpo_kernels.training import resolve_model
 
@@ -218,13 +225,13 @@ def synthetic(
     rank = torch.arange(V, device=device)
     of = rank * clusters // V
     shared, own = (torch.randn(n, H, generator=g, device=device) for n in (clusters, V))
-    words = torch.multinomial((rank + 1.0) ** -ZIPF, N, replacement=True, generator=g)
+    tokens = torch.multinomial((rank + 1.0) ** -ZIPF, N, replacement=True, generator=g)
     lean, noise = (
         low + span * torch.rand(N, 1, generator=g, device=device)
         for low, span in ((2, 8), (1.2, 1.4))
     )
     pull = 10 + math.log(V / 49_152)
-    hidden = (pull * shared[of[words]] + lean * own[words]) / (H / 2) ** 0.5
+    hidden = (pull * shared[of[tokens]] + lean * own[tokens]) / (H / 2) ** 0.5
     hidden += noise * torch.randn(N, H, generator=g, device=device)
     weight = own.add_(shared[of]).mul_((0.5 / H) ** 0.5)
     return _sampled(name, hidden.view(N // T, T, H), weight, seed)
@@ -277,11 +284,9 @@ def _policy_inputs(
     weight: Tensor,
     targets: Tensor,
     seed: int = 0,
-    support: tuple[Tensor, Tensor] | None = None,
+    support: Support | None = None,
 ) -> dict[str, Any]:
     """Makes advantages of both signs, none 0, and old log-probs near the policy's own."""
-    from grpo_kernels import linear_logprobs
-
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         logps = linear_logprobs(hidden, weight, targets, support=support).logps

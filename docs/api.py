@@ -19,7 +19,9 @@ PAGE = ROOT / "docs" / "api.md"
 # Each module and its public names; None: those in `__all__`.
 MODULES: dict[str, tuple[str, ...] | None] = {
     "grpo_kernels": None,
-    "grpo_kernels.objective": ("Tokens",),
+    "grpo_kernels.experimental": None,
+    "grpo_kernels.losses": ("Loss",),
+    "grpo_kernels.tokens": ("Tokens",),
     "grpo_kernels.integrations.transformers": (
         "attach_fused_head", "detach_fused_head", "Objective", "FusedHeadOutput",
     ),
@@ -118,12 +120,18 @@ def call(name: str, parts: list[str]) -> str:
 def fields(of: Definition) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and text of each field of a dataclass or named tuple.
 
-    The text is the string below the field, or what the call that makes it says.
+    The text is the string below the field, or what the call that makes it says. `*` stands before
+    those that are to be named.
     """
+    if "kw_only=True" in "".join(map(ast.unparse, of.node.decorator_list)):
+        yield "*", "", "", ""
     for node, below in zip(of.node.body, [*of.node.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         value, text = node.value, ""
+        if of.text(node.annotation) == "KW_ONLY":
+            yield "*", "", "", ""
+            continue
         if isinstance(value, ast.Call) and value.args:
             # `option(default, text)`, or `option_of_the_loss(name)`.
             text = (
@@ -145,7 +153,7 @@ def class_text(name: str, of: Definition) -> str:
     if made:
         head = signature(name, of, made[0], skip=1)
     elif own and not told:
-        head = call(name, [f"{n}: {kind}{d and ' = '}{d}" for n, kind, d, _ in own])
+        head = call(name, [f"{n}{kind and ': '}{kind}{d and ' = '}{d}" for n, kind, d, _ in own])
     else:
         head = name
     for method in methods:

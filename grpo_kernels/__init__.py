@@ -1,23 +1,33 @@
 """GRPO loss and gradients directly from hidden states, without ever holding the logits."""
 
+from typing import TYPE_CHECKING, Any
+
 from .advantages import group_advantages, per_token_kl
 from .config import GRPOLossConfig
+from .execution import Execution
 from .fused_grpo_loss import fused_grpo_loss
 from .grpo_loss import grpo_loss
+from .head import LMHead, Support, VocabRanks
 from .linear_logprobs import linear_logprobs
 from .outputs import GRPOLossOutput, LogprobOutput
 from .sampler_check import SamplerCheck, check_sampler
 from .selective_log_softmax import selective_log_softmax
 from .sequences import gather_tokens
-from .support import batch_support
 
-__version__ = "0.2.0"
+if TYPE_CHECKING:
+    from .support import batch_support
+
+__version__ = "0.3.0.dev0"
 
 __all__ = [
+    "Execution",
     "GRPOLossConfig",
     "GRPOLossOutput",
+    "LMHead",
     "LogprobOutput",
     "SamplerCheck",
+    "Support",
+    "VocabRanks",
     "batch_support",
     "check_sampler",
     "fused_grpo_loss",
@@ -28,3 +38,11 @@ __all__ = [
     "per_token_kl",
     "selective_log_softmax",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "batch_support":  # what an exact call does not load
+        from .support import batch_support
+
+        return batch_support
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import check_tensor
 from .config import KL_ESTIMATORS, check_choice, check_number
-from .layout import check_tensor
 from .objective import kl_estimate
 
 SCALES = ("group", "batch", "none")
@@ -146,6 +146,24 @@ def per_token_kl(
         return kl_estimate(estimator, d, clamp)
     check_tensor("mask", mask, shape=logps.shape, device=logps.device)
     return kl_estimate(estimator, torch.where(mask != 0, d, 0.0), clamp)
+
+
+def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Multiplies advantages by the importance-sampling weights of another sampler.
+
+    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
+    of 0 a surrogate is linear in the advantage.
+
+    Args:
+        advantages: `[B]` or `[B, T]`.
+        weights: `[B]`, `[B, 1]` or `[B, T]`, >= 0.
+        mask: `[B, T]`.
+
+    Returns:
+        `[B, T]`, the shape of the mask.
+    """
+    advantages, weights = (x[:, None] if x.ndim == 1 else x for x in (advantages, weights))
+    return (advantages * weights).expand(mask.shape)
 
 
 class _Groups:

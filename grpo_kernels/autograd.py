@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _ROWS_AT_A_TIME = 4096
 
 
@@ -61,17 +59,11 @@ def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
     return tuple(torch.float32 if x is None else x.dtype for x in tensors)
 
 
-def eager_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, which would import the compiler just to be applied.
+def eager_only(function: _F) -> _F:
+    """Marks a function as `torch.compiler.disable` does, which would import the compiler for it.
 
     Under torch.compile the call is a graph break: chunk sizes follow from the data, and the work
     is kernels and GEMMs that a compiler has nothing to add to.
     """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

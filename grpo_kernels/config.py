@@ -1,80 +1,48 @@
 """`GRPOLossConfig`: the loss and its options, validated on construction.
 
-The formulas behind the names are in `grpo_kernels.objective`, the table of them in
-`docs/objectives.md`.
+The formulas behind the names are in `grpo_kernels.losses` and `grpo_kernels.objective`, the table
+of them in `docs/objectives.md`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .checks import check_bool
+from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # Those whose denominator counts tokens; that of the others counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 IS_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-
-class _Loss(NamedTuple):
-    """A loss type: its formula, its default aggregation, and the options it uses."""
-
-    surrogate: str
-    aggregation: str
-    options: frozenset[str]
-
-
-_CLIP = frozenset({"epsilon", "epsilon_high", "delta", "dual_clip", "importance_sampling_level"})
-_AGGREGATION = frozenset({"aggregation"})
-_SAPO = frozenset({"sapo_temperature_pos", "sapo_temperature_neg"})
-_VESPO = frozenset({"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"})
-_EPSILONS = frozenset({"epsilon", "epsilon_high"})
-
-_LOSSES = {
-    **{name: _Loss("clip", name, _CLIP) for name in AGGREGATIONS},
-    "cispo": _Loss("cispo", "dapo", _AGGREGATION | {"epsilon_high", "importance_sampling_level"}),
-    "sapo": _Loss("sapo", "grpo", _AGGREGATION | _SAPO),
-    "vespo": _Loss("vespo", "dapo", _AGGREGATION | _VESPO),
-    "gspo": _Loss("clip", "grpo", _AGGREGATION | _CLIP),
-    "gspo_token": _Loss("clip", "grpo", _AGGREGATION | _CLIP),
-    "gmpo": _Loss("gmpo", "grpo", _EPSILONS),
-    "reinforce": _Loss("reinforce", "dapo", _AGGREGATION),
-    "dppo_tv": _Loss("dppo_tv", "dapo", _AGGREGATION | _EPSILONS | {"dppo_ratio_max"}),
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    "> 1": lambda x: x > 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "of any size": lambda x: True,
 }
-_CUSTOM = _Loss("custom", "dapo", _AGGREGATION)
-_SPECIFIC = frozenset().union(*(loss.options for loss in _LOSSES.values()))
-LOSS_TYPES = tuple(_LOSSES)
-
-_NAMES = {"loss_type", "importance_sampling_level", "kl_estimator", "aggregation", "is_correction"}
-_FLAGS = {"use_bias_correction_kl"}
-_OPTIONAL = {
-    "epsilon_high",
-    "delta",
-    "dual_clip",
-    "max_completion_length",
-    "kl_clamp",
-    "is_clip_max",
-    "is_clip_min",
-    "off_policy_threshold",
+# Ranges and names of the options that are no loss type's own; those are in its class.
+_EXPECTED: dict[str, str | tuple[str, ...]] = {
+    "beta": ">= 0",
+    "aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_clamp": "> 0",
+    "entropy_coef": "of any size",
+    "top_entropy_quantile": "in [0, 1]",
+    "entropy_threshold": "of any size",
+    "is_correction": IS_CORRECTIONS,
+    "is_clip_max": "> 0",
+    "is_clip_min": ">= 0",
+    "off_policy_threshold": ">= 0",
 }
-_POSITIVE = (
-    "temperature",
-    "kl_clamp",
-    "is_clip_max",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    "dppo_ratio_max",
-)
-_NOT_NEGATIVE = ("beta", "epsilon_high", "is_clip_min", "off_policy_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +54,11 @@ class GRPOLossConfig:
     Args:
         loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped ratio, five
             aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
-            `"reinforce"`, `"dppo_tv"`; or an objective of your own, a callable that takes
-            `grpo_kernels.objective.Tokens` and returns the loss of every token, `[N]`, before
-            corrections, KL and aggregation. Gradients flow to log-probs and entropy, not to
-            parameters it may hold itself.
+            `"reinforce"`, `"dppo_tv"`; or an instance of a class of `grpo_kernels.losses`,
+            `Sapo(temperature_neg=1.1)`, which has its options itself; or a callable that takes
+            `grpo_kernels.tokens.Tokens` and returns the loss of every token, `[N]`, before
+            corrections, KL and aggregation (`docs/objectives.md`). Gradients flow to log-probs and
+            entropy, not to parameters it may hold itself.
         beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
         epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. For `gmpo` a
             bound on the log-ratio (its paper has 0.4), for `dppo_tv` on the probability's change.
@@ -103,8 +72,6 @@ class GRPOLossConfig:
         aggregation: average over the tokens' losses, named as the loss type that introduced it;
             None takes the loss type's own.
         max_completion_length: the T of the `dr_grpo` aggregation; required by it, else refused.
-        temperature: divisor of the logits in sampling, > 0. Acts where log-probs are computed
-            (`fused_grpo_loss`); `grpo_loss` gets log-probs and does not use it.
         kl_estimator: `"k1"`, `"abs"`, `"k2"`, `"k3"`, or `"k1+"`, `"k3+"`: their value with the
             gradient of k2.
         kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
@@ -113,6 +80,8 @@ class GRPOLossConfig:
             under the old policy is then the one under the current policy (DeepSeek-V3.2).
         entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
         top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
+        entropy_threshold: the entropy, in nats, from which on tokens train; None takes the quantile
+            over the call. One over a whole rollout and all ranks makes one pass enough.
         is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
             `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
             `"sequence_mask"`: 0 outside the bounds.
@@ -143,12 +112,12 @@ class GRPOLossConfig:
     importance_sampling_level: str = "token"
     aggregation: str | None = None
     max_completion_length: int | None = None
-    temperature: float = 1.0
     kl_estimator: str = "k3"
     kl_clamp: float | None = None
     use_bias_correction_kl: bool = True
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
+    entropy_threshold: float | None = None
     is_correction: str = "none"
     is_clip_max: float | None = 3.0
     is_clip_min: float | None = None
@@ -162,37 +131,41 @@ class GRPOLossConfig:
     dppo_ratio_max: float = 20.0
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_ranges()
+        for its in fields(self):
+            _check_field(its.name, getattr(self, its.name), its, _EXPECTED.get(its.name))
+        _check_loss(self.loss)
         self._check_used()
         self._check_together()
 
-    @property
-    def surrogate(self) -> str:
-        """The formula of a token's loss: `"clip"` for the loss types that clip a ratio."""
-        return self._loss.surrogate
+    @cached_property
+    def loss(self) -> Loss:
+        """The loss in force, an instance of its class."""
+        given = self.loss_type
+        if isinstance(given, Loss):
+            return given
+        if isinstance(given, type):
+            raise TypeError(f"loss_type: expected an instance, {given.__name__}(); got the class")
+        if callable(given):
+            return OwnLoss(given)
+        check_choice("loss_type", given, LOSS_TYPES, hint=", a loss, or a callable")
+        cls, preset = LOSSES[given]
+        options = {}
+        for name, its in flat_fields(given).items():
+            value = getattr(self, name)
+            _check_field(name, value, its, its.metadata["expected"])
+            if value != its.default:
+                options[its.name] = value
+        return cls(**(preset | options))
 
     @property
     def effective_aggregation(self) -> str:
         """The aggregation in force: `aggregation`, or the loss type's own."""
-        return self.aggregation or self._loss.aggregation
+        return self.aggregation or self.loss.aggregation
 
     @property
     def ratio_level(self) -> str:
         """The level of the importance ratio, `"token"` or `"sequence"`."""
-        if self.loss_type in ("gspo", "gspo_token"):
-            return "sequence"
-        return self.importance_sampling_level
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """The interval `(1 - epsilon, 1 + epsilon_high)` the ratio is clipped to."""
-        return 1.0 - self.epsilon, 1.0 + self.upper_epsilon
-
-    @property
-    def upper_epsilon(self) -> float:
-        """`epsilon_high`, or `epsilon` where that is None."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return self.loss.ratio_level
 
     @property
     def scales_surrogate(self) -> bool:
@@ -204,112 +177,93 @@ class GRPOLossConfig:
         )
 
     @property
+    def needs_sequences(self) -> bool:
+        """True if the loss tells sequences apart, so that packed input needs `cu_seqlens`."""
+        return (
+            self.effective_aggregation not in TOKEN_MEANS
+            or self.loss.needs_sequences
+            or self.is_correction.startswith("sequence")
+            or self.off_policy_threshold is not None
+        )
+
+    @property
+    def gradient_needs_advantage(self) -> bool:
+        """True if tokens of advantage 0 have no gradient, so that they may be left out.
+
+        With `needs_sequences`, if sequences whose advantages are all 0 have none.
+        """
+        return self.loss.gradient_needs_advantage and not self.beta and not self.entropy_coef
+
+    @property
+    def entropy_has_gradient(self) -> bool:
+        """True if the loss has a gradient by the entropy, as far as it says so."""
+        return bool(self.entropy_coef) or self.loss.entropy_gradient
+
+    @property
     def one_pass(self) -> bool:
         """True if `fused_grpo_loss` computes the logits once (3 GEMMs) instead of twice (4).
 
         One pass is enough for token-local objectives: the gradient of a token's log-prob follows
         from that token and from constants known before the forward, so each chunk of logits turns
-        into gradients while it is in memory. Two passes are needed where log-probs of the whole
-        sequence or batch enter, or for an objective of your own, which may look at any token: the
-        forward then only takes log-probs, and the backward computes the logits again.
+        into gradients while it is in memory. For the others the forward only takes log-probs, and
+        the backward computes the logits again.
 
-        Two cases depend on the arguments as well. Sequence-level `is_correction` takes one pass
-        given `old_logps`, two without. `top_entropy_quantile` takes one pass given
-        `entropy_threshold` and no entropy bonus (which averages over the chosen tokens), else two.
+        One case depends on the arguments as well: sequence-level `is_correction` takes one pass
+        given `old_logps`, as assumed here, and two without.
         """
-        return self.two_pass_reason() is None
+        return self.why_two_passes() is None
 
-    def two_pass_reason(
-        self, *, has_old_logps: bool = True, has_entropy_threshold: bool = False
-    ) -> str | None:
+    def why_two_passes(self, *, has_old_logps: bool = True) -> str | None:
         """The reason why this objective is not token-local; None if it is. See `one_pass`."""
-        if callable(self.loss_type):
-            return "an objective of the caller's own may look at any token"
-        if self.surrogate in ("vespo", "gmpo"):
-            return f"{self.loss_type} weighs a token by the log-probs of its whole sequence"
-        if self.ratio_level == "sequence":
-            return "a sequence's ratio takes the log-probs of all its tokens"
+        if reason := self.loss.why_two_passes:
+            return reason
         if self.off_policy_threshold is not None:
             return "off_policy_threshold looks at a sequence's mean log-prob"
         if self.is_correction.startswith("sequence") and not has_old_logps:
             return "without old_logps a sequence's correction takes the log-probs of its tokens"
-        if self.top_entropy_quantile < 1 and not has_entropy_threshold:
+        if self.top_entropy_quantile < 1 and self.entropy_threshold is None:
             return "top_entropy_quantile looks at the entropies of the whole batch"
         if self.top_entropy_quantile < 1 and self.entropy_coef:
             return "the entropy bonus averages over the tokens that top_entropy_quantile leaves"
         return None
 
     @property
-    def needs_sequences(self) -> bool:
-        """True if the loss tells sequences apart, so that packed input needs `cu_seqlens`."""
-        return (
-            self.effective_aggregation in ("grpo", "dr_grpo", "luspo")
-            or self.surrogate in ("vespo", "gmpo")
-            or self.ratio_level == "sequence"
-            or self.is_correction.startswith("sequence")
-            or self.off_policy_threshold is not None
-        )
-
-    @property
-    def _loss(self) -> _Loss:
-        return _CUSTOM if callable(self.loss_type) else _LOSSES[self.loss_type]
-
-    def _check_types(self) -> None:
-        if not callable(self.loss_type):
-            check_choice("loss_type", self.loss_type, LOSS_TYPES, hint=" or a callable")
-        check_choice(
-            "importance_sampling_level", self.importance_sampling_level, ("token", "sequence")
-        )
-        if self.aggregation is not None:
-            check_choice("aggregation", self.aggregation, AGGREGATIONS)
-        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_choice("is_correction", self.is_correction, IS_CORRECTIONS)
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name in _NAMES or (value is None and option.name in _OPTIONAL):
-                continue
-            if option.name in _FLAGS:
-                if not isinstance(value, bool):
-                    raise TypeError(f"{option.name}: expected a bool; got {value!r}")
-                continue
-            check_number(option.name, value)
-
-    def _check_ranges(self) -> None:
-        for name in _POSITIVE:
-            self._check_range(name, "> 0", lambda x: x > 0)
-        for name in _NOT_NEGATIVE:
-            self._check_range(name, ">= 0", lambda x: x >= 0)
-        for name in ("epsilon", "top_entropy_quantile"):
-            self._check_range(name, "in [0, 1]", lambda x: 0 <= x <= 1)
-        for name in ("delta", "dual_clip"):
-            self._check_range(name, "> 1", lambda x: x > 1)
-        length = self.max_completion_length
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
-
-    def _check_range(self, name: str, expected: str, ok: Callable[[float], bool]) -> None:
-        value = getattr(self, name)
-        if value is not None and not ok(value):
-            raise ValueError(f"{name}: expected a number {expected}; got {value}")
+    def specific_options(self) -> frozenset[str]:
+        """The options that this loss has a use for, and not every loss."""
+        names = set(flat_fields(self.loss_type)) if isinstance(self.loss_type, str) else set()
+        if self.loss_type not in AGGREGATIONS and not self.loss.fixed_aggregation:
+            names.add("aggregation")
+        return frozenset(names)
 
     def _check_used(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            unused = option.name in _SPECIFIC and option.name not in self._loss.options
-            if unused and value != option.default:
+        for its in fields(self):
+            value = getattr(self, its.name)
+            unused = its.name in _SPECIFIC - self.specific_options
+            is_default = isinstance(value, (int, float, str, type(None))) and value == its.default
+            if unused and not is_default:
+                own = isinstance(self.loss_type, Loss) and its.name != "aggregation"
+                reason = "has options of its own" if own else "has no use for it"
                 raise ValueError(
-                    f"{option.name}: expected {option.default!r}, as loss_type={self.loss_type!r} "
-                    f"has no use for it; got {value!r}"
+                    f"{its.name}: expected {its.default!r}, as loss_type={self.loss_type!r} "
+                    f"{reason}; got {value!r}"
                 )
-        if self.effective_aggregation == "dr_grpo" and self.max_completion_length is None:
+        length = self.max_completion_length
+        if length is not None and (type(length) is not int or length < 1):
+            raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
+        if self.effective_aggregation == "dr_grpo" and length is None:
             raise ValueError(
                 "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
                 "divides by it; got None"
             )
-        if self.effective_aggregation != "dr_grpo" and self.max_completion_length is not None:
+        if self.effective_aggregation != "dr_grpo" and length is not None:
             raise ValueError(
                 "max_completion_length: expected None, as only the 'dr_grpo' aggregation uses it; "
-                f"got {self.max_completion_length} with loss_type={self.loss_type!r}"
+                f"got {length} with loss_type={self.loss_type!r}"
+            )
+        if self.top_entropy_quantile == 1 and self.entropy_threshold is not None:
+            raise ValueError(
+                "entropy_threshold: expected None, as top_entropy_quantile = "
+                f"{self.top_entropy_quantile} trains every token; got {self.entropy_threshold}"
             )
         if self.is_correction == "none" and (self.is_clip_max, self.is_clip_min) != (3.0, None):
             raise ValueError(
@@ -318,20 +272,11 @@ class GRPOLossConfig:
             )
 
     def _check_together(self) -> None:
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError(
-                "epsilon_high: expected a number, as loss_type='cispo' bounds the ratio by it and "
-                "by nothing else (5.0, say); got None"
-            )
-        if self.delta is not None and self.dual_clip is not None:
-            raise ValueError(
-                "dual_clip: expected None when delta is set, as both bound the loss of negative "
-                f"advantages; got {self.dual_clip} and delta={self.delta}"
-            )
-        if self.loss_type == "vespo" and self.is_correction.startswith("sequence"):
+        if self.loss.weighs_sampler and self.is_correction.startswith("sequence"):
             raise ValueError(
                 "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
-                f"loss_type='vespo' sums it over the sequence itself; got {self.is_correction!r}"
+                f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
+                f"{self.is_correction!r}"
             )
         if self.is_correction != "none":
             low, high = self.is_clip_min, self.is_clip_max
@@ -344,11 +289,41 @@ class GRPOLossConfig:
                 raise ValueError(f"is_clip_min: expected less than is_clip_max = {high}; got {low}")
 
 
-def check_number(name: str, value: object) -> None:
+_SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
+
+
+def _check_loss(loss: Loss) -> None:
+    of_class: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
+    for its in of_class:
+        _check_field(its.name, getattr(loss, its.name), its, its.metadata.get("expected"))
+    check_choice("loss_type.aggregation", loss.aggregation, AGGREGATIONS)
+    for name in ("token_local", "gradient_needs_advantage", "entropy_gradient"):
+        check_bool(f"loss_type.{name}", getattr(loss, name))
+
+
+def _check_field(
+    name: str, value: object, its: Field[Any], expected: str | tuple[str, ...] | None
+) -> None:
+    """Checks a value: a bool or None by the field's type, else a number or a choice."""
+    if value is None and str(its.type).endswith("None"):
+        return
+    if its.type in (bool, "bool"):
+        check_bool(name, value)
+    elif isinstance(expected, tuple):
+        check_choice(name, value, expected)
+    elif expected is not None:
+        number = check_number(name, value)
+        if not _RANGES[expected](number):
+            raise ValueError(f"{name}: expected a number {expected}; got {value}")
+
+
+def check_number(name: str, value: object) -> float:
+    """Returns the value, a finite number, or raises."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number; got {value}")
+    return value
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,13 +28,14 @@ from . import (
     GRPOLossConfig,
     __version__,
     check_sampler,
-    column_sampling,
     fused_grpo_loss,
     linear_logprobs,
     reference,
 )
 from .backends import select_backend
-from .head_call import LOGITS_DTYPES
+from .execution import Execution
+from .experimental import Sampled
+from .head import LOGITS_DTYPES, LMHead, Support
 
 
 class Package(NamedTuple):
@@ -70,8 +70,8 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16
 # On CUDA the gradient of the logits is rounded to bf16, too.
 CUDA_BF16_TOLERANCE = 6e-3
 LOGPS_TOLERANCE = 1e-4
-# The relative noise asked of the sampled backward: so much that it samples at this small size. One
-# draw may be noisier.
+# The relative noise asked of the sampled backward: so much that it leaves columns out at this small
+# size. One draw may be noisier.
 SAMPLED_NOISE = 0.1
 SAMPLED_TOLERANCE = 2.5 * SAMPLED_NOISE
 
@@ -131,38 +131,39 @@ def backend_of(device: torch.device) -> str:
 
 
 def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
+    """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked.
+
+    So peaked that a sampled backward leaves columns out, as it does of a real model.
+    """
     B, T, V, H = 6, 24, 5003, 64
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(V, H, generator=g)
     likely = torch.randint(0, V, (B, T), generator=g)
-    hidden = (7.0 / H) * weight[likely] + (1.7 / H**0.5) * torch.randn(B, T, H, generator=g)
+    hidden = (9.0 / H) * weight[likely] + (1.7 / H**0.5) * torch.randn(B, T, H, generator=g)
     surprising = torch.rand(B, T, generator=g) < 0.3
     targets = torch.where(surprising, torch.randint(0, V, (B, T), generator=g), likely)
     mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)
-    logps = reference.linear_logprobs(hidden.double(), weight.double(), targets).logps.float()
-    old_logps = logps + 0.25 * torch.randn(B, T, generator=g)
     batch = {
         "hidden": hidden.masked_fill(~mask[..., None], torch.nan).to(dtype),
         "weight": weight.to(dtype),
         "targets": targets.masked_fill(~mask, -100),
         "advantages": torch.randn(B, generator=g),
         "mask": mask,
-        "old_logps": old_logps.masked_fill(~mask, torch.nan),
+        "drift": (0.25 * torch.randn(B, T, generator=g)).masked_fill(~mask, torch.nan),
     }
     return {name: x.to(device) for name, x in batch.items()}
 
 
-def make_support(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Makes sets of 1 to 8 words with the target among them; every ninth token has none."""
+def make_support(batch: dict[str, Tensor]) -> Support:
+    """Makes sets of 1 to 8 ids with the target among them; every ninth token has none."""
     targets, V = batch["targets"].reshape(-1), len(batch["weight"])
     position = torch.arange(len(targets), device=targets.device)
     counts = position % 9 * batch["mask"].reshape(-1)
     steps = torch.arange(8, device=targets.device)
     # The target's neighbours by steps of 31, of which the vocabulary's size is no multiple.
-    words = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
-    ids = words[steps < counts[:, None]]
-    return ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    ids = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
+    kept = ids[steps < counts[:, None]]
+    return Support(kept, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
 class Errors(NamedTuple):
@@ -178,19 +179,18 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     """Compares one of `CALLS` with the float64 reference on the same inputs."""
     batch = make_batch(dtype, device)
     exact = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
-    options: dict[str, Any] = {}
-    if call == "sampled":
-        options = {"backward": "sampled", "tolerance": SAMPLED_NOISE, "seed": 0}
-    support: dict[str, Any] = {"support": make_support(batch)} if call == "support" else {}
+    drawn = Sampled(SAMPLED_NOISE, seed=0) if call == "sampled" else None
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
-    # So small a batch would not be worth sampling.
-    with mock.patch.object(column_sampling, "_FLAT_SHARE", 1.0):
-        start = time.perf_counter()
-        logps, *gradients = _run(fused_grpo_loss, batch, config, **options, **support)
-        seconds = time.perf_counter() - start
-    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, config, **support)
+    support = make_support(batch) if call == "support" else None
+    head = [exact[name] for name in ("hidden", "weight", "targets", "mask")]
+    old_logps = reference.linear_logprobs(*head, support=support).logps + exact["drift"]
+    given: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
+    start = time.perf_counter()
+    logps, *gradients = _run(fused_grpo_loss, batch, execution=Execution(backward=drawn), **given)
+    seconds = time.perf_counter() - start
+    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **given)
     without_loss = linear_logprobs(
-        batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"], **support
+        batch["hidden"], batch["weight"], batch["targets"], batch["mask"], support=support
     ).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (
@@ -199,9 +199,7 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     return Errors(logps_error, d_hidden, d_weight, seconds)
 
 
-def _run(
-    call: Any, batch: dict[str, Tensor], config: GRPOLossConfig, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs and the gradients of hidden states and weight, all in float64."""
     hidden, weight = (batch[k].detach().requires_grad_() for k in ("hidden", "weight"))
     out = call(
@@ -210,8 +208,6 @@ def _run(
         batch["targets"],
         batch["advantages"],
         batch["mask"],
-        old_logps=batch["old_logps"],
-        config=config,
         **options,
     )
     out.loss.backward()
@@ -248,11 +244,13 @@ def rounding_of_logits(device: torch.device) -> str:
     try:
         fp32, model = (
             linear_logprobs(
-                batch["hidden"], batch["weight"], batch["targets"], mask=batch["mask"],
-                logits_dtype=dtype,
+                batch["hidden"],
+                LMHead(batch["weight"], logits_dtype=dtype),
+                batch["targets"],
+                batch["mask"],
             ).logps
             for dtype in LOGITS_DTYPES
-        )  # fmt: skip
+        )
         check = check_sampler(model, fp32, model, batch["mask"])
     except Exception as error:  # as in `check_call`, whose table has told
         return f"  {device.type}: not known ({type(error).__name__})"

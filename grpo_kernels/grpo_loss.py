@@ -1,7 +1,8 @@
 """The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
-The formulas are in `grpo_kernels.objective`. One kernel, or autograd where the objective is not
-token-local, gives value and gradient; the backward multiplies the gradient by the loss's.
+The formulas are in `grpo_kernels.objective` and `grpo_kernels.losses`. Value and gradient come from
+one kernel where there is one, else from autograd; the backward multiplies the gradient by the
+loss's.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import torch
 from torch import Tensor
 
 from . import objective
+from .arguments import Layout, check_entropy_given, loss_inputs
 from .autograd import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
 from .backends import Backend, PolicyLoss, select_backend
+from .checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
-from .inputs import check_entropy_given, loss_inputs
-from .layout import HEAD_DTYPES, Layout, ValueChecks, check_tensor, flatten
 from .metrics import loss_metrics
-from .objective import LossInputs, Tokens, surrogate_scale, token_local
+from .objective import surrogate_scale, token_local, tokens_of
 from .outputs import GRPOLossOutput
+from .tokens import LossInputs
+
+_KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @eager_only
@@ -36,7 +40,6 @@ def grpo_loss(
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
-    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -60,13 +63,13 @@ def grpo_loss(
         ce_weights: adds `-(ce_weights * logps).sum()` over any tokens, as in `fused_grpo_loss`.
         entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
-        config: the loss to compute. Its temperature has been applied already, to the logits.
+        config: the loss to compute.
         num_items: the denominator, as in `fused_grpo_loss`.
-        entropy_threshold: the entropy from which on tokens train, as in `fused_grpo_loss`.
         cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
             where the objective tells sequences apart.
-        backend: `"auto"`, `"triton"` or `"torch"`. Triton has the objectives whose
-            `config.one_pass` is true; the others are torch operations in any case.
+        backend: `"auto"`, `"triton"` or `"torch"`. Triton has a kernel for token-local objectives
+            that clip a ratio, cispo among them, without a KL or with one of `"k1"`, `"k2"` and
+            `"k3"`, unclamped; the others are torch operations in any case.
 
     Returns:
         `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` and
@@ -94,7 +97,6 @@ def grpo_loss(
         sampling_logps=sampling_logps,
         ce_weights=ce_weights,
         num_items=num_items,
-        entropy_threshold=entropy_threshold,
     )
     checks.check_without_sync()
     check_entropy_given(config, entropy)
@@ -172,7 +174,27 @@ def policy_loss(
 
     The objective, and the cross-entropy term if there is one.
     """
-    policy = _objective(config, inputs, logps, entropy, backend, grad=grad)
+    is_local, kernel = token_local(config, inputs), backend.policy_loss
+    options = _kernel_options(config)
+    if kernel is None or options is None or not is_local:
+        policy = _differentiated(config, inputs, logps, entropy, grad=grad, is_local=is_local)
+    else:
+        scale = None
+        if config.scales_surrogate:
+            scale, _ = surrogate_scale(config, tokens_of(config, inputs, logps, entropy))
+        policy = kernel(
+            logps,
+            entropy,
+            advantages=inputs.advantages,
+            weights=inputs.weights,
+            count=inputs.count,
+            mask=inputs.mask,
+            old_logps=inputs.old_logps,
+            ref_logps=inputs.ref_logps,
+            scale=scale,
+            grad=grad,
+            **options,
+        )
     if inputs.ce_weights is None:
         return policy
     return policy._replace(
@@ -181,34 +203,19 @@ def policy_loss(
     )
 
 
-def _objective(
-    config: GRPOLossConfig,
-    inputs: LossInputs,
-    logps: Tensor,
-    entropy: Tensor | None,
-    backend: Backend,
-    *,
-    grad: bool,
-) -> PolicyLoss:
-    """By the backend's kernel, or else by differentiating `objective.policy_loss`."""
-    if backend.policy_loss is None or not token_local(config, inputs):
-        return _differentiated(config, inputs, logps, entropy, grad=grad)
-    scale = None
-    if config.scales_surrogate:
-        scale, _ = surrogate_scale(config, Tokens.of(inputs, logps, entropy))
-    return backend.policy_loss(
-        logps,
-        entropy,
-        advantages=inputs.advantages,
-        weights=inputs.weights,
-        count=inputs.count,
-        mask=inputs.mask,
-        old_logps=inputs.old_logps,
-        ref_logps=inputs.ref_logps,
-        scale=scale,
-        grad=grad,
-        **_kernel_options(config),
-    )
+def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
+    """The formulas and numbers as the kernel takes them; None where it lacks one."""
+    of_loss = config.loss.kernel()
+    has_kl = config.kl_estimator in _KERNEL_ESTIMATORS and config.kl_clamp is None
+    if of_loss is None or (config.beta and not has_kl):
+        return None
+    options = {"beta": config.beta, "entropy_coef": config.entropy_coef, **of_loss._asdict()}
+    if config.beta:
+        options |= {
+            "kl_estimator": config.kl_estimator,
+            "kl_ratio": config.use_bias_correction_kl,
+        }
+    return options
 
 
 def _differentiated(
@@ -218,41 +225,25 @@ def _differentiated(
     entropy: Tensor | None,
     *,
     grad: bool,
+    is_local: bool,
 ) -> PolicyLoss:
+    """The objective by its definition, differentiated by autograd."""
     if not grad:
         with torch.no_grad():
             return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
     with torch.enable_grad():
-        logps = logps.detach().requires_grad_()
-        wanted = [logps]
-        if entropy is not None and (config.entropy_coef or callable(config.loss_type)):
-            entropy = entropy.detach().requires_grad_()
-            wanted.append(entropy)
+        leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
+        logps, entropy = leaves[0], leaves[1] if entropy is not None else None
         loss = objective.policy_loss(config, inputs, logps, entropy, stable_kl=True)
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-    d_logps = torch.zeros_like(logps) if gradients[0] is None else gradients[0]
-    return PolicyLoss(loss.detach(), d_logps, gradients[1] if len(gradients) > 1 else None)
-
-
-def _kernel_options(config: GRPOLossConfig) -> dict[str, Any]:
-    """The formulas and numbers of a token-local objective, as the kernel takes them."""
-    low, high = config.clip_range
-    ratio_max = config.delta
-    if config.surrogate == "cispo":
-        ratio_max = config.epsilon_high
-    elif config.surrogate == "dppo_tv":
-        low, high, ratio_max = -config.epsilon, config.upper_epsilon, config.dppo_ratio_max
-    return {
-        "surrogate": config.surrogate,
-        "low": low,
-        "high": high,
-        "ratio_max": ratio_max,
-        "dual_clip": config.dual_clip,
-        "tau_pos": config.sapo_temperature_pos,
-        "tau_neg": config.sapo_temperature_neg,
-        "beta": config.beta,
-        "kl_estimator": config.kl_estimator,
-        "kl_clamp": config.kl_clamp,
-        "kl_ratio": config.use_bias_correction_kl,
-        "entropy_coef": config.entropy_coef,
-    }
+        d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+    policy = PolicyLoss(
+        loss.detach(),
+        torch.zeros_like(logps) if d_logps is None else d_logps,
+        d_entropy[0] if d_entropy else None,
+    )
+    if is_local and policy.d_entropy is not None and not config.entropy_has_gradient:
+        raise ValueError(
+            "loss_type: expected an objective that says entropy_gradient, as it says token_local "
+            "and has a gradient by the entropy; got one that does not"
+        )
+    return policy

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .head import LMHead, VocabRanks
 from .reference import linear_logits
 
 # Config fields with a softcap, and the model types that have them (as of transformers 5.23).
@@ -37,11 +38,6 @@ SCALING_FIELD = "logits_scaling"
 SCALING_IS_A_FACTOR = ("hyperclovax",)
 # Config fields that a model type has but does not use.
 UNUSED_FIELDS = {"mpt": "logit_scale"}
-# The options of `linear_logprobs` that an integration passes on for its caller.
-HEAD_OPTIONS = (
-    "temperature", "backward", "tolerance", "seed", "backend", "chunk_bytes", "logits_dtype",
-    "batch_invariant", "matmul",
-)  # fmt: skip
 # `check_logits` allows this share of the largest logit: more than bf16 rounds, less than a scale.
 _CHECK_TOLERANCE = 0.05
 
@@ -55,23 +51,40 @@ class Head(NamedTuple):
     logit_scale: float
     adapters: tuple[Adapter, ...] = ()
 
-    def arguments(self, hidden: Tensor) -> dict[str, Any]:
-        """Returns the head's arguments of `fused_grpo_loss` and `linear_logprobs` but the weight.
+    def at(
+        self,
+        hidden: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        logits_dtype: str = "fp32",
+        ranks: VocabRanks | None = None,
+    ) -> LMHead:
+        """The head of a call on these states, its weights gathered from all ranks.
 
         Args:
             hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
+            temperature: divides the logits, as in `LMHead`.
+            logits_dtype: as in `LMHead`.
+            ranks: leaves weight and bias where FSDP2 has them; None gathers them.
         """
         low_rank = None
         if self.adapters:
             a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
             lora_b = torch.cat([full_tensor(adapter.lora_b) for adapter in self.adapters], 1)
             low_rank = (a_out, lora_b)
-        return {
-            "bias": full_tensor(self.bias),
-            "softcap": self.softcap,
-            "logit_scale": self.logit_scale,
-            "low_rank": low_rank,
-        }
+        weight, bias = self.weight, self.bias
+        if ranks is None:
+            weight, bias = full_tensor(weight), full_tensor(bias)
+        return LMHead(
+            weight,
+            bias,
+            low_rank,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=temperature,
+            logits_dtype=logits_dtype,
+            ranks=ranks,
+        )
 
 
 class Adapter(NamedTuple):
@@ -167,7 +180,7 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
 
 
 def beyond_lora(layer: Any, adapter: str) -> str | None:
-    """What an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
+    """Names what an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)  # since PEFT 0.16
     if variant is not None:
         return type(variant).__name__
@@ -195,7 +208,7 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
         expected = model(input_ids=ids, use_cache=False).logits.to(device).double()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         hidden = hidden.to(device, head.weight.dtype)
-        logits = linear_logits(hidden, head.weight, **head.arguments(hidden)).double()
+        logits = linear_logits(hidden, head.at(hidden)).double()
     error = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not error < _CHECK_TOLERANCE:
         raise ValueError(
@@ -244,44 +257,3 @@ def full_tensor(parameter: Any) -> Any:
 
     placements = [Partial("avg")] * parameter.device_mesh.ndim
     return parameter.full_tensor(grad_placements=placements)
-
-
-def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Multiplies advantages by the importance-sampling weights of another sampler.
-
-    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
-    of 0 a surrogate is linear in the advantage.
-
-    Args:
-        advantages: `[B]` or `[B, T]`.
-        weights: `[B]`, `[B, 1]` or `[B, T]`, >= 0.
-        mask: `[B, T]`.
-
-    Returns:
-        `[B, T]`, the shape of the mask.
-    """
-    advantages, weights = (x[:, None] if x.ndim == 1 else x for x in (advantages, weights))
-    return (advantages * weights).expand(mask.shape)
-
-
-def check_head_options(options: dict[str, Any], *, reused: bool = False) -> None:
-    """Checks the names in `options` against `HEAD_OPTIONS`.
-
-    Args:
-        options: keyword arguments for `linear_logprobs` or `fused_grpo_loss`.
-        reused: whether several calls will get them, which excludes an int as `seed`.
-
-    Raises:
-        TypeError: an unknown name.
-        ValueError: an int as the seed of several calls.
-    """
-    unknown = sorted(options.keys() - set(HEAD_OPTIONS))
-    if unknown:
-        raise TypeError(
-            f"{unknown[0]}: expected one of {', '.join(HEAD_OPTIONS)}; got {unknown[0]!r}"
-        )
-    if reused and isinstance(options.get("seed"), int):
-        raise ValueError(
-            "seed: expected a torch.Generator, or None for torch's default one, as an int would "
-            f"draw the same columns in every call; got {options['seed']}"
-        )

@@ -11,17 +11,8 @@ from torch import Tensor
 
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy_metrics
-from .objective import (
-    LossInputs,
-    Tokens,
-    clipped_tokens,
-    high_entropy_mask,
-    importance_sampling_weights,
-    kl_terms,
-    log_importance_ratio,
-    off_policy_mask,
-    vespo_weights,
-)
+from .objective import high_entropy_mask, kl_terms, off_policy_mask, tokens_of
+from .tokens import LossInputs, Tokens
 
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _WEIGHT = "sampling/importance_sampling_ratio"
@@ -40,8 +31,9 @@ def loss_metrics(
 
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where it was not computed.
     """
-    tokens = Tokens.of(inputs, logps, entropy)
-    log_ratio = log_importance_ratio(config, tokens)
+    tokens = tokens_of(config, inputs, logps, entropy)
+    loss = config.loss
+    log_ratio = loss.log_ratio(tokens)
     ratio = log_ratio.exp()
     # Per token `[N]`, by name: to be averaged over tokens, over sequences, and to be maximized.
     means = {"ratio_mean": ratio}
@@ -56,11 +48,12 @@ def loss_metrics(
     if d_logps is not None:
         still = d_logps == 0
         means["zero_gradient"] = still if d_entropy is None else still & (d_entropy == 0)
-    low, high = clipped_tokens(config, tokens, ratio)
+    bounds = loss.clipped(tokens, ratio)
+    low, high = (torch.zeros_like(ratio) if cut_off is None else cut_off for cut_off in bounds)
     clips = means if config.ratio_level == "token" else by_sequence
     clips |= {"clip_low": low, "clip_high": high}
-    if config.surrogate == "vespo":
-        by_sequence["vespo/phi_seq_mean"] = vespo_weights(config, tokens)
+    own = by_sequence if loss.needs_sequences else means
+    own |= loss.metrics(tokens, ratio)
     if config.off_policy_threshold is not None:
         means["off_policy_dropped"] = ~off_policy_mask(config, tokens)
     if config.top_entropy_quantile < 1:
@@ -70,7 +63,7 @@ def loss_metrics(
         gap = (tokens.old_logps - tokens.sampling_logps).abs()
         parts["scored"] = ~gap.isnan()
         means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
-    rho = importance_sampling_weights(config, tokens)
+    rho = tokens.importance_sampling_weights
     if rho is not None:
         of = by_sequence if config.is_correction.startswith("sequence") else means
         of[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
@@ -90,18 +83,15 @@ def loss_metrics(
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
     if inputs.ce_weights is not None:
         metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
-    return metrics | _clip_metrics(config, tokens, metrics, low, high)
+    # TRL's names, which it has where there are two bounds.
+    return metrics if None in bounds else metrics | _clip_ratios(tokens, metrics, low, high)
 
 
-def _clip_metrics(
-    config: GRPOLossConfig, tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
+def _clip_ratios(
+    tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
 ) -> dict[str, Tensor]:
     """The clip shares under TRL's names, and their extremes over sequences."""
     clip_low, clip_high = metrics["clip_low"], metrics["clip_high"]
-    if config.surrogate == "cispo":
-        return {"cispo_clip_ratio": clip_high}
-    if config.surrogate not in ("clip", "gmpo", "dppo_tv"):
-        return {}
     named = {
         "clip_ratio/low_mean": clip_low,
         "clip_ratio/high_mean": clip_high,

@@ -10,113 +10,92 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import Layout, check_entropy_given, loss_inputs
+from .checks import ValueChecks
 from .config import GRPOLossConfig
-from .inputs import check_entropy_given, loss_inputs
-from .layout import Layout, ValueChecks
+from .head import LMHead, Support
 from .metrics import loss_metrics
 from .objective import policy_loss
 from .outputs import GRPOLossOutput, LogprobOutput
 
 
 def linear_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    logits_dtype: str | torch.dtype = "fp32",
+    hidden: Tensor, head: Tensor | LMHead, *, rounded_to: torch.dtype | None = None
 ) -> Tensor:
     """`softcap(logit_scale * (hidden @ weight.T + low_rank + bias)) / temperature`, `[..., V]`.
 
-    A dtype as `logits_dtype` is what the sum in brackets is rounded to; `"model"` is that of
-    `hidden`, in which everything is computed here.
+    `rounded_to`: what the sum in brackets is rounded to. A raw logit of -inf stays -inf.
     """
-    logits = hidden @ weight.to(hidden.dtype).T
-    if low_rank is not None:
-        lora_a_out, lora_b = (x.to(hidden.dtype) for x in low_rank)
+    head = LMHead.of(head)
+    logits = hidden @ head.weight.to(hidden.dtype).T
+    if head.low_rank is not None:
+        lora_a_out, lora_b = (x.to(hidden.dtype) for x in head.low_rank)
         logits = logits + lora_a_out @ lora_b.T
-    if bias is not None:
-        logits = logits + bias.to(hidden.dtype)
-    if isinstance(logits_dtype, torch.dtype):
-        rounded = logits.detach().to(logits_dtype).to(logits.dtype)
-        logits = logits + (rounded - logits).detach()
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits / _last_dim(temperature, logits)
+    if head.bias is not None:
+        logits = logits + head.bias.to(hidden.dtype)
+    if rounded_to is not None:
+        finite = logits.detach().isfinite()
+        rounded = logits.detach().to(rounded_to).to(logits.dtype)
+        logits = logits + torch.where(finite, rounded - logits, 0.0).detach()
+    logits = logits * head.logit_scale
+    if head.softcap is not None:
+        banned = logits == -torch.inf
+        capped = head.softcap * torch.tanh(logits.masked_fill(banned, 0.0) / head.softcap)
+        logits = capped.masked_fill(banned, -torch.inf)
+    return logits / _last_dim(head.temperature, logits)
 
 
 def selective_log_softmax(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
 ) -> Tensor:
     """`log_softmax(logits / temperature)` at the targets."""
     log_p = (logits / _last_dim(temperature, logits)).log_softmax(-1)
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
 
-def kept_words(support: tuple[Tensor, Tensor], active: Tensor, V: int) -> Tensor:
-    """The words of each token's set as a mask, bool `[..., V]`; all words where there is none."""
+def kept_entries(support: Support, targets: Tensor, active: Tensor, V: int) -> Tensor:
+    """Each token's kept set as a mask, bool `[..., V]`; all True where there is none."""
     ids, offsets = (x.tolist() for x in support)
-    kept = torch.ones(active.numel(), V, dtype=torch.bool, device=active.device)
+    kept = torch.ones(targets.numel(), V, dtype=torch.bool, device=targets.device)
     for i, is_active in enumerate(active.reshape(-1).tolist()):
-        words = ids[offsets[i] : offsets[i + 1]] if is_active else []
-        if words:
+        entries = ids[offsets[i] : offsets[i + 1]] if is_active else []
+        if entries:
             kept[i] = False
-            kept[i, words] = True
-    return kept.reshape(*active.shape, V)
+            kept[i, entries] = True
+    return kept.reshape(*targets.shape, V)
 
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: Tensor | LMHead,
     targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    logits_dtype: str | torch.dtype = "fp32",
-    support: tuple[Tensor, Tensor] | None = None,
+    *,
+    support: Support | None = None,
+    rounded_to: torch.dtype | None = None,
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
-    if mask is None:
-        mask = torch.ones_like(targets)
-    active = mask.bool()
+    active = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    head = LMHead.of(head)
     # Masked positions must not reach a sum, even as NaN times 0.
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
-    if low_rank is not None:
-        low_rank = (low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0), low_rank[1])
-    if isinstance(temperature, Tensor):
-        temperature = temperature.masked_fill(~active, 1.0)
-    logits = linear_logits(
-        hidden,
-        weight,
-        bias=bias,
-        low_rank=low_rank,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        logits_dtype=logits_dtype,
-    )
+    if head.low_rank is not None:
+        a_out = head.low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0)
+        head = head.replace(low_rank=(a_out, head.low_rank[1]))
+    if isinstance(head.temperature, Tensor) and head.temperature.ndim:
+        head = head.replace(temperature=head.temperature.masked_fill(~active, 1.0))
+    logits = linear_logits(hidden, head, rounded_to=rounded_to)
     targets = targets.long().masked_fill(~active, 0)
     if support is not None:
-        kept = kept_words(support, active, logits.shape[-1])
+        kept = kept_entries(support, targets, active, logits.shape[-1])
         logits = logits.masked_fill(~kept, -torch.inf)
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    # p log p is 0 where p is: a word of logit -inf adds nothing.
+    # p log p is 0 where p is: an entry of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
-    results = (logps, entropy, logits.logsumexp(-1))
-    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in results))
+    values = (logps, entropy, logits.logsumexp(-1))
+    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in values))
 
 
 def grpo_loss(
@@ -131,7 +110,6 @@ def grpo_loss(
     entropy: Tensor | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
-    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> GRPOLossOutput:
     """`grpo_kernels.objective` over all tokens at once, differentiated by autograd."""
@@ -148,7 +126,6 @@ def grpo_loss(
         sampling_logps=sampling_logps,
         ce_weights=ce_weights,
         num_items=num_items,
-        entropy_threshold=entropy_threshold,
         dtype=logps.dtype,
     )
     check_entropy_given(config, entropy)
@@ -179,7 +156,7 @@ def _gradients(
 
 def fused_grpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    head: Tensor | LMHead,
     targets: Tensor,
     advantages: Tensor,
     mask: Tensor | None = None,
@@ -188,35 +165,17 @@ def fused_grpo_loss(
     ref_logps: Tensor | None = None,
     sampling_logps: Tensor | None = None,
     ce_weights: Tensor | None = None,
-    bias: Tensor | None = None,
-    low_rank: tuple[Tensor, Tensor] | None = None,
+    support: Support | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
-    entropy_threshold: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    temperature: float | Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    logits_dtype: str | torch.dtype = "fp32",
-    support: tuple[Tensor, Tensor] | None = None,
+    rounded_to: torch.dtype | None = None,
 ) -> GRPOLossOutput:
     """`linear_logprobs`, then `grpo_loss`."""
     scored = mask
     if mask is not None and ce_weights is not None:
         scored = mask.bool() | (ce_weights != 0)
-    out = linear_logprobs(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        low_rank=low_rank,
-        mask=scored,
-        temperature=config.temperature if temperature is None else temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        logits_dtype=logits_dtype,
-        support=support,
-    )
+    out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     return grpo_loss(
         out.logps,
         advantages,
@@ -228,12 +187,11 @@ def fused_grpo_loss(
         entropy=out.entropy,
         config=config,
         num_items=num_items,
-        entropy_threshold=entropy_threshold,
         cu_seqlens=cu_seqlens,
     )
 
 
 def _last_dim(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
-    if isinstance(temperature, Tensor):
+    if isinstance(temperature, Tensor) and temperature.ndim:
         return temperature.to(logits.dtype).unsqueeze(-1)
     return temperature

@@ -10,22 +10,14 @@ multiplied at a time, the less often the weight's gradient is read and written.
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .layout import ValueChecks
-
-if TYPE_CHECKING:
-    from .head_call import HeadCall
-    from .vocab_shards import Counts, VocabShard
-
-_T = TypeVar("_T")
+from .checks import ValueChecks
 
 # 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
 _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
@@ -36,15 +28,6 @@ ROW_MULTIPLE = 128
 _MOST_STRIP_ROWS = 640
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
 _TILE_COLUMNS = 256
-# Where memory runs out, fewer rows than these at a time are not tried.
-_LEAST_ROWS = 16
-# What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
-# own calls (Triton's as well), cuBLAS, and Metal.
-_NO_MEMORY = re.compile(
-    "can't allocate memory|not enough memory|std::bad_alloc|could not create a memory"
-    "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-    "|MPS backend out of memory"
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,15 @@ class Chunk:
     index: slice | Tensor
     size: int
     needs_grad: bool
-    of_ranks: tuple[int, ...] | None = None  # sizes, where ranks work on the rows of all of them
+
+    def at(self, part: slice) -> Chunk:
+        """Some of them, counted from the first."""
+        index = self.index
+        if isinstance(index, slice):
+            index = slice(index.start + part.start, index.start + part.stop)
+        else:
+            index = index[part]
+        return Chunk(index, part.stop - part.start, self.needs_grad)
 
 
 @dataclass(frozen=True)
@@ -64,9 +55,8 @@ class RowPlan:
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        has_masked: whether masked rows take part, too.
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
-        ranks: where ranks work on the rows of all of them, what each has of rows with a gradient
-            and of all. Every chunk then has a part of each rank's rows.
         row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
     """
 
@@ -75,43 +65,22 @@ class RowPlan:
     num_rows: int
     max_chunk_rows: int
     max_logit_rows: int
+    has_masked: bool = False
     tiles: tuple[int, int] | None = None
-    ranks: Counts | None = None
-    rank: int = 0
     row_bytes: tuple[int, int] = (0, 0)
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        for rows, needs_grad, of_ranks in self._parts():
+        for rows, needs_grad in self.parts():
             index = rows if self.order is None else self.order[rows]
-            yield Chunk(index, rows.stop - rows.start, needs_grad, of_ranks)
+            yield Chunk(index, rows.stop - rows.start, needs_grad)
 
-    def _parts(self) -> Iterator[tuple[slice, bool, tuple[int, ...] | None]]:
-        if self.ranks is not None:
-            grad_rows = [(0, grad) for grad, _ in self.ranks]
-            yield from self._shared(grad_rows, self.max_chunk_rows, True)
-            yield from self._shared(self.ranks, self.max_logit_rows, False)
-            return
+    def parts(self) -> Iterator[tuple[slice, bool]]:
+        """The chunks as slices of `order`, and whether they need a gradient."""
         for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
-            yield rows, True, None
+            yield rows, True
         for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
-            yield rows, False, None
-
-    def _shared(
-        self, ranges: Sequence[tuple[int, int]], most: int, needs_grad: bool
-    ) -> Iterator[tuple[slice, bool, tuple[int, ...]]]:
-        """Cuts each rank's range of rows into as many parts as leave `most` at a time in all."""
-        # Each rank's part may be rounded up.
-        total, most = sum(end - begin for begin, end in ranges), most - len(ranges)
-        count = -(-total // max(1, most))
-        for place in range(count):
-            parts = []
-            for begin, end in ranges:
-                step = -(-(end - begin) // count)
-                start = min(begin + place * step, end)
-                parts.append(slice(start, min(start + step, end)))
-            sizes = tuple(part.stop - part.start for part in parts)
-            yield parts[self.rank], needs_grad, sizes
+            yield rows, False
 
     def _rows_per_chunk(self) -> int:
         """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
@@ -129,18 +98,13 @@ class RowPlan:
 
     @property
     def largest_chunk(self) -> int:
-        """The rows of the largest chunk, those of other ranks included."""
-        sizes = (
-            rows.stop - rows.start if of_ranks is None else sum(of_ranks)
-            for rows, _, of_ranks in self._parts()
-        )
-        return max(sizes, default=0)
+        """The rows of the largest chunk."""
+        return max((rows.stop - rows.start for rows, _ in self.parts()), default=0)
 
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        least = 0 if self.ranks is None else len(self.ranks)
-        return min(max(self.max_logit_rows, least), self.largest_chunk)
+        return min(self.max_logit_rows, self.largest_chunk)
 
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
@@ -149,45 +113,6 @@ class RowPlan:
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
         return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
-
-
-def in_memory(work: Callable[[RowPlan], _T], plan: RowPlan, call: HeadCall) -> _T:
-    """Does the work, again with half as many rows at a time as long as memory runs out.
-
-    Not with a budget of the caller's own, where other ranks wait, or in the capture of a graph.
-    """
-    first, least = plan, call.tile or _LEAST_ROWS
-    fixed = call.chunk_bytes is not None or call.shard is not None or call.capturable
-    while True:
-        try:
-            result = work(plan)
-            break
-        except Exception as error:
-            too_few = plan.logit_rows <= least
-            if fixed or too_few or not ran_out_of_memory(error):
-                raise
-        # When the error no longer holds what the work had. Not all that asks is torch's allocator.
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        plan = plan.halved(least)
-    if plan is not first:
-        rows, of_logits, of_gradients = plan.logit_rows, *plan.row_bytes
-        taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
-        drawn = call.sampling is not None
-        warnings.warn(
-            f"memory ran out over the head, which took {rows} rows of logits at a time instead; "
-            f"{'other columns are drawn' if drawn else 'the result is the same'}. With chunk_bytes="
-            f"{taken} it begins so, and keeps to that",
-            stacklevel=2,
-        )
-    return result
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether that is what a device, or the allocator of a CPU, says with it."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -209,66 +134,64 @@ def _even_step(count: int, most: int) -> int:
     return max(1, -(-step // ROW_MULTIPLE) * ROW_MULTIPLE if most % ROW_MULTIPLE == 0 else step)
 
 
+class Buffers(NamedTuple):
+    """What a row takes of the budget, and how.
+
+    Args:
+        columns: of a row of logits.
+        grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
+        strips: a chunk's logits are made and used a few rows at a time.
+        row_bytes: of a row besides.
+    """
+
+    columns: int
+    grad_bytes: int = 0
+    strips: bool = False
+    row_bytes: int = 0
+
+
 def plan_rows(
     active: Tensor | None,
     with_grad: Tensor | None,
-    checks: ValueChecks | None,
-    *,
-    num_tokens: int,
+    checks: ValueChecks,
     weight: Tensor,
+    num_tokens: int,
+    buffers: Buffers,
     chunk_bytes: int | None,
-    grad_bytes: int = 0,
-    strips: bool = False,
-    capturable: bool = False,
-    shard: VocabShard | None = None,
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
 
-    `grad_bytes`: of each entry of the gradient of the logits, 0 where it lies on their memory.
-    `strips`: a chunk's logits are made and used a few rows at a time.
-
     Reads the row counts and the value checks in one transfer: the one time that a call waits for
-    the device. Raises ValueError for the checks. `capturable`: reads nothing, plans all rows as
-    they lie, and leaves the checks to assertions on the device.
+    the device. Raises ValueError for the checks.
     """
-    # All ranks that share a vocabulary plan as the one with the most columns has to.
-    V = len(weight) if shard is None else shard.most
-    own_rows = shard is not None and shard.own_rows
-    # States, their gradients and what is sent of both, of the rows of all ranks.
-    row_bytes = 14 * weight.shape[1] if own_rows else 0
-    sizes = _buffer_rows(weight, chunk_bytes, grad_bytes, strips, V, row_bytes)
-    tiles = None
-    if weight.device.type == "cuda":
-        tiles = (-(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count)
-    checks = checks or ValueChecks()
-    if shard is not None:
-        tiles = None
-    if shard is not None and not own_rows:
-        shard.check_plan(checks, (torch.tensor(sizes, device=weight.device), active, with_grad))
-    if capturable:
-        checks.check_without_sync()
-        return RowPlan(None, num_tokens, num_tokens, *sizes, tiles)
-    if active is not None and with_grad is not None:
-        with_grad = with_grad & active
-    try:
-        counts = iter(checks.read(*(x.sum() for x in (active, with_grad) if x is not None)))
-    except ValueError:
-        if shard is not None and own_rows:
-            shard.agree(0, 0, sizes, failed=True)
-        raise
+    active_grad = with_grad if active is None or with_grad is None else with_grad & active
+    counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
     num_rows = num_tokens if active is None else next(counts)
-    num_grad_rows = num_rows if with_grad is None else next(counts)
-    if shard is not None and own_rows:
-        ranks, sizes = shard.agree(num_grad_rows, num_rows, sizes, failed=False)
-        order = _order(active, with_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-        rank = shard.group.rank()
-        return RowPlan(order, num_grad_rows, num_rows, *sizes, None, ranks, rank)
-    order = _order(active, with_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-    row = (4 * V, grad_bytes * V)
-    return RowPlan(order, num_grad_rows, num_rows, *sizes, tiles, row_bytes=row)
+    num_grad_rows = num_rows if active_grad is None else next(counts)
+    order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
+    row_bytes = (4 * buffers.columns, buffers.grad_bytes * buffers.columns)
+    return RowPlan(
+        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
+        tiles=_tiles(weight), row_bytes=row_bytes,
+    )  # fmt: skip
 
 
-def _order(
+def every_row(
+    checks: ValueChecks, weight: Tensor, num_tokens: int, buffers: Buffers, chunk_bytes: int | None
+) -> RowPlan:
+    """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
+    checks.check_without_sync()
+    sizes = buffer_rows(weight, buffers, chunk_bytes)
+    return RowPlan(None, num_tokens, num_tokens, *sizes, True, _tiles(weight))
+
+
+def _tiles(weight: Tensor) -> tuple[int, int] | None:
+    if weight.device.type != "cuda":
+        return None
+    return -(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count
+
+
+def order_of(
     active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
     num_grad_rows: int, device: torch.device,
 ) -> Tensor | None:  # fmt: skip
@@ -296,16 +219,10 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
-def _buffer_rows(
-    weight: Tensor,
-    chunk_bytes: int | None,
-    grad_bytes: int,
-    strips: bool,
-    V: int,
-    row_bytes: int = 0,
-) -> tuple[int, int]:
+def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
     device, memory = weight.device, None
+    V, grad_bytes, strips, row_bytes = buffers
     if chunk_bytes is None:
         if device.type == "cuda":
             memory = gpu(device).total_memory

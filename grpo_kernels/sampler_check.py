@@ -1,13 +1,12 @@
-"""Does the sampler round its logits, and does the policy? Both, or neither, is what one wants."""
+"""Tells whether sampler and policy round their logits alike: both, or neither, is wanted."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from .layout import check_tensor
+from .checks import FLOATS, check_tensor
 
 # A ratio of policy to sampler outside of these counts as far off.
 NEAR = (0.9, 1.1)
@@ -15,11 +14,10 @@ NEAR = (0.9, 1.1)
 SHARE = 0.2
 # Nats by which log-probs may differ that agree.
 SMALL = 1e-3
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SamplerCheck(NamedTuple):
-    """How far a sampler's log-probs are from the policy's, for both roundings of the logits."""
+    """The distance between log-probs of sampler and policy, for both roundings of the logits."""
 
     tokens: int  # that count
     rms_fp32: float  # root of the mean squared difference in nats, logits in float32
@@ -36,7 +34,7 @@ class SamplerCheck(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What brings the difference down."""
+        """Says what brings the difference down."""
         if self.closer == "model":
             return (
                 "the sampler rounds its logits and the policy does not: give the sampler a head "
@@ -74,7 +72,8 @@ def check_sampler(
 
         hidden = ...  # of the policy that sampled
         fp32 = linear_logprobs(hidden, weight, targets, mask=mask).logps
-        model = linear_logprobs(hidden, weight, targets, mask=mask, logits_dtype="model").logps
+        rounding = LMHead(weight, logits_dtype="model")
+        model = linear_logprobs(hidden, rounding, targets, mask=mask).logps
         print(check_sampler(sampling_logps, fp32, model, mask))
 
     Args:

@@ -14,23 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import Layout, check_target_ids, check_targets
 from .autograd import eager_only, refuse_double_backward
-from .backends import (
-    Backend,
-    LogitTransform,
-    RowGrads,
-    TokenStats,
-    select_backend,
-)
-from .layout import (
-    HEAD_DTYPES,
-    Layout,
-    ValueChecks,
-    check_target_ids,
-    check_targets,
-    check_tensor,
-    flatten,
-)
+from .backends import Backend, LogitTransform, RowGrads, TokenStats, select_backend
+from .checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
+from .config import check_number
 
 
 @eager_only
@@ -74,10 +62,21 @@ def selective_log_softmax(
     checks = ValueChecks()
     layout = Layout.of("targets", targets, None, checks)
     check_target_ids(flat_targets, None, V, checks)
+    _check_temperature(temperature)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
     logps = _SelectiveLogSoftmax.apply(logits, flat_targets, transform, selected)
     return logps.reshape(layout.shape)
+
+
+def _check_temperature(temperature: object) -> None:
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            raise ValueError("temperature: expected a constant; got a tensor requiring grad")
+        return
+    check_number("temperature", temperature)
+    if temperature <= 0:  # type: ignore[operator]
+        raise ValueError(f"temperature: expected a number > 0; got {temperature}")
 
 
 def _chunks_of(logits: Tensor) -> list[tuple[slice, Tensor]]:

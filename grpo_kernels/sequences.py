@@ -1,4 +1,4 @@
-"""Which sequence each token belongs to, sums over sequences, and tokens that lie on many ranks."""
+"""Which sequence each token belongs to, sums over sequences, and tokens gathered from ranks."""
 
 from __future__ import annotations
 

@@ -1,100 +1,40 @@
-"""The words that a sampler kept for each token, checked, and in the order of the products.
+"""The sets that a sampler kept of the vocabulary: their head, entry by entry.
 
-With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t. It
-comes as CSR, `(token_ids, offsets)`: `token_ids[offsets[t] : offsets[t + 1]]` is S_t, nothing at
-all stands for the whole vocabulary, and whatever belongs to a masked token is not looked at.
+With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t of
+each token. It comes as CSR (`head.Support`); an *entry* is one pair of a token and an id of its
+set. A token without a set is scored over the whole vocabulary, by `dense.py`.
 
-A *word* is here one pair of a token and an id of its set. Everything is found out on the device;
-the number of words is read together with the checks, in the one transfer of a call.
+    z_tj = logits of token t at the ids j of its set S_t, and of no others
+    l, E = token_stats over S_t
+    D_tj = their gradient, as of any softmax
+    dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
+
+so that no row of logits is made: the head costs |S_t| rows of W instead of V. Each row of dh and of
+dW is summed by one owner, in float32 and in one order, and rounded once; for dW the entries are
+sorted by id. Whatever belongs to a masked token is not looked at. Everything is found out on the
+device; the number of entries is read together with the checks, in the one transfer of a call.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
-from .backends import Words
-from .layout import Sizes, ValueChecks, check_tensor, to_device
+from .arguments import HeadCall, to_device
+from .backends import Entries, RowGrads, TokenStats
+from .checks import ValueChecks, check_tensor
+from .dense import Gradients, round_
+from .head import Support, Term
 from .objective import masked_quantile
+from .row_plan import Chunk
 
-# Sets of a larger share of the vocabulary had better not be gathered.
-_LARGE_SHARE = 1 / 20
-
-
-@dataclass(frozen=True)
-class Support:
-    """The kept words of a call's tokens, which are multiplied one by one.
-
-    A set of one word has log-prob 0 and no gradient whatever its logit is: it takes no part, unless
-    `logsumexp` is wanted.
-    """
-
-    tokens: Tensor  # bool [N]: those that have a set
-    counts: Tensor  # int64 [N]: words of each, 0 without a set
-    takes_part: Tensor  # bool [N]
-    unpicked: list[_AllWords]  # one, until it is picked from: it is as large as what comes of it
-    sizes: Sizes  # words that take part, tokens that have a set
-    V: int
-
-    @cached_property
-    def gathered(self) -> Words:
-        """The words that take part."""
-        num_words, num_sets = self.sizes.numbers
-        if num_words > _LARGE_SHARE * self.V * num_sets:
-            _warn_of_large_sets()
-        return self.unpicked.pop().of(self.takes_part, self.counts, num_words)
-
-    def metrics(self, num_tokens: Tensor) -> dict[str, Tensor]:
-        """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked."""
-        has, counts = self.tokens.float(), self.counts.float()
-        with_set = has.sum()
-        return {
-            "support/mean": counts.sum() / with_set.clamp(min=1),
-            "support/p99": masked_quantile(counts, has, 0.99),
-            "support/singletons": (self.counts == 1).sum() / with_set.clamp(min=1),
-            "support/gathered": with_set / num_tokens.clamp(min=1),
-        }
-
-
-@cache
-def _warn_of_large_sets() -> None:
-    """Warns, once per process."""
-    warnings.warn(
-        f"support: expected sets of less than {_LARGE_SHARE:.0%} of the vocabulary on average; got "
-        "larger ones, whose rows of the head cost more to gather than whole rows of logits: leave "
-        "the support out where sampling keeps so much",
-        stacklevel=3,
-    )
-
-
-@dataclass(frozen=True)
-class _AllWords:
-    """The words as they came, `[K]`, with those that belong to no token."""
-
-    ids: Tensor  # int64
-    tokens: Tensor  # int64
-    belongs: Tensor  # bool
-    by_id: Tensor  # int64: a permutation
-    positions: Tensor  # int64 [N]
-
-    def of(self, tokens: Tensor, counts: Tensor, size: int) -> Words:
-        """The `size` words of some tokens, bool `[N]`."""
-        if size == 0:
-            none, zeros = self.ids[:0], torch.zeros_like(counts)
-            return Words(none, none, _from_zero(zeros), zeros, none)
-        offsets = _from_zero(torch.where(tokens, counts, 0).cumsum(0))
-        if size == len(self.ids):
-            return Words(self.ids, self.tokens, offsets, self.positions, self.by_id)
-        keep = self.belongs & tokens[self.tokens]
-        index = indices(keep, size)
-        ranks = keep.cumsum(0) - 1
-        order = ranks[self.by_id[indices(keep[self.by_id], size)]]
-        return Words(self.ids[index], self.tokens[index], offsets, self.positions, order)
+# A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
+# are faster then.
+_WIDE = 1 / 20
 
 
 def batch_support(
@@ -103,139 +43,300 @@ def batch_support(
     device: torch.device | str | None = None,
     *,
     targets: Tensor | Sequence[Sequence[int]] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Support:
     """Joins the supports of completions into that of a batch padded on the right.
 
     Args:
-        supports: per completion `token_ids [K]` and `offsets [tokens + 1]` on the CPU, as
-            `fused_grpo_loss` has them; None for one whose tokens were sampled from the whole
-            vocabulary.
-        length: T, the tokens of a padded completion, which have no words where there is padding.
+        supports: per completion `token_ids [K]` and `offsets [tokens + 1]` on the CPU, as `Support`
+            has them; None for one whose tokens were sampled from the whole vocabulary.
+        length: T, the tokens of a padded completion, which have no entries where there is padding.
         device: where the result goes, without waiting for the device's work; None: the CPU.
-        targets: `[B, T]` on the CPU, or a sequence of ids per completion: sets that lack their
-            target are left out, so that a call scores these tokens over the whole vocabulary. None:
-            all sets stay as they are, and a call refuses those that lack their target.
+        targets: `[B, T]` on the CPU, or the ids of each completion. Given, sets that lack their
+            target are emptied: such tokens are then scored over the whole vocabulary. None: a call
+            refuses them.
 
     Returns:
-        `token_ids` and `offsets [B * T + 1]`, the `support` of a call on `[B, T]`.
+        The support of a call on `[B, T]`.
 
     Raises:
-        ValueError: a completion with more than `length` tokens, or with more than it has targets.
+        ValueError: a completion with more than `length` tokens.
     """
-    if targets is not None and len(targets) != len(supports):
-        raise ValueError(
-            f"targets: expected those of {len(supports)} completions, as many as supports; got "
-            f"{len(targets)}"
-        )
     counts = torch.zeros(len(supports), length, dtype=torch.int64)
     parts = [torch.zeros(0, dtype=torch.int32)]
-    for i, support in enumerate(supports):
-        if support is not None:
-            token_ids, offsets = support
-            if len(offsets) - 1 > length:
-                raise ValueError(
-                    f"length: expected as many as the longest completion has tokens, "
-                    f"{len(offsets) - 1}; got {length}"
-                )
-            of_tokens = offsets.diff()
-            if targets is not None:
-                token_ids, of_tokens = _with_targets(token_ids, of_tokens, targets[i])
-            counts[i, : len(of_tokens)] = of_tokens
-            parts.append(token_ids)
+    for i, (row, support) in enumerate(zip(counts, supports, strict=True)):
+        if support is None:
+            continue
+        token_ids, offsets = support
+        size = len(offsets) - 1
+        if size > length:
+            raise ValueError(
+                f"length: expected as many as the longest completion has tokens, {size}; got "
+                f"{length}"
+            )
+        of_tokens = offsets.diff().long()
+        if targets is not None:
+            tokens = torch.arange(size).repeat_interleave(of_tokens)
+            ids = torch.as_tensor(targets[i])[:size]
+            found = torch.zeros(size, dtype=torch.bool)
+            found[tokens[token_ids == ids[tokens]]] = True
+            token_ids, of_tokens = token_ids[found[tokens]], torch.where(found, of_tokens, 0)
+        row[:size] = of_tokens
+        parts.append(token_ids)
     offsets = _from_zero(counts.flatten().cumsum(0))
-    return to_device(torch.cat(parts), device), to_device(offsets, device)
+    return Support(to_device(torch.cat(parts), device), to_device(offsets, device))
 
 
-def _with_targets(
-    token_ids: Tensor, counts: Tensor, targets: Tensor | Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The ids and counts of a completion, those of sets that lack their target left out."""
-    targets = torch.as_tensor(targets)
-    if targets.ndim != 1 or len(targets) < len(counts):
-        raise ValueError(
-            f"targets: expected an id for each of a completion's {len(counts)} tokens; got shape "
-            f"{list(targets.shape)}"
+class KeptSets:
+    """The kept sets of a call's tokens, checked as far as can be without reading the device.
+
+    A set of one entry has log-prob 0 and no gradient whatever its logit is: it takes no part,
+    unless a logsumexp is wanted.
+
+    Args:
+        call: whose tokens have the sets.
+        support: the sets.
+        targets: int64 `[N]`, in the vocabulary.
+        V: ids are below it.
+        logsumexp: whether sets of one entry take part.
+    """
+
+    def __init__(
+        self, call: HeadCall, support: object, targets: Tensor, V: int, *, logsumexp: bool
+    ) -> None:
+        refuse_with(call)
+        ids, offsets = check_support(support, len(targets), targets.device)
+        checks, N, device = call.checks, len(targets), targets.device
+        ids = ids if N else ids[:0]
+        active = torch.ones_like(targets, dtype=torch.bool) if call.mask is None else call.mask
+        begins, ends, last = _intervals(offsets, active, len(ids), checks)
+        counts = ends - begins
+        places = torch.arange(len(ids), device=device)
+        tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
+        belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
+        exists = (ids >= 0) & (ids < V)
+        checks.add(
+            belongs & ~exists, f"support.token_ids: expected ids in [0, {V}); got ids outside"
         )
-    if targets.device.type != "cpu":
-        raise ValueError(f"targets: expected ids on the CPU; got a tensor on {targets.device}")
-    tokens = torch.arange(len(counts)).repeat_interleave(counts)
-    if len(tokens) != len(token_ids):
-        raise ValueError(
-            f"supports: expected offsets that end at the {len(token_ids)} ids; got {len(tokens)}"
+        found, positions = _found(hits, places, begins, ends)
+        checks.add(
+            (counts > 0) & (found == 0),
+            "support: expected the target of every token among its ids "
+            "(batch_support(..., targets=) empties the other sets, whose tokens are then scored "
+            "over the whole vocabulary); got tokens whose target is not",
         )
-    found = torch.zeros(len(counts), dtype=torch.bool)
-    found[tokens[token_ids == targets[tokens]]] = True
-    return token_ids[found[tokens]], torch.where(found, counts, 0)
+        by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
+        self._raw: tuple[Tensor, ...] = (ids, tokens, belongs, by_id, positions)
+        self.tokens, self.counts, self.V = counts > 0, counts, V
+        self._takes_part = counts >= (1 if logsumexp else 2)
+        self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
+        self.logits: Tensor | None = None  # of the entries, between two passes
+
+    @cached_property
+    def index(self) -> slice | Tensor:
+        """The tokens that have a set."""
+        count, N = self._sizes.numbers[1], len(self.tokens)
+        return slice(0, N) if count == N else indices(self.tokens, count)
+
+    @property
+    def count(self) -> int:
+        """How many tokens have a set."""
+        return self._sizes.numbers[1]
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The entries that take part, by token and by id."""
+        size, counts = self._sizes.numbers[0], self.counts
+        # Let go of what came, which is as large as what comes of it.
+        (ids, tokens, belongs, by_id, positions), self._raw = self._raw, ()
+        if size == 0:
+            none, zeros = ids[:0], torch.zeros_like(counts)
+            return Entries(none, none, _from_zero(zeros), zeros, none)
+        if size > _WIDE * self.V * self.count:
+            _warn_of_wide_sets()
+        offsets = _from_zero(torch.where(self._takes_part, counts, 0).cumsum(0))
+        if size == len(ids):
+            return Entries(ids, tokens, offsets, positions, by_id)
+        keep = belongs & self._takes_part[tokens]
+        index = indices(keep, size)
+        ranks = keep.cumsum(0) - 1
+        order = ranks[by_id[indices(keep[by_id], size)]]
+        return Entries(ids[index], tokens[index], offsets, positions, order)
+
+    def metrics(self, num_tokens: Tensor | None) -> dict[str, Tensor]:
+        """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked, None: all."""
+        has, counts = self.tokens.float(), self.counts.float()
+        with_set = has.sum()
+        return {
+            "support/mean": counts.sum() / with_set.clamp(min=1),
+            "support/p99": masked_quantile(counts, has, 0.99),
+            "support/singletons": (self.counts == 1).sum() / with_set.clamp(min=1),
+            "support/gathered": (
+                has.mean() if num_tokens is None else with_set / num_tokens.clamp(min=1)
+            ),
+        }
+
+
+class Kept:
+    """The route of tokens that have a kept set, all in one chunk; see `Dense` for its methods."""
+
+    def __init__(self, call: HeadCall, sets: KeptSets, *, entropy: bool) -> None:
+        self.call, self.sets, self.backend, self.entropy = call, sets, call.backend, entropy
+        # Products are float32 whatever the operands are.
+        self.terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.terms]
+
+    def chunks(self) -> Iterator[Chunk]:
+        if self.sets.count:
+            yield Chunk(self.sets.index, self.sets.count, True)
+
+    def sweep(self, rows: Chunk) -> TokenStats:
+        if self.sets.logits is None:
+            self.sets.logits = self.logits()
+        N, like = len(self.sets.tokens), self.sets.logits
+        values = like.new_zeros((3 if self.entropy else 2, N)).unbind()
+        self.stats = TokenStats(*values)
+        if len(self.sets.entries):
+            self.backend.entry_stats(
+                self.sets.logits, self.sets.entries, self.call.transform, self.stats
+            )
+        return self.stats.at(rows.index)
+
+    def resume(self, rows: Chunk, stats: TokenStats) -> None:
+        N = len(self.sets.tokens)
+        self.stats = TokenStats(*(None if x is None else _spread(x, rows, N) for x in stats))  # type: ignore[arg-type]
+
+    def add(
+        self,
+        rows: Chunk,
+        grads: Gradients,
+        d_logps: Tensor,
+        d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None,
+    ) -> None:
+        entries, N = self.sets.entries, len(self.sets.tokens)
+        if not len(entries):
+            return
+        assert self.sets.logits is not None
+        given = [
+            None if x is None else _spread(x, rows, N) for x in (d_logps, d_entropy, d_logsumexp)
+        ]
+        g, e, d_lse = given
+        assert g is not None
+        d_softmax = None if d_lse is None else g - d_lse
+        row_grads = RowGrads.of(self.stats, g, d_softmax, e)
+        d = self.backend.entry_grads(self.sets.logits, entries, self.call.transform, row_grads)
+        needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
+        # Tokens without a gradient have no part in any product, whatever their states hold.
+        self._add_products(torch.where(needed[entries.tokens], d, 0.0), grads)
+
+    def _add_products(self, d: Tensor, grads: Gradients) -> None:
+        """Adds the products of the entries' gradients `d [E]`, those of x by tokens, of y by id."""
+        entries, d = self.here, self.own(d)
+        of_ids: tuple[Tensor, Tensor, Tensor] | None = None
+        for k, (x, y) in enumerate(self.terms):
+            if grads.wanted[2 * k]:
+                self.put(grads, 2 * k, (d, entries.ids, entries.offsets), y)
+            if grads.wanted[2 * k + 1]:
+                if of_ids is None:
+                    begins = entries.begins_of(torch.arange(len(y) + 1, device=y.device))
+                    of_ids = (d[entries.order], entries.tokens_by_id, begins)
+                found, dtype = grads.found[2 * k + 1], grads.tensors[2 * k + 1].dtype
+                grads.found[2 * k + 1] = self.backend.segment_sums(*of_ids, x, dtype, found)
+
+    def put(
+        self, grads: Gradients, place: int, group: tuple[Tensor, Tensor, Tensor], y: Tensor
+    ) -> None:
+        """Adds the sums over each token's entries to the gradient of an x."""
+        found, dtype = grads.found[place], grads.tensors[place].dtype
+        grads.found[place] = self.backend.segment_sums(*group, y, dtype, found)
+
+    def logits(self) -> Tensor:
+        """The raw logits of the entries, float32 `[E]`."""
+        entries = self.here
+        z = self.terms[0].y.new_zeros(len(entries), dtype=torch.float32)
+        if len(entries):
+            for x, y in self.terms:
+                self.backend.entry_dots(x, y, entries, z)
+            if self.call.rounding is not None:
+                round_(z, self.call.rounding)
+        return self.whole(z)
+
+    @property
+    def here(self) -> Entries:
+        """The entries whose rows of the head are here."""
+        return self.sets.entries
+
+    def own(self, d: Tensor) -> Tensor:
+        """The values of the entries that are here, from those of all."""
+        return d
+
+    def whole(self, z: Tensor) -> Tensor:
+        """The values of all entries, from those of the entries that are here."""
+        return z
+
+    def finish(self, grads: Gradients) -> None:
+        pass
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {}
+
+
+def refuse_with(call: HeadCall) -> None:
+    """Refuses what a support cannot be computed with."""
+    execution = call.execution
+    if execution.batch_invariant or execution.matmul is not None:
+        raise ValueError(
+            "support: expected None with batch_invariant=True or a matmul, as which entries are "
+            "gathered depends on the whole batch; got a support"
+        )
+    if execution.capturable:
+        raise ValueError(
+            "support: expected None with capturable=True, as the number of entries is read from "
+            "the device; got a support"
+        )
 
 
 def check_support(support: object, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ids and offsets of a support, of the right shapes and dtypes."""
+    """The ids and offsets of a support, of the right shapes and dtypes, as int64."""
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(
-            "support: expected a pair of tensors, token_ids and offsets, or None; got "
+            "support: expected a Support of token_ids and offsets, or None; got "
             f"{type(support).__name__}"
         )
     integers = (torch.int64, torch.int32)
-    ids = check_tensor("support[0]", support[0], dtypes=integers, device=device)
+    ids = check_tensor("support.token_ids", support[0], dtypes=integers, device=device)
     if ids.ndim != 1:
-        raise ValueError(f"support[0]: expected token ids, shape [K]; got {list(ids.shape)}")
-    shape = (num_tokens + 1,)
-    offsets = check_tensor("support[1]", support[1], shape=shape, dtypes=integers, device=device)
+        raise ValueError(f"support.token_ids: expected shape [K]; got {list(ids.shape)}")
+    offsets = check_tensor(
+        "support.offsets", support[1], shape=(num_tokens + 1,), dtypes=integers, device=device
+    )
     return ids.detach().long(), offsets.detach().long()
 
 
-def support_of(
-    ids: Tensor,
-    offsets: Tensor,
-    *,
-    targets: Tensor,
-    mask: Tensor | None,
-    V: int,
-    checks: ValueChecks,
-    logsumexp: bool = False,
-) -> Support:
-    """The support of flat targets, checked as far as it can be without reading the device.
-
-    Args:
-        ids: int64 `[K]`.
-        offsets: int64 `[N + 1]`.
-        targets: int64 `[N]`.
-        mask: bool `[N]`, or None.
-        V: ids are below it.
-        checks: gets the questions, and the sizes to be read.
-        logsumexp: whether sets of one word take part.
-    """
-    N, device = len(targets), ids.device
-    ids = ids if N else ids[:0]
-    active = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    begins, ends, last = _intervals(offsets, active, len(ids), checks)
-    counts = ends - begins
-    places = torch.arange(len(ids), device=device)
-    tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
-    belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
-    exists = (ids >= 0) & (ids < V)
-    checks.add(belongs & ~exists, f"support[0]: expected ids in [0, {V}); got ids outside")
-
-    found, positions = _found(hits, places, begins, ends)
-    del hits, places
-    checks.add(
-        (counts > 0) & (found == 0),
-        "support: expected the target of every token among its ids (batch_support(..., targets=) "
-        "empties other sets, whose tokens are then scored over the whole vocabulary); got tokens "
-        "whose target is not",
+@cache
+def _warn_of_wide_sets() -> None:
+    warnings.warn(
+        "support: kept sets have more than 1/20 of the vocabulary on average, and each entry costs "
+        "a row of the head: without a support the call is faster, and nearly the same where so "
+        "much is kept",
+        stacklevel=2,
     )
-    by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-    has = counts > 0
-    takes_part = has if logsumexp else counts > 1
-    all_words = _AllWords(ids, tokens, belongs, by_id, positions)
-    sizes = checks.ask(torch.where(takes_part, counts, 0).sum(), has.sum())
-    return Support(has, counts, takes_part, [all_words], sizes, V)
+
+
+def _spread(x: Tensor, rows: Chunk, N: int) -> Tensor:
+    """Values `[C]` of some rows among all `[N]`, 0 elsewhere."""
+    if rows.size == N:
+        return x
+    return x.new_zeros(N).index_copy_(0, rows.index, x)  # type: ignore[arg-type]
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 and x.stride(0) else x.contiguous()
 
 
 def _intervals(
     offsets: Tensor, active: Tensor, K: int, checks: ValueChecks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Begin and end of each token's words, equal for masked or wrong ones; and how far they reach.
+    """Begin and end of each token's entries, equal where masked or wrong; and how far they reach.
 
     The last, the largest end so far, ascends whatever masked tokens have.
     """
@@ -247,8 +348,8 @@ def _intervals(
     wrong[-1:] |= ends[-1:] != K
     checks.add(
         wrong & active,
-        f"support[1]: expected offsets that start at 0, never decrease, and end at the {K} ids; "
-        "got offsets that do not",
+        "support.offsets: expected offsets that start at 0, never decrease, and end at the "
+        f"{K} ids; got offsets that do not",
     )
     begins = begins.clamp(0, K)
     return begins, torch.where(active & ~wrong, ends, begins), reached
@@ -257,14 +358,14 @@ def _intervals(
 def _compared(
     ids: Tensor, places: Tensor, tokens: Tensor, of_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which words belong to their token, and are its target; from begins, ends and targets."""
+    """Which entries belong to their token, and are its target; from begins, ends and targets."""
     begin, end, target = of_tokens[:, tokens]
     belongs = (places >= begin) & (places < end)
     return belongs, belongs & (ids == target)
 
 
 def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each token's words hit, and the place of the one that does, from its begin."""
+    """How often each token's entries hit, and the place of the one that does, from its begin."""
     sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
     found, place = sums[:, ends] - sums[:, begins]
     return found, place - begins
@@ -275,7 +376,7 @@ def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
     ordered, by_id = ids.sort(stable=True)
     of = tokens[by_id]
     again = (ordered[1:] == ordered[:-1]) & (of[1:] == of[:-1]) & (ordered[1:] < V)
-    checks.add(again, "support[0]: expected each id once per token; got repeated ones")
+    checks.add(again, "support.token_ids: expected each id once per token; got repeated ones")
     return by_id
 
 

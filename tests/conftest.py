@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.support")
+pytest.register_assert_rewrite("tests.helpers")
 HERE = Path(__file__).parent
 
 # A machine with a GPU may have no hypothesis; `-m gpu` does not need it.
@@ -93,7 +93,7 @@ def emulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("--ptx-cuda", False):
         yield
         return
-    from tests.support.fake_cuda import EmulatedCUDA
+    from tests.helpers.fake_cuda import EmulatedCUDA
 
     with EmulatedCUDA():
         yield
@@ -108,7 +108,7 @@ def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def curves() -> Iterator[pytest.MonkeyPatch]:
     """Reports come without drawings, until the test undoes it."""
-    from tests.support.trainer_runs import no_curves
+    from tests.helpers.trainer_runs import no_curves
 
     with no_curves() as patch:
         yield patch
@@ -117,7 +117,7 @@ def curves() -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a language model of a few thousand parameters, and its tokenizer."""
-    from tests.support.tiny_models import make_model, make_tokenizer
+    from tests.helpers.tiny_models import make_model, make_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     make_model("llama").save_pretrained(folder)
@@ -128,7 +128,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the model whose servers were recorded."""
-    from tests.support.record_vllm import make_folder
+    from tests.helpers.record_vllm import make_folder
 
     folder = tmp_path_factory.mktemp("served")
     make_folder(folder)
@@ -139,7 +139,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Starts recorded servers; seconds of waiting for them are hundredths."""
     from grpo_kernels.training import vllm_server
-    from tests.support.recorded_vllm import RecordedServer, quick_time
+    from tests.helpers.recorded_vllm import RecordedServer, quick_time
 
     started = []
     monkeypatch.setattr(vllm_server, "time", quick_time)
@@ -157,7 +157,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 @pytest.fixture
 def served_config(served_model: Path, tmp_path: Path):
     """Makes the config of a run with a server."""
-    from tests.support.record_vllm import config_for
+    from tests.helpers.record_vllm import config_for
 
     def make(server, **options):
         options = {"vllm_sync_dir": str(tmp_path), "vllm_server_base_url": server.url, **options}
@@ -169,7 +169,7 @@ def served_config(served_model: Path, tmp_path: Path):
 @pytest.fixture
 def ready(serve, served_config):
     """Makes a recorded server, and a rollout that has sent it its weights."""
-    from tests.support.record_vllm import rollout_of
+    from tests.helpers.record_vllm import rollout_of
 
     def make(*args, **options):
         server = serve(*args)

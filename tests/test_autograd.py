@@ -4,14 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import (
-    fused_grpo_loss,
-    grpo_loss,
-    linear_logprobs,
-    reference,
-    selective_log_softmax,
-)
-from tests.support.batches import config, make_batch, relative_error, run_fused
+from grpo_kernels import grpo_loss, selective_log_softmax
+from tests.helpers.batches import config, make_batch, relative_error, run_fused
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 
 
 def head(batch, *names):
@@ -114,12 +109,12 @@ def test_gradient_checkpointing(call, use_reentrant, batch, expected):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
-    from grpo_kernels.head_gradients import HeadGradients
+    from grpo_kernels.dense import Dense
 
     def refuse(*_):
         raise AssertionError("gradient work without a gradient")
 
-    monkeypatch.setattr(HeadGradients, "add", refuse)
+    monkeypatch.setattr(Dense, "add", refuse)
     sizes = []
     original = torch.Tensor.new_empty
     monkeypatch.setattr(
@@ -133,25 +128,23 @@ def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
 
 
 def test_frozen_parts_cost_no_work(batch, monkeypatch):
-    from grpo_kernels import head_gradients, lm_head
+    shapes, H = [], batch.hidden.shape[-1]
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
 
-    products = []
-    addmm = lm_head.addmm
+        def counted(*args, out, original=original, **kwargs):
+            shapes.append(tuple(out.shape))
+            return original(*args, out=out, **kwargs)
 
-    def counted(acc, *args, **kwargs):
-        products.append(tuple(acc.shape))
-        addmm(acc, *args, **kwargs)
-
-    for module in (head_gradients, lm_head):
-        monkeypatch.setattr(module, "addmm", counted)
+        monkeypatch.setattr(torch, name, counted)
     for frozen in ("weight", "hidden"):
         hidden, weight = head(batch)
         {"weight": weight, "hidden": hidden}[frozen].requires_grad_(False)
-        products.clear()
+        shapes.clear()
         call_fused(batch, hidden, weight).backward()
-        head_sized = [shape == tuple(weight.shape) for shape in products]
-        assert products and all(head_sized) == (frozen == "hidden")
-        assert any(head_sized) == (frozen == "hidden")
+        of_weight = [shape for shape in shapes if shape == tuple(weight.shape)]
+        of_hidden = [shape for shape in shapes if shape[1] == H and shape not in of_weight]
+        assert bool(of_weight) == (frozen == "hidden") and bool(of_hidden) == (frozen == "weight")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -181,12 +174,12 @@ def test_retained_graph_gives_the_same_twice(call, batch, expected):
 
 def test_the_stored_gradient_becomes_the_gradient(batch, monkeypatch):
     """Scaled in place and handed over: no second tensor of the head's size."""
-    from grpo_kernels.head_gradients import HeadGradients
+    from grpo_kernels.dense import Gradients
 
     stored = []
-    original = HeadGradients.finish
+    original = Gradients.all
     monkeypatch.setattr(
-        HeadGradients, "finish", lambda self: stored.extend(original(self)) or original(self)
+        Gradients, "all", lambda self: stored.extend(original(self)) or original(self)
     )
     hidden, weight = head(batch)
     loss = call_fused(batch, hidden, weight)

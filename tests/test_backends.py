@@ -1,26 +1,29 @@
-"""The Triton kernels against the torch backend, at the sizes that bite."""
+"""The Triton kernels and the torch backend against each other, and float64, where it bites."""
 
+import inspect
+import itertools
 import math
 
 import pytest
 import torch
 
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
-from grpo_kernels.grpo_loss import policy_loss
-from grpo_kernels.head_gradients import row_factors
-from grpo_kernels.objective import LossInputs, with_known_weights
-from grpo_kernels.sequences import Sequences
-from tests.support.batches import OBJECTIVES, config, relative_error
-from tests.support.tiers import INTERPRETED, compiled_alone
+from grpo_kernels.dense import row_factors
+from grpo_kernels.experimental import torch_column_scores, triton_column_scores
+from tests.helpers.batches import relative_error
+from tests.helpers.policy_losses import exact_policy_loss
+from tests.helpers.tiers import INTERPRETED, compiled_alone
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 TRANSFORMS = {
     "plain": {},
-    "bias": {"bias": True},
     "softcap": {"softcap": 8.0},
     "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
-    "everything": {"bias": True, "softcap": 8.0, "logit_scale": 1.2, "temperature": True},
+    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
 }
+BACKENDS = pytest.mark.parametrize(
+    "backend", (torch_backend, triton_backend), ids=("torch", "triton")
+)
 
 
 def tile(C, V, device, *, offset=0.0, pad=0, options=()):
@@ -31,8 +34,6 @@ def tile(C, V, device, *, offset=0.0, pad=0, options=()):
     targets[0] = V - 1
     buffer.scatter_add_(1, targets[:, None], torch.full((C, 1), 10.0))
     options = dict(options)
-    if options.pop("bias", False):
-        options["bias"] = torch.randn(V, generator=g).to(device)
     if options.get("temperature") is True:
         options["temperature"] = (0.5 + torch.rand(C, generator=g)).to(device)
     return buffer.to(device)[:, :V], targets.to(device), LogitTransform(**options)
@@ -92,10 +93,11 @@ def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
     blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
     expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
     weights = 0.5 + torch.rand(V, generator=torch.Generator().manual_seed(1)).to(logits.device)
-    for backend in (torch_backend, triton_backend):
-        scores = backend.column_scores(logits, targets, transform, grads, blocks)
+    for module in (torch_column_scores, triton_column_scores):
+        scores = module.column_scores(logits, targets, transform, grads, blocks)
         for actual, wanted in zip(scores, expected, strict=True):
             assert actual.shape == (len(blocks), V) and relative_error(actual, wanted) <= 2e-5
+    for backend in (torch_backend, triton_backend):
         out = torch.empty_like(d_logits)
         backend.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
         assert relative_error(out, d_logits * weights) <= 2e-5
@@ -131,7 +133,7 @@ def test_no_logit_near_zero(offset, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+@BACKENDS
 def test_where_the_gradient_goes(backend, dtype, device):
     """On the logits' memory, or to a narrower dtype beside it; with NaN in the rows' padding."""
     logits, targets, transform = tile(5, 9001, device, pad=8)
@@ -177,9 +179,9 @@ def test_logits_as_large_as_float32_has_them(sweeps, scale, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", (torch_backend, triton_backend), ids=("torch", "triton"))
+@BACKENDS
 def test_one_sweep_over_infinite_logits(backend, device):
-    """Words at -inf have no part; a row without a distribution is NaN, and no other is."""
+    """Entries at -inf have no part; a row without a distribution is NaN, and no other is."""
     V, inf = 2 * 2048 + 5, float("inf")
     logits, targets, transform = tile(5, V, device)
     logits[0, : V - 3] = -inf  # also the first block and, in row 1, the target
@@ -203,6 +205,92 @@ def test_one_sweep_over_infinite_logits(backend, device):
     mine = exps[:2] / stats.total[:2, None]
     assert (mine - (p - torch.eye(V, device=device)[targets[:2]])).abs().max() <= 1e-6
     assert exps[2:].isnan().any(1).all()
+
+
+def exact(logits, targets, transform, d_logps, d_lse, d_entropy):
+    """Statistics of each row and the gradient of its raw logits, in float64, by torch."""
+    u = logits.double().requires_grad_()
+    z = transform.logit_scale * u
+    if transform.softcap is not None:
+        z = transform.softcap * (z / transform.softcap).tanh()
+        z = z.masked_fill(logits == -math.inf, -math.inf)
+    z = z / transform.per_row
+    log_p = z.log_softmax(1)
+    entropy = -(log_p.exp() * log_p.masked_fill(logits == -math.inf, 0.0)).sum(1)
+    stats = (log_p.gather(1, targets[:, None])[:, 0], z.logsumexp(1), entropy)
+    weights = [x.double() for x in (d_logps, d_lse, d_entropy)]
+    gradient = torch.autograd.grad(stats, u, weights)[0]
+    return [x.detach() for x in stats], gradient
+
+
+def with_banned_entries(V, device, option):
+    """Few, many, all but the target, all of the first block, the target, and nothing."""
+    logits, targets, transform = tile(6, V, device, options=TRANSFORMS[option])
+    g = torch.Generator().manual_seed(1)
+    banned = torch.rand(6, V, generator=g) < torch.tensor([0.3, 0.9, 1.0, 0.0, 0.5, 0.0])[:, None]
+    banned[3, : min(V - 2, 2100)] = True
+    banned = banned.to(device).scatter_(1, targets[:, None], False)
+    others = (targets[:, None] + 1) % V  # something to be uncertain of
+    banned.scatter_(1, others, False)
+    banned[2, others[2]] = banned[4, targets[4]] = True
+    return logits.masked_fill_(banned, -math.inf), targets, transform, banned
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", TRANSFORMS)
+@pytest.mark.parametrize("V", (5, 1003, 2 * 2048 + 1))
+@BACKENDS
+def test_banned_entries(backend, V, option, device):
+    """A raw logit of -inf has probability 0 and gradient 0, whatever the transform."""
+    logits, targets, transform, banned = with_banned_entries(V, device, option)
+    d_logps, d_lse, d_entropy = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)).to(
+        device
+    )
+    # What a target that is banned gets without a softcap is the whole gradient of its log-prob.
+    at_zero = banned.clone()
+    at_zero[4, targets[4]] = transform.softcap is not None
+    for of_lse, of_entropy in itertools.product((0.0, 1.0), (0.0, 1.0)):
+        truth, expected = exact(
+            logits, targets, transform, d_logps, of_lse * d_lse, of_entropy * d_entropy
+        )
+        stats = backend.token_stats(logits, targets, transform, entropy=True)
+        for mine, true in zip(stats[:3], truth, strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
+        assert stats.logps[4] == -math.inf and stats.entropy.isfinite().all()
+        grads = RowGrads.of(
+            stats,
+            d_logps,
+            d_logps - d_lse if of_lse else None,
+            d_entropy if of_entropy else None,
+        )
+        out = torch.empty_like(logits)
+        backend.logit_grads_(logits, targets, transform, grads, out)
+        assert expected[:2].norm() > 0 and (out[at_zero] == 0).all()
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
+        backend.logit_grads_(logits, targets, transform, grads, given := logits.clone())
+        assert given.equal(out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", TRANSFORMS)
+@pytest.mark.parametrize("kept", ("in_place", "beside", "half"))
+@BACKENDS
+def test_one_sweep_over_banned_entries(backend, kept, option, device):
+    """What is left behind is 0 there, and the gradient but for a factor elsewhere."""
+    logits, targets, transform, banned = with_banned_entries(2 * 2048 + 1, device, option)
+    d_logps, nothing = torch.linspace(-1.0, 2.0, 6, device=device), torch.zeros(6, device=device)
+    truth, expected = exact(logits, targets, transform, d_logps, nothing, nothing)
+    dtype = torch.bfloat16 if kept == "half" and not INTERPRETED else torch.float32
+    exps = given = logits.clone()
+    if kept != "in_place":
+        exps = torch.empty_like(logits, dtype=dtype)
+    stats = backend.token_stats(given, targets, transform, entropy=True, exps=exps)
+    for mine, true in zip(stats[:3], truth, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
+    banned[4, targets[4]] = transform.softcap is not None
+    assert (exps[banned] == 0).all() and stats.total.isfinite().all()
+    mine = row_factors(stats, d_logps, transform)[:, None].double() * exps.double()
+    assert relative_error(mine, expected) <= (2e-5 if dtype == torch.float32 else 2**-8)
 
 
 CHUNK = pytest.param("cuda", 2560, 151_936, marks=(pytest.mark.gpu, pytest.mark.real_gpu))
@@ -266,60 +354,122 @@ def test_logits_that_are_all_the_same(option, device):
         assert (stats.entropy - math.log(logits.shape[1])).abs().max() <= 1e-5
 
 
-def policy_inputs(tokens, device, names=("old_logps", "ref_logps", "sampling_logps")):
+def policy_inputs(tokens, device):
     g = torch.Generator().manual_seed(tokens)
-    x = torch.randn(7, tokens, generator=g).to(device)
-    constants = {"old_logps": 0.3 * x[3], "ref_logps": x[4], "sampling_logps": 0.3 * x[6]}
-    inputs = LossInputs(
-        advantages=x[0].masked_fill(x[0].abs() < 0.1, 0.0), weights=x[1].abs(),
-        count=torch.tensor(float(tokens)).to(device), mask=x[2] > -1,
-        sequences=Sequences(torch.arange(tokens, device=device) // 50, tokens // 50 + 1),
-        **{name: constants[name] for name in names},
-    )  # fmt: skip
-    # Log-probs are negative; a few tokens have moved so far that their ratio overflows.
-    logps = (0.2 * x[5] - 0.5).index_fill(0, torch.arange(0, tokens, 97, device=device), 150.0)
-    return inputs, logps, x[5].abs()
+    x = torch.randn(8, tokens, generator=g)
+    # Log-probs are negative; some have moved so far that a ratio is at its bound.
+    logps = (0.2 * x[5] - 0.5).index_fill(0, torch.arange(0, tokens, 97), 3.0)
+    inputs = {
+        "advantages": x[0].masked_fill(x[0].abs() < 0.1, 0.0), "weights": x[1].abs(),
+        "count": torch.tensor(float(tokens)), "mask": x[2] > -1, "old_logps": logps - 0.3 * x[3],
+        "ref_logps": logps + 0.5 * x[4], "scale": x[6].exp(),
+    }  # fmt: skip
+    inputs["old_logps"][::97] = -0.5
+    return {k: v.to(device) for k, v in inputs.items()}, logps.to(device), x[7].abs().to(device)
 
 
-def assert_policies_agree(cfg, inputs, logps, entropy):
-    inputs = with_known_weights(cfg, inputs)
-    results = [
-        policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
-        for backend in (torch_backend, triton_backend)
-    ]
-    for a, b in zip(*results, strict=True):
-        if a is None:
-            assert b is None
-        else:
-            torch.testing.assert_close(b, a, rtol=2e-5, atol=1e-6 * float(a.abs().amax()))
-    return results[0]
+def assert_policy_is_exact(logps, entropy, **given):
+    truth = exact_policy_loss(logps, entropy, **given)
+    result = triton_backend.policy_loss(logps, entropy, grad=True, **given)
+    for mine, true in zip(result, truth, strict=True):
+        assert (mine is None) == (true is None)
+        if true is not None:
+            atol = 1e-6 * max(1.0, float(true.abs().amax()))
+            torch.testing.assert_close(mine.double(), true, rtol=2e-5, atol=atol)
+    value = triton_backend.policy_loss(logps, entropy, grad=False, **given)
+    assert value.loss.equal(result.loss) and value.d_logps is value.d_entropy is None
+    return result
+
+
+SURROGATES = {
+    "clip": {"surrogate": "clip", "low": 0.8, "high": 1.3},
+    "delta": {"surrogate": "clip", "low": 0.8, "high": 1.3, "ratio_max": 1.7},
+    "dual_clip": {"surrogate": "clip", "low": 0.8, "high": 1.3, "dual_clip": 1.5},
+    "cispo": {"surrogate": "cispo", "low": 0.8, "high": 1.2, "ratio_max": 1.4},
+}
+KLS = {
+    "no_kl": {},
+    **{
+        f"{name}{'_ratio' * ratio}": {"beta": 0.2, "kl_estimator": name, "kl_ratio": ratio}
+        for name in ("k1", "k2", "k3")
+        for ratio in (False, True)
+    },
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_policy_loss(surrogate, kl, device):
+    inputs, logps, entropy = policy_inputs(1000, device)
+    options = {**SURROGATES[surrogate], **KLS[kl]}
+    result = assert_policy_is_exact(logps, entropy, **inputs, **options, entropy_coef=0.3)
+    assert result.d_logps.any() and result.d_entropy.any()
+    # Masked tokens are not read.
+    for x in (logps, entropy, *(inputs[k] for k in ("advantages", "weights", "ref_logps"))):
+        x[~inputs["mask"]] = math.nan
+    again = triton_backend.policy_loss(
+        logps, entropy, grad=True, **inputs, **options, entropy_coef=0.3
+    )
+    assert all(a.equal(b) for a, b in zip(again, result, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("left_out", ("mask", "old_logps", "scale", "entropy"))
+def test_policy_loss_without(left_out, device):
+    inputs, logps, entropy = policy_inputs(300, device)
+    inputs.pop(left_out, None)
+    entropy = None if left_out == "entropy" else entropy
+    for surrogate in ("dual_clip", "cispo"):
+        options = {**SURROGATES[surrogate], **KLS["k3_ratio"], "entropy_coef": 0.3}
+        assert_policy_is_exact(logps, entropy, **inputs, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", (0, 1, 255, 256, 257, 1000))
-def test_policy_loss(tokens, device):
-    cfg = config(beta=0.1, delta=1.7, entropy_coef=0.3, epsilon_high=0.4)
+def test_policy_loss_of_some_tokens(tokens, device):
     inputs, logps, entropy = policy_inputs(tokens, device)
-    if not tokens:
-        for backend in (torch_backend, triton_backend):
-            result = policy_loss(cfg, inputs, logps, entropy, backend, grad=True)
-            assert result.loss == 0 and result.d_logps.shape == result.d_entropy.shape == (0,)
-        return
-    assert_policies_agree(cfg, inputs, logps.clamp(max=3.0), entropy)
-
-
-TOKEN_LOCAL = [name for name, (options, _) in OBJECTIVES.items() if config(**options).one_pass]
+    options = {**SURROGATES["delta"], **KLS["k3"], "entropy_coef": 0.3}
+    if tokens:
+        assert_policy_is_exact(logps, entropy, **inputs, **options)
+    else:
+        result = triton_backend.policy_loss(logps, entropy, grad=True, **inputs, **options)
+        assert result.loss == 0 and result.d_logps.shape == result.d_entropy.shape == (0,)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("objective", TOKEN_LOCAL)
-def test_token_local_objectives(objective, device):
-    options, names = OBJECTIVES[objective]
-    if objective == "is_sequence_on_policy":
-        pytest.skip("takes old_logps to be token-local")
-    inputs, logps, entropy = policy_inputs(1000, device, names)
-    cfg = config(**options)
-    if cfg.beta and cfg.kl_clamp is None:
-        logps = logps.clamp(max=3.0)  # beyond, KL and ratio overflow, here as there
-    result = assert_policies_agree(cfg, inputs, logps, entropy)
-    assert result.loss.isfinite() and result.d_logps.isfinite().all() and result.d_logps.any()
+@pytest.mark.parametrize("surrogate", ("clip", "delta", "cispo"))
+def test_a_ratio_that_overflows(surrogate, device):
+    """Its loss and gradient are those of a ratio of e^80, but where a bound holds finite."""
+    inputs, logps, entropy = policy_inputs(200, device)
+    inputs["old_logps"][::7] = -150.0
+    inputs["advantages"] = inputs["advantages"].abs() if surrogate == "clip" else -1.0 * (
+        inputs["advantages"]
+    )  # fmt: skip
+    result = assert_policy_is_exact(logps, entropy, **inputs, **SURROGATES[surrogate])
+    assert result.loss.isfinite() and result.d_logps.isfinite().all()
+
+
+def options_of(function):
+    """The parameters that a caller knows of, with kinds, defaults and types."""
+    signature = inspect.signature(function)
+    own = ("launch", "block_bytes")
+    return [
+        x for x in signature.parameters.values() if x.name not in own
+    ], signature.return_annotation
+
+
+def test_backends_have_the_same_signatures():
+    names = set(triton_backend.__all__) - {"policy_loss"}
+    assert torch_backend.policy_loss is None and callable(triton_backend.policy_loss)
+    for name in names:
+        mine, theirs = (getattr(backend, name) for backend in (torch_backend, triton_backend))
+        assert options_of(mine) == options_of(theirs), name
+        assert mine.__doc__ and not theirs.__doc__
+    others = {k for k, x in vars(torch_backend).items() if inspect.isfunction(x)
+              and x.__module__ == torch_backend.__name__ and k[0] != "_"}  # fmt: skip
+    assert names == others - {"row_blocks"}
+    for name in ("column_scores", "column_level"):
+        pair = (getattr(x, name) for x in (torch_column_scores, triton_column_scores))
+        mine, theirs = map(options_of, pair)
+        assert mine == theirs, name

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs
-from tests.support.batches import assert_matches, config, make_batch, relative_error, run_fused
-from tests.support.head_options import BACKENDS, OPTIONS
+from grpo_kernels.experimental import Sampled
+from tests.helpers.batches import assert_matches, config, make_batch, relative_error, run_fused
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
+from tests.helpers.head_options import BACKENDS, OPTIONS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,8 +46,12 @@ def test_a_masked_row_of_large_logits(backend):
 def test_capturable_refuses_what_it_cannot_honour():
     batch = make_batch()
     args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    with pytest.raises(ValueError, match="backward: expected 'exact' with capturable=True"):
-        fused_grpo_loss(*args, capturable=True, backward="sampled")
+    for options, message in (
+        ({"backward": Sampled()}, "backward: expected None with capturable=True"),
+        ({"support": ((), ())}, "support: expected None with capturable=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_grpo_loss(*args, capturable=True, **options)
     with pytest.raises(TypeError, match="capturable: expected a bool; got 'yes'"):
         fused_grpo_loss(*args, capturable="yes")
     outside = batch.targets.masked_fill(batch.mask, 10**6)

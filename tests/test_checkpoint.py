@@ -8,7 +8,7 @@ import torch
 from grpo_kernels.training import (
     load_model,
 )
-from tests.support.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 

@@ -1,81 +1,137 @@
-"""What composes from public calls, as the documentation shows it, against the float64 reference."""
+"""What composes from public calls, as the docs show it, against the float64 reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import grpo_kernels
 from grpo_kernels import (
+    Execution,
+    LMHead,
     batch_support,
-    fused_grpo_loss,
-    grpo_loss,
-    linear_logprobs,
+    gather_tokens,
     per_token_kl,
     reference,
-    selective_log_softmax,
 )
-from tests.support.batches import config, make_batch, relative_error, run_fused, with_padding
-from tests.support.head_options import BACKENDS, objective_options
-from tests.support.supports import make_support, with_logps_of
+from tests.helpers.batches import config, make_batch, packed, relative_error
+from tests.helpers.head_options import BACKENDS
+from tests.helpers.supports import make_support, with_logps_of
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
-WORDS = 47  # of 61 rows; the others are padding
+BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def leaves_of(batch, dtype):
-    """Hidden states, weight and bias, which require a gradient."""
-    tensors = (batch.hidden.nan_to_num(), batch.weight, batch.bias)
-    return [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+class Calls(NamedTuple):
+    """The calls of a backend, or of the reference, and the dtype of what they take."""
+
+    fused_grpo_loss: Callable[..., Any]
+    linear_logprobs: Callable[..., Any]
+    grpo_loss: Callable[..., Any]
+    selective_log_softmax: Callable[..., Any]
+    dtype: torch.dtype
 
 
-def assert_close(actual, expected, tolerance=2e-5):
-    """Values first, then gradients, none of which is 0 throughout."""
-    for mine, exact in zip(actual, expected, strict=True):
-        assert exact.norm() > 0
-        assert relative_error(mine, exact) <= tolerance
+EXACT = Calls(*(getattr(reference, name) for name in Calls._fields[:4]), torch.float64)
 
 
-# The whole vocabulary's KL beside a truncated policy
+def calls_of(backend):
+    of_head = {"execution": Execution(backend=backend)}
+    options = (of_head, of_head, {"backend": backend}, {"backend": backend})
+    fast = (
+        partial(getattr(grpo_kernels, name), **given)
+        for name, given in zip(Calls._fields[:4], options, strict=True)
+    )
+    return Calls(*fast, torch.float32)
 
 
-def truncated_with_whole_kl(scores, loss_of, batch, support, cfg, dtype, **options):
-    """The loss over a support, and beta times the KL to the reference over all words."""
-    hidden, weight, bias = leaves_of(batch, dtype)
-    head = (hidden, weight, batch.targets)
-    given = {"bias": bias, "mask": batch.mask, **options}
-    policy = scores(*head, support=support, **given).logps
-    whole = scores(*head, **given).logps
-    old_logps, ref_logps = batch.old_logps.to(dtype), batch.ref_logps.to(dtype)
-    out = loss_of(policy, batch.advantages, batch.mask, old_logps=old_logps, config=cfg)
-    kl = per_token_kl(whole, ref_logps, mask=batch.mask)
-    loss = out.loss + 0.1 * kl.sum() / batch.mask.sum()
+def run(compose, calls, batch, *more):
+    """The loss that `compose` makes of hidden states, weight and bias, and its gradients."""
+    given = (batch.hidden, batch.weight, batch.bias, *more)
+    leaves = [x.to(calls.dtype, copy=True).requires_grad_() for x in given]
+    loss = compose(calls, *leaves)
     loss.backward()
-    return loss.detach(), hidden.grad, weight.grad, bias.grad
+    return loss.detach(), *(x.grad for x in leaves)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def expect_equal(actual, expected, tolerance=2e-5):
+    """Values and gradients: zeros are off by 1, those of the other sign by 2."""
+    for ours, exact in zip(actual, expected, strict=True):
+        assert exact.norm() > 0
+        assert relative_error(ours, exact) <= tolerance
+
+
+@pytest.mark.parametrize("factor", (0.0, -1.0))
+def test_the_comparison_can_fail(factor):
+    batch = make_batch(**SMALL)
+    loss, *gradients = run(plain_loss(batch, config()), EXACT, batch)
+    expect_equal((loss, *gradients), (loss, *gradients))
+    for wrong in range(len(gradients)):
+        changed = [factor * x if i == wrong else x for i, x in enumerate(gradients)]
+        with pytest.raises(AssertionError):
+            expect_equal((loss, *changed), (loss, *gradients))
+
+
+def plain_loss(batch, cfg, mask=None, rows=..., **options):
+    """The off-policy loss of some `rows` of the tokens."""
+    mask = batch.mask if mask is None else mask
+
+    def compose(calls, hidden, weight, bias):
+        out = calls.fused_grpo_loss(
+            hidden[rows], LMHead(weight, bias), batch.targets[rows], batch.advantages, mask[rows],
+            old_logps=batch.old_logps[rows], config=cfg, **options,
+        )  # fmt: skip
+        return out.loss
+
+    return compose
+
+
+# docs/support.md: the KL of the whole policy beside a truncated one
+
+
+def truncated_with_the_kl_of_the_whole(batch, support, cfg):
+    def compose(calls, hidden, weight, bias):
+        given = (hidden, LMHead(weight, bias), batch.targets, batch.mask)
+        truncated = calls.linear_logprobs(*given, support=support).logps
+        whole = calls.linear_logprobs(*given).logps
+        out = calls.grpo_loss(
+            truncated, batch.advantages, batch.mask, old_logps=batch.old_logps, config=cfg
+        )
+        kl = per_token_kl(whole, batch.ref_logps, batch.mask)
+        return out.loss + 0.1 * kl.sum() / batch.mask.sum()
+
+    return compose
+
+
+@BACKEND
 @pytest.mark.parametrize("without", (0.0, 0.3), ids=("all", "mixed"))
 @pytest.mark.parametrize("loss_type", ("dapo", "gspo", "vespo"))
 def test_a_truncated_policy_with_the_kl_of_the_whole_one(loss_type, without, backend):
     batch, cfg = make_batch(**SMALL), config(loss_type=loss_type)
     support = make_support(batch, without=without, most=9)
-    # The reference's log-probs are of the whole softmax, the old ones of the truncated one.
+    # The reference's log-probs are of its whole softmax, the old ones of the truncated one.
     batch.old_logps = with_logps_of(batch, support, bias=True).old_logps
-    given = (batch, support, cfg)
-    mine = truncated_with_whole_kl(
-        linear_logprobs, grpo_loss, *given, torch.float32, backend=backend
-    )
-    exact = truncated_with_whole_kl(
-        reference.linear_logprobs, reference.grpo_loss, *given, torch.float64
-    )
-    assert_close(mine, exact)
+    compose = truncated_with_the_kl_of_the_whole(batch, support, cfg)
+    expected = run(compose, EXACT, batch)
+    expect_equal(run(compose, calls_of(backend), batch), expected)
+    # The two terms, each of its own policy.
+    truncated = plain_loss(batch, cfg, support=support)
+    kl_alone = config(loss_type="reinforce", beta=0.1, use_bias_correction_kl=False)
+    none = replace(batch, advantages=0 * batch.advantages)
+    kl = plain_loss(none, kl_alone, ref_logps=batch.ref_logps)
+    terms = zip(run(truncated, EXACT, batch), run(kl, EXACT, none), strict=True)
+    expect_equal([a + b for a, b in terms], expected)
 
 
-# Logits of the caller's own, truncated
+# docs/support.md: logits of one's own
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@BACKEND
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 def test_masked_logits(temperature, backend):
     g = torch.Generator().manual_seed(0)
@@ -85,130 +141,153 @@ def test_masked_logits(temperature, backend):
     kept.scatter_(-1, targets[..., None], True)
     factors = torch.randn(4, 5, generator=g)
     results = []
-    for call, dtype, options in (
-        (selective_log_softmax, torch.float32, {"backend": backend}),
-        (reference.selective_log_softmax, torch.float64, {}),
-    ):
-        x = logits.to(dtype, copy=True).requires_grad_()
+    for calls in (calls_of(backend), EXACT):
+        x = logits.to(calls.dtype, copy=True).requires_grad_()
         masked = x[:, :-1].masked_fill(~kept, -torch.inf)
-        logps = call(masked, targets, temperature=temperature, **options)
-        (factors.to(dtype) * logps).sum().backward()
+        logps = calls.selective_log_softmax(masked, targets, temperature=temperature)
+        (factors * logps).sum().backward()
         assert not x.grad[:, :-1][~kept].any()
         results.append((logps.detach(), x.grad))
-    # That of the set alone, in the words of its definition.
-    mine, exact = results
-    z = (logits[:, :-1] / temperature).double()
-    among = z.masked_fill(~kept, -torch.inf).logsumexp(-1)
-    assert_close((mine[0],), (z.gather(-1, targets[..., None])[..., 0] - among,))
-    assert_close(mine, exact)
+    ours, exact = results
+    expect_equal(ours, exact)
+    # By definition: the log-prob in the whole softmax, less that of the set.
+    whole = (logits[:, :-1].double() / temperature).log_softmax(-1)
+    of_set = whole.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    expect_equal((ours[0],), (whole.gather(-1, targets[..., None])[..., 0] - of_set,))
 
 
-# Sets without their target
+# docs/support.md: sets without their target
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("objective", ("kl_old_delta", "gspo"))
-def test_sets_that_lack_their_target_are_emptied(objective, backend):
-    """Their tokens are then scored over the whole vocabulary; unless emptied they are refused."""
+@BACKEND
+@pytest.mark.parametrize("options", ({"beta": 0.1}, {"loss_type": "gspo"}), ids=str)
+@pytest.mark.parametrize("as_lists", (False, True), ids=("tensor", "lists"))
+def test_sets_that_lack_their_target(options, as_lists, backend):
+    """Emptied, so that their tokens are scored over the whole vocabulary; else refused."""
     batch = make_batch(**SMALL)
     B, T = batch.mask.shape
     g = torch.Generator().manual_seed(1)
-    completions, sets, lacking = [], [], 0
-    for targets in batch.targets.clamp(min=0):
-        words = [torch.randperm(61, generator=g)[:7].tolist() for _ in range(T)]
-        for i, target in enumerate(targets.tolist()):
-            if i % 2:
-                words[i] = [target, *(w for w in words[i] if w != target)]
-            lacking += target not in words[i]
-            sets.append(words[i] if target in words[i] else [])
-        counts = torch.tensor([0, *map(len, words)])
-        completions.append((torch.tensor([*chain(*words)]), counts.cumsum(0)))
-    batch.mask = torch.ones_like(batch.mask)
-    batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
-    assert 0 < lacking < B * T
-    support = batch_support(completions, T, targets=batch.targets)
-    assert support[1].diff().tolist() == [len(words) for words in sets]
-    assert support[0].tolist() == [*chain(*sets)]
-
-    options = objective_options(objective)
-    names = ("old_logps", "ref_logps", "sampling_logps")
-    batch = replace(batch, **{name: getattr(batch, name).nan_to_num(-3, -3, -3) for name in names})
-    exact = run_fused(batch, exact=True, support=support, **options)
-    mine = run_fused(batch, exact=False, support=support, backend=backend, **options)
-    assert_close((mine.loss, mine.logps), (exact.loss, exact.logps))
-    assert_close(mine.gradients.values(), exact.gradients.values())
-    with pytest.raises(
-        ValueError, match=r"support: expected the target .*batch_support\(..., targets="
-    ):
-        run_fused(batch, exact=False, support=batch_support(completions, T), **options)
+    batch = replace(
+        batch, mask=torch.ones(B, T, dtype=torch.bool), targets=batch.targets.clamp(min=0),
+        hidden=batch.hidden.nan_to_num(), old_logps=batch.old_logps.nan_to_num(-3),
+        ref_logps=batch.ref_logps.nan_to_num(posinf=-3),
+    )  # fmt: skip
+    completions, emptied = [], []
+    for targets in batch.targets.tolist():
+        sets = [torch.randperm(61, generator=g)[:7].tolist() for _ in range(T)]
+        for i in range(0, T, 2):
+            sets[i] = [targets[i], *(x for x in sets[i] if x != targets[i])]
+        offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
+        completions.append((torch.tensor([*chain(*sets)]), offsets))
+        emptied += [x if y in x else [] for x, y in zip(sets, targets, strict=True)]
+    assert 0 < sum(not x for x in emptied) < B * T
+    given = batch.targets.tolist() if as_lists else batch.targets
+    support = batch_support(completions, T, targets=given)
+    assert support.offsets.diff().tolist() == [len(x) for x in emptied]
+    assert support.token_ids.tolist() == [*chain(*emptied)]
+    compose = plain_loss(batch, config(**options), support=support, ref_logps=batch.ref_logps)
+    expect_equal(run(compose, calls_of(backend), batch), run(compose, EXACT, batch))
+    refused = plain_loss(batch, config(), support=batch_support(completions, T))
+    with pytest.raises(ValueError, match=r"^support: expected the target .*batch_support\("):
+        run(refused, calls_of(backend), batch)
 
 
-# Rows of the head beyond the vocabulary
+# docs/design.md: rows of the head that are padding, tokens that are left out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("objective", ("everything", "gspo"))
-def test_rows_beyond_the_vocabulary(objective, backend):
-    """`weight[:V]`: padding has no part in the softmax, and its gradient is 0."""
-    batch = with_padding(make_batch(**SMALL), WORDS)
-    options = objective_options(objective)
-    del options["bias"]
+@BACKEND
+@pytest.mark.parametrize("options", ({"entropy_coef": 0.1}, {"loss_type": "gspo"}), ids=str)
+def test_rows_beyond_the_vocabulary(options, backend):
+    """A slice of the head is the head without them, and their gradient is 0."""
+    batch, V, cfg = make_batch(**SMALL), 61, config(**options)
     g = torch.Generator().manual_seed(0)
-    lora = (0.3 * torch.randn(4, 5, 3, generator=g), 0.3 * torch.randn(61, 3, generator=g))
-    logps = linear_logprobs(
-        batch.hidden, batch.weight[:WORDS], batch.targets, mask=batch.mask,
-        bias=batch.bias[:WORDS], low_rank=(lora[0], lora[1][:WORDS]),
-    ).logps  # fmt: skip
-    names = ("old_logps", "ref_logps", "sampling_logps")
-    tensors = {
-        name: logps + 0.2 * torch.randn(logps.shape, generator=g)
-        for name in names if options.pop(name, False)
-    }  # fmt: skip
-    results = []
-    for call, dtype, more in (
-        (fused_grpo_loss, torch.float32, {"backend": backend}),
-        (reference.fused_grpo_loss, torch.float64, {}),
-    ):
-        hidden, weight, bias = leaves_of(batch, dtype)
-        a_out, lora_b = (x.to(dtype, copy=True).requires_grad_() for x in lora)
-        out = call(
-            hidden, weight[:WORDS], batch.targets, batch.advantages, batch.mask,
-            bias=bias[:WORDS], low_rank=(a_out, lora_b[:WORDS]), **options, **more,
-            **{name: x.to(dtype) for name, x in tensors.items()},
-        )  # fmt: skip
-        out.loss.backward()
-        assert weight.grad.shape == (61, 24) and not weight.grad[WORDS:].any()
-        assert not bias.grad[WORDS:].any() and not lora_b.grad[WORDS:].any()
-        results.append(
-            (out.loss.detach(), hidden.grad, weight.grad, bias.grad, a_out.grad, lora_b.grad)
-        )
-    assert_close(*results)
+    lora = [0.3 * torch.randn(*shape, generator=g) for shape in ((4, 5, 3), (V, 3))]
+
+    def compose(calls, hidden, weight, bias, a_out, lora_b):
+        head = LMHead(weight[:V], bias[:V], (a_out, lora_b[:V]))
+        return calls.fused_grpo_loss(
+            hidden, head, batch.targets, batch.advantages, batch.mask,
+            old_logps=batch.old_logps, config=cfg,
+        ).loss  # fmt: skip
+
+    expected = run(compose, EXACT, batch, *lora)
+    wide = [torch.cat([x, 5 + x[:14]]) for x in (batch.weight, batch.bias, lora[1])]
+    padded = replace(batch, weight=wide[0], bias=wide[1])
+    loss, *gradients = run(compose, calls_of(backend), padded, lora[0], wide[2])
+    for place in (1, 2, 4):
+        assert len(gradients[place]) == V + 14 and not gradients[place][V:].any()
+        gradients[place] = gradients[place][:V]
+    expect_equal((loss, *gradients), expected)
 
 
-# Tokens that have no gradient, left out
-
-
-def left_out(batch, cfg):
-    """The mask without sequences of advantage 0, and the denominator with them."""
-    trained = batch.advantages != 0
-    by_tokens = cfg.effective_aggregation in ("dapo", "bnpo")
-    num_items = batch.mask.sum() if by_tokens else len(batch.mask)
-    return batch.mask & trained[:, None], num_items
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@BACKEND
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo", "luspo", "dr_grpo", "gspo", "vespo"))
 def test_a_smaller_mask_with_the_whole_denominator(loss_type, backend):
-    """The loss and the gradients are those of all tokens."""
+    """Without sequences of advantage 0: loss and gradients are those of all."""
     batch, cfg = make_batch(), config(loss_type=loss_type)
-    mask, num_items = left_out(batch, cfg)
+    mask = batch.mask & (batch.advantages != 0)[:, None]
     assert 0 < mask.sum() < batch.mask.sum()
-    options = {"config": cfg, "old_logps": True, "bias": True}
-    exact = run_fused(batch, exact=True, **options)
-    mine = run_fused(
-        replace(batch, mask=mask), exact=False, num_items=num_items, backend=backend, **options
-    )
-    assert_close((mine.loss,), (exact.loss,))
-    assert_close(mine.gradients.values(), exact.gradients.values())
-    left = batch.mask & ~mask
-    assert not mine.logps[left].any() and exact.logps[left].all()
+    by_tokens = cfg.effective_aggregation in ("dapo", "bnpo")
+    num_items = batch.mask.sum() if by_tokens else len(batch.mask)
+    smaller = plain_loss(batch, cfg, mask, num_items=num_items)
+    expected = run(plain_loss(batch, cfg), EXACT, batch)
+    expect_equal(run(smaller, calls_of(backend), batch), expected)
+
+
+# docs/distributed.md, as far as one process shows it; `tests/ranks/test_sequences.py` has two
+
+
+@BACKEND
+@pytest.mark.parametrize("quantile", (1.0, 0.45))
+def test_parts_of_a_batch_with_its_denominator(quantile, backend):
+    """Losses and gradients of the parts add up, by the whole's threshold of entropies, too."""
+    batch = make_batch(**SMALL)
+    whole, threshold = config(top_entropy_quantile=quantile), None
+    if quantile < 1:
+        given = (batch.hidden.double(), LMHead(batch.weight.double(), batch.bias.double()))
+        entropy = reference.linear_logprobs(*given, batch.targets, batch.mask).entropy
+        threshold = entropy[batch.mask].quantile(1 - quantile).item()
+    cfg = replace(whole, entropy_threshold=threshold)
+    assert cfg.one_pass
+    parts = [
+        run(
+            plain_loss(batch, cfg, rows=(slice(None), columns), num_items=batch.mask.sum()),
+            calls_of(backend), batch,
+        )
+        for columns in (slice(0, 2), slice(2, 5))
+    ]  # fmt: skip
+    expected = run(plain_loss(batch, whole), EXACT, batch)
+    expect_equal([sum(part) for part in zip(*parts, strict=True)], expected)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    if made:
+        dist.destroy_process_group()
+
+
+@BACKEND
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("loss_type", ("gspo", "vespo"))
+def test_tokens_of_all_ranks(loss_type, layout, backend, one_rank):
+    batch = make_batch(**SMALL)
+    batch = packed(batch) if layout == "packed" else batch
+    cfg, calls = config(loss_type=loss_type), calls_of(backend)
+
+    def gathered(_, hidden, weight, bias):
+        own = calls.linear_logprobs(hidden, LMHead(weight, bias), batch.targets, batch.mask)
+        logps, mask, old_logps = (
+            gather_tokens(x, one_rank) for x in (own.logps, batch.mask, batch.old_logps)
+        )
+        return calls.grpo_loss(
+            logps, batch.advantages, mask, old_logps=old_logps, config=cfg,
+            cu_seqlens=batch.cu_seqlens,
+        ).loss  # fmt: skip
+
+    whole = plain_loss(batch, cfg, cu_seqlens=batch.cu_seqlens)
+    expect_equal(run(gathered, calls, batch), run(whole, EXACT, batch))

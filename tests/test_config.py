@@ -1,17 +1,39 @@
 """The options `GRPOLossConfig` refuses, and its answers about passes and sequences."""
 
-import dataclasses
+import pickle
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
 from grpo_kernels import GRPOLossConfig
+from grpo_kernels.losses import LOSS_TYPES, Cispo, Clip, Loss, Sapo, Vespo, flat_fields
+from tests.helpers.batches import config
+
+
+def own(**claims):
+    """A callable that says this of itself."""
+
+    def loss(tokens):
+        return tokens.logps
+
+    vars(loss).update(claims)
+    return loss
+
+
+@dataclass(frozen=True)
+class Checked(Loss):
+    flag: bool = True
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
         ({"loss_type": "ppo"}, ValueError, "loss_type: expected one of grpo, bnpo, .*got 'ppo'"),
-        ({"loss_type": 3}, ValueError, "loss_type: expected one of .*or a callable; got 3"),
+        (
+            {"loss_type": 3},
+            ValueError,
+            "loss_type: expected one of .*, a loss, or a callable; got 3",
+        ),
         ({"is_correction": "token"}, ValueError, "is_correction: expected one of none, .*'token'"),
         ({"aggregation": "mean", "loss_type": "cispo"}, ValueError, "aggregation: expected one of"),
         ({"dual_clip": 1.0}, ValueError, "dual_clip: expected a number > 1; got 1.0"),
@@ -63,7 +85,7 @@ from grpo_kernels import GRPOLossConfig
         ({"sapo_temperature_pos": 2.0}, ValueError, "sapo_temperature_pos: expected 1.0, as"),
         ({"is_clip_max": 2.0}, ValueError, "is_clip_max, is_clip_min: expected 3.0 and None"),
         # What does not go together.
-        ({"loss_type": "cispo"}, ValueError, "epsilon_high: expected a number, as loss_type='cisp"),
+        ({"loss_type": "cispo"}, ValueError, "epsilon_high: expected a number, as cispo bounds"),
         ({"delta": 2.0, "dual_clip": 3.0}, ValueError, "dual_clip: expected None when delta is"),
         (
             {"loss_type": "vespo", "is_correction": "sequence_mask"},
@@ -95,7 +117,16 @@ from grpo_kernels import GRPOLossConfig
         ({"epsilon": 1.5}, ValueError, r"epsilon: expected a number in \[0, 1\]; got 1.5"),
         ({"epsilon_high": -1.0}, ValueError, "epsilon_high: expected a number >= 0; got -1.0"),
         ({"delta": 0.9}, ValueError, "delta: expected a number > 1; got 0.9"),
-        ({"temperature": 0.0}, ValueError, "temperature: expected a number > 0; got 0.0"),
+        (
+            {"entropy_threshold": 1.0},
+            ValueError,
+            "entropy_threshold: expected None, as top_entropy_quantile = 1.0 trains every token",
+        ),
+        (
+            {"entropy_threshold": "1", "top_entropy_quantile": 0.5},
+            TypeError,
+            "entropy_threshold: expected a number; got str '1'",
+        ),
         ({"beta": float("nan")}, ValueError, "beta: expected a finite number; got nan"),
         ({"beta": "0.1"}, TypeError, "beta: expected a number; got str '0.1'"),
         ({"epsilon": None}, TypeError, "epsilon: expected a number; got NoneType None"),
@@ -123,6 +154,125 @@ def test_config_refuses(options, error, message):
         GRPOLossConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    (
+        (
+            {"loss_type": Sapo(temperature_neg=0.0)},
+            ValueError,
+            "temperature_neg: expected a number > 0; got 0.0",
+        ),
+        (
+            {"loss_type": Clip(ratio_level="word")},
+            ValueError,
+            "ratio_level: expected one of token, sequence; got 'word'",
+        ),
+        ({"loss_type": Checked(flag=1)}, TypeError, "flag: expected a bool; got 1"),
+        (
+            {"loss_type": Sapo},
+            TypeError,
+            r"loss_type: expected an instance, Sapo\(\); got the class",
+        ),
+        (
+            {"loss_type": Clip(), "epsilon": 0.3},
+            ValueError,
+            r"epsilon: expected 0.2, as loss_type=Clip\(.*\) has options of its own; got 0.3",
+        ),
+        (
+            {"loss_type": own(), "delta": 1.3},
+            ValueError,
+            "delta: expected None, as loss_type=.* has no use for it; got 1.3",
+        ),
+        (
+            {"loss_type": Vespo(), "is_correction": "sequence_mask"},
+            ValueError,
+            "is_correction: expected 'none', 'token_truncate' or 'token_mask'",
+        ),
+        (
+            {"loss_type": own(token_local="yes")},
+            TypeError,
+            "loss_type.token_local: expected a bool; got 'yes'",
+        ),
+        (
+            {"loss_type": own(aggregation="mean")},
+            ValueError,
+            "loss_type.aggregation: expected one of grpo, .*; got 'mean'",
+        ),
+    ),
+    ids=(
+        "number",
+        "choice",
+        "flag",
+        "class",
+        "flat",
+        "callable",
+        "sampler",
+        "claim",
+        "aggregation",
+    ),
+)
+def test_refuses_losses(options, error, message):
+    with pytest.raises(error, match=message):
+        GRPOLossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    (
+        (lambda: Cispo(), "epsilon_high: expected a number, as cispo bounds the ratio"),
+        (lambda: Clip(delta=2.0, dual_clip=3.0), "dual_clip: expected None when delta is set"),
+    ),
+    ids=("cispo", "clip"),
+)
+def test_losses_refuse(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_names_are_aliases():
+    for options, loss in (
+        ({}, Clip()),
+        ({"loss_type": "grpo", "epsilon": 0.1}, Clip(aggregation="grpo", epsilon=0.1)),
+        (
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            Clip(ratio_level="sequence"),
+        ),
+        ({"loss_type": "gspo"}, Clip(aggregation="grpo", ratio_level="sequence")),
+        (
+            {"loss_type": "gspo_token", "importance_sampling_level": "sequence"},
+            Clip(aggregation="grpo", ratio_level="sequence", token_gradient=True),
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, Cispo(epsilon_high=5.0)),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, Sapo(temperature_neg=1.2)),
+        ({"loss_type": "vespo", "vespo_k_pos": 1.0}, Vespo(k_pos=1.0)),
+    ):
+        named = GRPOLossConfig(**options)
+        assert named.loss == loss
+        given = GRPOLossConfig(loss_type=loss)
+        assert given.loss is loss
+        assert given.effective_aggregation == named.effective_aggregation
+        assert given.one_pass == named.one_pass
+        assert given.needs_sequences == named.needs_sequences
+    assert GRPOLossConfig(loss_type=Clip(), aggregation="grpo").effective_aggregation == "grpo"
+
+
+def test_defaults_of_the_classes_are_those_of_the_config():
+    flat = {field.name: field.default for field in fields(GRPOLossConfig)}
+    for loss_type in LOSS_TYPES:
+        for name, field in flat_fields(loss_type).items():
+            assert field.default == flat[name], (loss_type, name)
+
+
+def test_the_loss_goes_with_the_config():
+    """Into copies and other processes, and out of comparisons."""
+    cfg = config(loss_type="cispo")
+    assert cfg.loss is cfg.loss
+    assert cfg == GRPOLossConfig(loss_type="cispo", epsilon_high=1.1) and hash(cfg)
+    assert replace(cfg, epsilon_high=3.0).loss == Cispo(epsilon_high=3.0)
+    assert pickle.loads(pickle.dumps(cfg)).loss == cfg.loss
+    assert "loss" not in {field.name for field in fields(cfg)}
+
+
 def test_config_is_frozen():
     with pytest.raises(AttributeError):
         GRPOLossConfig().beta = 1.0
@@ -147,20 +297,47 @@ def test_config_is_frozen():
         ({"importance_sampling_level": "sequence"}, False),
         ({"off_policy_threshold": 0.5}, False),
         ({"top_entropy_quantile": 0.2}, False),
-        pytest.param({"loss_type": lambda tokens: tokens.logps}, False, id="own"),
+        ({"top_entropy_quantile": 0.2, "entropy_threshold": 1.0}, True),
+        ({"top_entropy_quantile": 0.2, "entropy_threshold": 1.0, "entropy_coef": 0.1}, False),
+        pytest.param({"loss_type": own()}, False, id="own"),
+        pytest.param({"loss_type": own(token_local=True)}, True, id="own_token_local"),
+        pytest.param(
+            {"loss_type": own(token_local=True), "off_policy_threshold": 0.5}, False,
+            id="own_off_policy",
+        ),
     ),
     ids=str,
-)
+)  # fmt: skip
 def test_one_pass(options, one_pass):
     cfg = GRPOLossConfig(**options)
     assert cfg.one_pass is one_pass
-    assert (cfg.two_pass_reason() is None) is one_pass
+    assert (cfg.why_two_passes() is None) is one_pass
 
 
-def test_passes_depend_on_the_arguments_in_two_cases():
+def test_reasons():
     correction = GRPOLossConfig(is_correction="sequence_mask")
-    assert "old_logps" in correction.two_pass_reason(has_old_logps=False)
-    quantile = GRPOLossConfig(top_entropy_quantile=0.2)
-    assert quantile.two_pass_reason(has_entropy_threshold=True) is None
-    bonus = dataclasses.replace(quantile, entropy_coef=0.1)
-    assert "entropy bonus" in bonus.two_pass_reason(has_entropy_threshold=True)
+    assert "old_logps" in correction.why_two_passes(has_old_logps=False)
+    bonus = config(top_entropy_quantile=0.2, entropy_threshold=1.0, entropy_coef=0.1)
+    assert "entropy bonus" in bonus.why_two_passes()
+    assert "Vespo weighs a token" in config(loss_type="vespo").why_two_passes()
+    assert "ratio" in config(loss_type="gspo").why_two_passes()
+    assert "token_local" in GRPOLossConfig(loss_type=own()).why_two_passes()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_what_needs_an_advantage(loss_type):
+    """A KL or a bonus is a gradient of its own; `test_objective.py` asks autograd."""
+    assert config(loss_type=loss_type).gradient_needs_advantage
+    assert not config(loss_type=loss_type, beta=0.1).gradient_needs_advantage
+    bonus = config(loss_type=loss_type, entropy_coef=0.1)
+    assert not bonus.gradient_needs_advantage and bonus.entropy_has_gradient
+    assert not config(loss_type=loss_type).entropy_has_gradient
+
+
+def test_a_callable_says_what_it_is():
+    nothing = GRPOLossConfig(loss_type=own())
+    assert not nothing.gradient_needs_advantage and not nothing.entropy_has_gradient
+    everything = own(gradient_needs_advantage=True, entropy_gradient=True)
+    cfg = GRPOLossConfig(loss_type=everything)
+    assert cfg.gradient_needs_advantage and cfg.entropy_has_gradient
+    assert not replace(cfg, beta=0.1).gradient_needs_advantage

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs, reference
-from tests.support.batches import (
+from grpo_kernels import grpo_loss
+from tests.helpers.batches import (
     HEAD,
     NAN,
     OBJECTIVES,
@@ -18,7 +18,8 @@ from tests.support.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.support.head_options import (
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
     OPTIONS,
@@ -27,8 +28,8 @@ from tests.support.head_options import (
     expect_equal,
     objective_options,
 )
-from tests.support.supports import make_support
-from tests.support.tiers import cases
+from tests.helpers.supports import make_support
+from tests.helpers.tiers import cases
 
 # What a term of a token's own can be at odds with: other terms, entropy, sequences, corrections.
 EXAMPLES = (
@@ -193,7 +194,7 @@ def test_what_depends_on_the_entropy(own):
         return -tokens.advantages * tokens.ratio - 0.1 * tokens.entropy
 
     options = {"config": config(loss_type=objective)} if own else {
-        "config": config(top_entropy_quantile=0.5), "entropy_threshold": 1.0
+        "config": config(top_entropy_quantile=0.5, entropy_threshold=1.0)
     }  # fmt: skip
     out = expect_equal(batch, {**options, "old_logps": True, "ce_weights": True})
     assert out.metrics["tokens"] == batch.mask.sum()

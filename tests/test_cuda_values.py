@@ -8,10 +8,11 @@ precision's operands.
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
-from tests.support.batches import config, make_batch, relative_error, run_fused
-from tests.support.head_options import OPTIONS, expect_equal, objective_options
-from tests.support.supports import make_support, with_logps_of
+from grpo_kernels.experimental import Sampled
+from tests.helpers.batches import config, make_batch, relative_error, run_fused
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
+from tests.helpers.supports import make_support, with_logps_of
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,7 +135,7 @@ def test_values_under_autocast(dtype):
 def test_values_of_a_sampled_backward(dtype):
     """Loss and log-probs are exact; the gradients are estimates."""
     batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
-    options = {"old_logps": True, "backward": "sampled", "seed": 0}
+    options = {"old_logps": True, "backward": Sampled(seed=0)}
     expected = run_fused(batch, exact=True, old_logps=True)
     ours = run_fused(batch, exact=False, **options)
     assert (ours.logps - expected.logps).abs().max() <= 1e-4
@@ -146,7 +147,7 @@ def test_values_of_an_attached_model():
     """A model of transformers whose head is fused: its log-probs, and gradients of all weights."""
     pytest.importorskip("transformers")
     from grpo_kernels.integrations.transformers import attach_fused_head
-    from tests.support.tiny_models import make_model
+    from tests.helpers.tiny_models import make_model
 
     torch.manual_seed(0)
     plain = make_model("llama")

@@ -7,7 +7,7 @@ import torch
 
 from grpo_kernels.training import TrainingConfig
 from grpo_kernels.training.data import Course, shuffled_epochs
-from tests.support.trainer_runs import config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_of
 
 LEVELS = [1, 2, 3, 2, 1, 3, 1, 2]
 PROBLEMS = [{"prompt": str(i), "answer": "1", "level": level} for i, level in enumerate(LEVELS)]

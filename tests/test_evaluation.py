@@ -7,7 +7,7 @@ import pytest
 
 from grpo_kernels.training import evaluate, report, rewards
 from grpo_kernels.training.evaluate import accuracy_of, of_samples
-from tests.support.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 

@@ -1,6 +1,6 @@
 """What the calls ask of a GPU, seen without one: transfers, launches, compile keys.
 
-`tests/support/fake_cuda.py` records them. A transfer is a read of the device, a copy between it and
+`tests/helpers/fake_cuda.py` records them. A transfer is a read of the device, a copy between it and
 the CPU, or an operation that mixes their tensors.
 """
 
@@ -11,14 +11,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from grpo_kernels import (
-    fused_grpo_loss,
-    grpo_loss,
-    linear_logprobs,
-    selective_log_softmax,
-)
-from tests.support.batches import OBJECTIVES, config
-from tests.support.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
+from grpo_kernels import grpo_loss, selective_log_softmax
+from grpo_kernels.experimental import Sampled
+from tests.helpers.batches import OBJECTIVES, config
+from tests.helpers.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 
 V, H, B = 151_936, 1536, 4
 CUDA = torch.device("cuda", 0)
@@ -137,7 +134,7 @@ def test_reads_its_row_counts_and_nothing_else(case):
     for chunks in (2, 4):
         gpu, in_forward = record_fused(case, chunks=chunks)
         assert in_forward == len(gpu.transfers) == 1, gpu.report()
-        assert "layout.py" in gpu.transfers[0].where
+        assert "checks.py" in gpu.transfers[0].where
 
 
 def test_a_packed_batch_reads_its_row_counts():
@@ -188,8 +185,7 @@ def test_capturable_log_probs_read_nothing():
 @pytest.mark.parametrize("objective", ("gspo", "off_policy", "top_entropy_bonus", "everything"))
 def test_two_passes_read_their_row_counts(objective):
     options, names = OBJECTIVES[objective]
-    rest_has_no_gradient = not {"beta", "entropy_coef", "top_entropy_quantile"} & options.keys()
-    with FakeCUDA(answer_with(*[2048] * rest_has_no_gradient)) as gpu:
+    with FakeCUDA(answer_with()) as gpu:
         advantages = torch.empty(B, device=CUDA)
         fused_grpo_loss(*head(), advantages, config=config(**options), **options_of(names, 2048))
     assert len(gpu.transfers) == 1, gpu.report()
@@ -198,23 +194,31 @@ def test_two_passes_read_their_row_counts(objective):
 @pytest.mark.parametrize("case", ("mask", "everything"))
 def test_sampled_backward_reads_once_per_chunk(case):
     for chunks in (2, 4):
-        gpu, in_forward = record_fused(case, chunks=chunks, backward="sampled", seed=0)
+        gpu, in_forward = record_fused(case, chunks=chunks, backward=Sampled(seed=0))
         assert in_forward == len(gpu.transfers) == 1 + chunks, gpu.report()
         assert {event.name for event in gpu.transfers} == {"tolist"}, gpu.report()
 
 
-def test_log_probs_read_their_row_counts():
-    rows = 3 * CHUNK_ROWS
+@pytest.mark.parametrize("way", ("exact", "sampled"))
+def test_log_probs_read_their_row_counts(way):
+    """Once per pass; a sampled backward besides once per chunk."""
+    chunks, rows = 3, 3 * CHUNK_ROWS
     with FakeCUDA(answer_with(rows)) as gpu:
         given = options_of(("mask", "temperature", "low_rank", "bias"), rows)
         out = linear_logprobs(
-            *head(rows), entropy=True, chunk_bytes=bytes_of(CHUNK_ROWS, "one"), **given
-        )
+            *head(rows), entropy=True, backward=Sampled(seed=0) if way == "sampled" else None,
+            chunk_bytes=bytes_of(CHUNK_ROWS, "two"), **given,
+        )  # fmt: skip
         assert len(gpu.transfers) == 1, gpu.report()
         gpu.transfers.clear()
         ones = torch.ones(rows, device=CUDA)
         backward(out.logps, ones, ones, None)
-    assert len(gpu.transfers) == 1, gpu.report()
+    assert len(gpu.transfers) == (1 if way == "exact" else 1 + chunks), gpu.report()
+
+
+def has_kernel(cfg):
+    plain_kl = cfg.kl_estimator in ("k1", "k2", "k3") and cfg.kl_clamp is None
+    return cfg.loss.kernel() is not None and (plain_kl or not cfg.beta)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -223,8 +227,8 @@ def test_loss_of_log_probs_reads_nothing(objective):
     cfg = config(**options)
 
     # The others are differentiated by autograd's engine, which wants a device.
-    reason = cfg.two_pass_reason(has_old_logps="old_logps" in names, has_entropy_threshold=False)
-    by_hand = reason is None
+    reason = cfg.why_two_passes(has_old_logps="old_logps" in names)
+    by_hand = reason is None and has_kernel(cfg)
 
     def call():
         logps = per_token(2048).requires_grad_(by_hand)
@@ -260,7 +264,7 @@ def test_launches(way, case, of):
 @functools.cache
 def launches_of(way, case):
     """The launches of a call, of a further chunk, and of as many rows more in a chunk."""
-    sampled = {"backward": "sampled", "seed": 0} if way == "sampled" else {}
+    sampled = {"backward": Sampled(seed=0)} if way == "sampled" else {}
     one, two, larger = (
         record_fused(case, **sizes, **sampled)[0].counts()
         for sizes in ({"chunks": 1}, {"chunks": 2}, {"chunks": 1, "chunk_rows": 2 * CHUNK_ROWS})
@@ -278,7 +282,7 @@ def keys(request):
         options = {
             "config": config(beta=0.1, entropy_coef=0.1),
             "chunk_bytes": bytes_of(draw.choice((37, 128, 384)), "one"),
-            **({"backward": "sampled", "seed": 0} if index % 3 == 0 else {}),
+            **({"backward": Sampled(seed=0)} if index % 3 == 0 else {}),
         }
         with FakeCUDA(answer_with(*row_counts, kept=draw.randint(1, 9999))) as gpu:
             given = options_of(("old_logps", "ref_logps", *["mask"] * masked), rows)

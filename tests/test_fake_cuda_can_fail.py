@@ -1,4 +1,4 @@
-"""`tests/support/fake_cuda.py` sees what it is there to see, and names the line."""
+"""`tests/helpers/fake_cuda.py` sees what it is there to see, and names the line."""
 
 import inspect
 from contextlib import suppress
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from tests.support.fake_cuda import FakeCUDA, backward, reads_nothing
+from tests.helpers.fake_cuda import FakeCUDA, backward, reads_nothing
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("real_memory")

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs
-from tests.support.batches import config
-from tests.support.fake_cuda import FakeCUDA, answer_with, backward
+from tests.helpers.batches import config
+from tests.helpers.fake_cuda import FakeCUDA, answer_with, backward
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.test_fake_cuda import BUDGETS, CHUNK_ROWS, CUDA, B, V, head, options_of
 
 # The most launches of a forward with its backward if every token has a support, whatever the number
-# of tokens and of words.
+# of tokens and of entries.
 LAUNCHES = {
     ("loss", "off_policy"): 265,
     ("loss", "mask"): 275,
@@ -40,21 +40,22 @@ CASES_OF_LOGPS = {
     "frozen": ((), {"frozen": True}),
     "fp32": ((), {"dtype": torch.float32}),
 }
-# Tokens of 8,192 without a support.
-WITHOUT = {"all": 0, "some_without": CHUNK_ROWS}
+# Tokens of 8,192 that have no set.
+WITHOUT = {"none": 0, "some": CHUNK_ROWS}
 ROW_BUDGET = 6 * V * 128  # logits, and their gradient in half precision
 # Memory that conftest.py poisons is written to.
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-def answers(row_counts, tokens, words, without):
+def answers(row_counts, tokens, entries, without):
     """Answers the transfer of the row counts and of the sizes of a support."""
-    return answer_with(*row_counts, words * (tokens - without), tokens - without)
+    with_set = tokens - without
+    return answer_with(*row_counts, entries * with_set, with_set)
 
 
-def support_of(tokens, words):
+def support_of(tokens, entries):
     offsets = torch.empty(tokens + 1, dtype=torch.int64, device=CUDA)
-    return torch.empty(tokens * words, dtype=torch.int32, device=CUDA), offsets
+    return torch.empty(tokens * entries, dtype=torch.int32, device=CUDA), offsets
 
 
 def operands(tokens, dtype=torch.bfloat16, frozen=False):
@@ -62,18 +63,18 @@ def operands(tokens, dtype=torch.bfloat16, frozen=False):
     return hidden, weight.detach() if frozen else weight, targets
 
 
-def record_loss(case, *, tokens=8192, words=8, without=0, **call):
+def record_loss(case, *, tokens=8192, entries=8, without=0, **call):
     """Forward and backward of `fused_grpo_loss`, recorded; and the number of forward transfers."""
     names, objective, options = CASES[case]
     options = {**options, **call}
     made = {name: options.pop(name) for name in ("dtype", "frozen") if name in options}
     rest_has_no_gradient = not {"beta", "entropy_coef"} & objective.keys()
-    sizes = (tokens, words, without)
-    with FakeCUDA(answers([without] * (1 + rest_has_no_gradient), *sizes)) as gpu:
+    row_counts = [without] * (1 + rest_has_no_gradient)
+    with FakeCUDA(answers(row_counts, tokens, entries, without)) as gpu:
         given = options_of(names, tokens)
         out = fused_grpo_loss(
             *operands(tokens, **made), torch.empty(B, device=CUDA), config=config(**objective),
-            support=support_of(tokens, words), **given, **options,
+            support=support_of(tokens, entries), **given, **options,
         )  # fmt: skip
         in_forward = len(gpu.transfers)
         d_logps, d_entropy, *_ = backward(out.loss)
@@ -84,16 +85,15 @@ def record_loss(case, *, tokens=8192, words=8, without=0, **call):
     return gpu, in_forward
 
 
-def record_logps(case, *, tokens=8192, words=8, without=0, **call):
+def record_logps(case, *, tokens=8192, entries=8, without=0, **call):
     """The same of `linear_logprobs`."""
     names, options = CASES_OF_LOGPS[case]
     options = {**options, **call}
     made = {name: options.pop(name) for name in ("dtype", "frozen") if name in options}
-    sizes = (tokens, words, without)
-    with FakeCUDA(answers([without], *sizes)) as gpu:
+    with FakeCUDA(answers([without], tokens, entries, without)) as gpu:
         given = options_of(names, tokens)
         out = linear_logprobs(
-            *operands(tokens, **made), entropy=True, support=support_of(tokens, words), **given,
+            *operands(tokens, **made), entropy=True, support=support_of(tokens, entries), **given,
             **options,
         )  # fmt: skip
         in_forward = len(gpu.transfers)
@@ -119,10 +119,10 @@ RECORD = {"loss": record_loss, "log-probs": record_logps}
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_reads_its_sizes_and_nothing_else(case):
-    for tokens, words in ((8192, 8), (4096, 65)):
-        gpu, in_forward = record_loss(case, tokens=tokens, words=words)
+    for tokens, entries in ((8192, 8), (4096, 65)):
+        gpu, in_forward = record_loss(case, tokens=tokens, entries=entries)
         assert in_forward == len(gpu.transfers) == 1, gpu.report()
-        assert "layout.py" in gpu.transfers[0].where
+        assert "checks.py" in gpu.transfers[0].where
         assert gpu.counts()["segment_sums_kernel"] >= 1 + ("frozen" not in case)
 
 
@@ -139,7 +139,7 @@ def test_log_probs_read_their_sizes_and_nothing_else(case):
 def test_rows_of_logits_are_read_as_without_a_support(call, case, without):
     """Nothing in the backward of one pass, and in that of two its row count."""
     gpu, in_forward = RECORD[call](case, without=WITHOUT[without])
-    one_pass = not WITHOUT[without] or call == "loss"
+    one_pass = without == "none" or call == "loss"
     assert in_forward == 1, gpu.report()
     assert len(gpu.transfers) == (1 if one_pass else 2), gpu.report()
 
@@ -151,17 +151,17 @@ def launches_of(call, case, **sizes):
 
 @pytest.mark.parametrize(("call", "case"), LAUNCHES)
 def test_launches(call, case):
-    few = launches_of(call, case, tokens=512, words=2)
+    few = launches_of(call, case, tokens=512, entries=2)
     assert few.total() <= LAUNCHES[call, case], (few.total(), few.most_common())
-    for tokens, words in ((512, 300), (16_384, 2), (16_384, 64)):
-        more = launches_of(call, case, tokens=tokens, words=words)
+    for tokens, entries in ((512, 300), (16_384, 2), (16_384, 64)):
+        more = launches_of(call, case, tokens=tokens, entries=entries)
         assert more == few, (more - few, few - more)
 
 
 @pytest.mark.parametrize("call", RECORD)
 def test_sums_of_parts_are_launched_where_a_segment_can_be_long(call):
-    for tokens, words, long in ((128, 2, False), (256, 2, True)):
-        of = launches_of(call, "mask", tokens=tokens, words=words)
+    for tokens, entries, long in ((128, 2, False), (256, 2, True)):
+        of = launches_of(call, "mask", tokens=tokens, entries=entries)
         assert of["segment_sums_kernel"] == 2
         assert of["part_sums_kernel"] == of["sum_parts_kernel"] == 2 * long
 
@@ -175,16 +175,16 @@ def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
     assert mixed - of_support <= alone
 
 
-def record_packed(tokens, words, without):
+def record_packed(tokens, entries, without):
     """The same of `linear_logprobs` of so many tokens, which need not divide by any number."""
-    with FakeCUDA(answers([without], tokens, words, without)) as gpu:
+    with FakeCUDA(answers([without], tokens, entries, without)) as gpu:
         hidden, weight, _ = head()
         hidden = torch.empty(tokens, hidden.shape[-1], dtype=hidden.dtype, device=CUDA)
         hidden.requires_grad_()
         targets = torch.empty(tokens, dtype=torch.long, device=CUDA)
         mask = torch.empty(tokens, dtype=torch.bool, device=CUDA)
         out = linear_logprobs(
-            hidden, weight, targets, mask=mask, entropy=True, support=support_of(tokens, words),
+            hidden, weight, targets, mask=mask, entropy=True, support=support_of(tokens, entries),
             chunk_bytes=ROW_BUDGET,
         )  # fmt: skip
         backward(out.logps, *torch.ones(2, tokens, device=CUDA), None)
@@ -196,13 +196,13 @@ def keys(request):
     """Compile keys of every kernel by its options, over so many batches of all sizes."""
     draw, keys = random.Random(0), {}
     for index in range(request.param):
-        tokens, words = B * draw.randint(40, 400), draw.randint(1, 99)
+        tokens, entries = B * draw.randint(40, 400), draw.randint(1, 99)
         without = draw.randint(1, tokens // 3) if index % 3 else 0
-        sizes = {"tokens": tokens, "words": words, "without": without}
+        sizes = {"tokens": tokens, "entries": entries, "without": without}
         recorded = [
             record_loss("low_rank", **sizes, chunk_bytes=ROW_BUDGET)[0],
             record_logps("everything", **sizes, chunk_bytes=ROW_BUDGET)[0],
-            record_packed(tokens + draw.randint(0, 3), words, without),
+            record_packed(tokens + draw.randint(0, 3), entries, without),
         ]
         for gpu in recorded:
             for (kernel, options), found in gpu.keys.items():
@@ -218,7 +218,7 @@ def kind_of(options, key):
 
 
 KERNELS = (
-    "word_dots_kernel", "segment_sums_kernel", "part_sums_kernel", "sum_parts_kernel",
+    "entry_dots_kernel", "segment_sums_kernel", "part_sums_kernel", "sum_parts_kernel",
     "token_stats_kernel", "logit_grads_kernel",
 )  # fmt: skip
 

@@ -18,8 +18,8 @@ from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import BadUpdates, Preempted
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
+from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_of
 from tests.ranks.training_jobs import SameForAnyRanks
-from tests.support.trainer_runs import config_of, noise, rows_of, trainer_of
 from tests.test_interruptions import STEPS, assert_same_weights, run, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")

@@ -1,12 +1,13 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs
-from grpo_kernels.head_gradients import HeadGradients
-from grpo_kernels.lm_head import LMHead
-from tests.support.batches import (
+from grpo_kernels import GRPOLossConfig, grpo_loss
+from grpo_kernels.dense import Dense
+from tests.helpers.batches import (
     HEAD,
     OBJECTIVES,
     Result,
@@ -17,7 +18,8 @@ from tests.support.batches import (
     relative_error,
     run_fused,
 )
-from tests.support.head_options import (
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
+from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
     OPTIONS,
@@ -26,7 +28,7 @@ from tests.support.head_options import (
     expect_equal,
     objective_options,
 )
-from tests.support.tiers import cases
+from tests.helpers.tiers import cases
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
@@ -235,16 +237,16 @@ def test_frozen(frozen):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
     made = []
-    original = LMHead.logits
+    original = Dense.logits
     monkeypatch.setattr(
-        LMHead,
+        Dense,
         "logits",
-        lambda self, rows: made.append(len(rows.hidden)) or original(self, rows),
+        lambda self, part: made.append(part.stop - part.start) or original(self, part),
     )
     options = objective_options(objective)
     batch, cfg = make_batch(), options["config"]
     run_fused(batch, exact=False, **options)
-    one_pass = cfg.two_pass_reason(has_old_logps="old_logps" in options) is None
+    one_pass = cfg.why_two_passes(has_old_logps="old_logps" in options) is None
     assert one_pass == (cfg.one_pass and objective != "is_sequence_on_policy")
     tokens = int(batch.mask.sum())
     if one_pass:
@@ -261,9 +263,10 @@ def test_entropy_threshold_from_elsewhere(bonus, layout):
     cfg = config(top_entropy_quantile=0.5, entropy_coef=bonus)
     own = run_fused(batch, exact=True, config=cfg, old_logps=True)
     batch = packed(batch) if layout == "packed" else batch
-    for threshold in (1.0, torch.tensor(2.0)):
-        options = {"config": cfg, "old_logps": True, "entropy_threshold": threshold}
-        out = expect_equal(batch, options, chunk_bytes=CHUNK)
+    for threshold in (1.0, 2.0):
+        given = dataclasses.replace(cfg, entropy_threshold=threshold)
+        assert given.one_pass == (bonus == 0)
+        out = expect_equal(batch, {"config": given, "old_logps": True}, chunk_bytes=CHUNK)
         assert 0 < out.metrics["entropy_kept"] < 1
         assert out.metrics["entropy_kept"] != own.metrics["entropy_kept"]
 
@@ -273,16 +276,16 @@ def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
     sizes = []
-    original = HeadGradients.add
+    original = Dense.add
     monkeypatch.setattr(
-        HeadGradients,
+        Dense,
         "add",
-        lambda self, rows, *args: sizes.append(len(rows.hidden)) or original(self, rows, *args),
+        lambda self, rows, *args: sizes.append(rows.size) or original(self, rows, *args),
     )
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
     expect_equal(batch, {**options, "old_logps": True})
     trained = batch.mask & (batch.advantages != 0)[:, None]
-    assert trained[0].any() and sum(sizes) <= int(trained[1:].sum())
+    assert trained[0].any() and 0 < sum(sizes) <= int(trained[1:].sum())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

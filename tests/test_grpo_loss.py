@@ -1,11 +1,17 @@
 """`grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from grpo_kernels import grpo_loss, reference
+from grpo_kernels.backends import PolicyLoss
 from grpo_kernels.config import KL_ESTIMATORS
-from tests.support.batches import (
+from grpo_kernels.grpo_loss import policy_loss
+from grpo_kernels.sequences import Sequences
+from grpo_kernels.tokens import LossInputs
+from tests.helpers.batches import (
     INF,
     NAN,
     OBJECTIVES,
@@ -15,8 +21,8 @@ from tests.support.batches import (
     make_batch,
     packed,
 )
-from tests.support.head_options import BACKENDS, differs
-from tests.support.tiers import cases
+from tests.helpers.head_options import BACKENDS, differs
+from tests.helpers.tiers import cases
 
 
 def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
@@ -65,6 +71,38 @@ def test_against_reference(objective, backend, layout):
     batch = packed(batch) if layout == "packed" else batch
     actual = both(batch, objective, backend=backend)
     assert (actual.gradients["logps"][~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    (
+        ({}, True),
+        ({"dual_clip": 3.0, "entropy_coef": 0.1}, True),
+        ({"loss_type": "cispo"}, True),
+        *(({"beta": 0.1, "kl_estimator": x}, x in ("k1", "k2", "k3")) for x in KL_ESTIMATORS),
+        ({"beta": 0.1, "kl_clamp": 1.0}, False),
+        ({"kl_estimator": "abs", "kl_clamp": 1.0}, True),  # of no KL
+        *(({"loss_type": x}, False) for x in ("sapo", "reinforce", "dppo_tv", "gspo", "gmpo")),
+        ({"top_entropy_quantile": 0.5}, False),
+        ({"top_entropy_quantile": 0.5, "entropy_threshold": 1.0}, True),
+    ),
+    ids=str,
+)
+def test_who_takes_the_kernel(options, taken):
+    """It knows the clipped losses, cispo, and the plain estimators; the rest is its definition."""
+    asked = []
+
+    def kernel(logps, entropy, **kwargs):
+        asked.append(kwargs)
+        return PolicyLoss(logps.sum(), logps, None)
+
+    x, ones = torch.zeros(3), torch.ones(3)
+    sequences = Sequences(torch.zeros(3, dtype=torch.long), 1)
+    inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
+    policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True)
+    assert len(asked) == taken
+    policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=None), grad=True)
+    assert len(asked) == taken
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.workloads import make
-from grpo_kernels import fused_grpo_loss, reference
 from grpo_kernels.backends import torch_backend
-from tests.support.batches import config, make_batch, relative_error
-from tests.support.half_gemms import imitate
-from tests.support.head_options import OPTIONS, TOLERANCE, expect_equal
+from tests.helpers.batches import config, make_batch, relative_error
+from tests.helpers.flat_calls import fused_grpo_loss, reference
+from tests.helpers.half_gemms import imitate
+from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))

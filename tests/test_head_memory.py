@@ -1,20 +1,21 @@
 """Memory that runs out over the head: the same result, from fewer rows of logits at a time."""
 
+import gc
 import re
 import subprocess
 import sys
-import weakref
 from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 
-import grpo_kernels
-from grpo_kernels import reference
-from grpo_kernels.lm_head import LMHead
-from grpo_kernels.row_plan import RowPlan, ran_out_of_memory
-from tests.support.batches import assert_matches, config, make_batch, run_fused
-from tests.support.supports import make_support
+from grpo_kernels.dense import Dense
+from grpo_kernels.experimental import Sampled
+from grpo_kernels.retry import ran_out_of_memory
+from grpo_kernels.row_plan import RowPlan
+from tests.helpers import flat_calls
+from tests.helpers.batches import assert_matches, config, make_batch, run_fused
+from tests.helpers.flat_calls import reference
 
 ROWS = 30  # what there is memory for
 SAID = "memory ran out over the head, which took (1[6-9]|2[0-9]|30) rows of logits at a time"
@@ -25,21 +26,39 @@ def batch():
     return make_batch(B=4, T=48)
 
 
+class LittleMemory:
+    """A product for which there is memory up to `ROWS` rows; notes how many it was asked for."""
+
+    def __init__(self, rows=ROWS):
+        self.rows, self.asked, self.failed = rows, [], False
+
+    def __call__(self, a, b):
+        if self.failed:  # and tried again
+            alive = sum(isinstance(x, Dense) for x in gc.get_objects())
+            assert alive == 1, "what failed is still held"
+        self.asked.append(len(a))
+        self.failed = len(a) > self.rows
+        if self.failed:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return a @ b
+
+
 @pytest.fixture
-def little_memory(monkeypatch):
-    """Memory for the logits of `ROWS` rows at a time; returns the numbers that were asked for."""
-    asked, buffers, new_rows = [], [], LMHead.new_rows
+def little_memory():
+    return LittleMemory()
+
+
+@pytest.fixture
+def little_memory_for_logits(monkeypatch):
+    """The same where a call takes no product of the caller's."""
+    new_rows = Dense.new_rows
 
     def limited(self, count, dtype):
-        assert not any(buffer() is not None for buffer in buffers), "what failed is still held"
-        asked.append(count)
         if count > ROWS:
-            buffers.append(weakref.ref(self))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return new_rows(self, count, dtype)
 
-    monkeypatch.setattr(LMHead, "new_rows", limited)
-    return asked
+    monkeypatch.setattr(Dense, "new_rows", limited)
 
 
 @pytest.mark.parametrize(
@@ -56,18 +75,17 @@ def test_the_loss_is_that_of_the_reference(options, batch, little_memory):
     options = {"old_logps": True, **options}
     expected = run_fused(batch, exact=True, **options)
     with pytest.warns(UserWarning, match=SAID):
-        actual = run_fused(batch, exact=False, **options)
+        actual = run_fused(batch, exact=False, matmul=little_memory, **options)
     assert_matches(actual, expected, 2e-5, logps=2e-5)
-    assert max(little_memory) > ROWS
+    assert max(little_memory.asked) > ROWS
 
 
-def test_a_sampled_backward_is_unbiased_still(batch, little_memory):
-    options = {"config": config(), "old_logps": True}
+@pytest.mark.parametrize("config", (config(), config(loss_type="gspo")), ids=("one", "two"))
+def test_a_sampled_backward_is_unbiased_still(config, batch, little_memory_for_logits):
+    options = {"config": config, "old_logps": True}
     expected = run_fused(batch, exact=True, **options)
     with pytest.warns(UserWarning, match=SAID) as caught:
-        actual = run_fused(
-            batch, exact=False, **options, backward="sampled", tolerance=1e-3, seed=3
-        )
+        actual = run_fused(batch, exact=False, **options, backward=Sampled(1e-3, seed=3))
     assert "other columns are drawn" in str(caught[0].message)
     for name in ("hidden", "weight"):
         want, got = expected.gradients[name], actual.gradients[name]
@@ -77,11 +95,11 @@ def test_a_sampled_backward_is_unbiased_still(batch, little_memory):
 def test_log_probs_in_both_directions(batch, little_memory):
     hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
     found = []
-    for module, dtype in ((reference, torch.float64), (grpo_kernels, torch.float32)):
+    for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            logps = module.linear_logprobs(h, w, targets).logps
+            logps = module.linear_logprobs(h, w, targets, matmul=little_memory).logps
             (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
         found.append([logps.detach(), h.grad, w.grad])
     assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]
@@ -91,66 +109,48 @@ def test_log_probs_in_both_directions(batch, little_memory):
 
 def test_the_warning_says_where_to_begin(batch, little_memory):
     with pytest.warns(UserWarning) as caught:
-        run_fused(batch, exact=False, config=config(), old_logps=True)
+        run_fused(batch, exact=False, config=config(), old_logps=True, matmul=little_memory)
     begin = int(re.search(r"With chunk_bytes=(\d+) it begins so", str(caught[0].message))[1])
-    little_memory.clear()
-    run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin)
-    assert max(little_memory) <= ROWS
+    again = LittleMemory()
+    run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin, matmul=again)
+    assert max(again.asked) <= ROWS
 
 
 def test_a_budget_is_kept_to(batch, little_memory):
     with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, config=config(), chunk_bytes=1 << 30)
-    assert len(little_memory) == 1
+        run_fused(batch, exact=False, config=config(), chunk_bytes=1 << 30, matmul=little_memory)
+    assert len(little_memory.asked) == 1
 
 
-def test_whole_tiles_are_the_least(batch, little_memory):
+def test_whole_products_are_the_least(batch, little_memory):
     with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, config=config(), batch_invariant=True)
+        run_fused(batch, exact=False, config=config(), batch_invariant=True, matmul=little_memory)
 
 
 @pytest.mark.parametrize(
     ("options", "attempts"),
     (
         ({"mask": False}, [144, 72, 36, 18, 16]),
-        ({"mask": False, "batch_invariant": True}, [256]),  # a tile
+        ({"mask": False, "batch_invariant": True}, [256]),  # the rows of a product
     ),
 )
-def test_memory_that_never_suffices_is_the_devices_error(options, attempts, monkeypatch):
-    asked, batch = [], make_batch(B=4, T=48)
+def test_memory_that_never_suffices_is_the_devices_error(options, attempts):
+    memory, batch = LittleMemory(0), make_batch(B=4, T=48)
     batch.hidden, batch.targets = batch.hidden.nan_to_num(), batch.targets.clamp(min=0)
-
-    def nothing(self, count, dtype):
-        asked.append(count)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-
-    monkeypatch.setattr(LMHead, "new_rows", nothing)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        run_fused(batch, exact=False, config=config(), **options)
-    assert asked == attempts
+        run_fused(batch, exact=False, config=config(), matmul=memory, **options)
+    assert memory.asked == attempts
 
 
-def test_rows_beside_a_support(batch, little_memory):
-    """Those of tokens that have none; the sets take no row."""
-    options = {"config": config(), "support": make_support(batch, without=0.5)}
-    expected = run_fused(batch, exact=True, **options)
-    with pytest.warns(UserWarning, match=SAID):
-        actual = run_fused(batch, exact=False, **options)
-    actual.metrics = {k: v for k, v in actual.metrics.items() if k in expected.metrics}
-    assert_matches(actual, expected, 2e-5, logps=2e-5)
-    assert max(little_memory) > ROWS
-
-
-def test_other_errors_are_raised_at_once(batch, monkeypatch):
+def test_other_errors_are_raised_at_once(batch):
     calls = []
 
-    def broken(self, count, dtype):
-        calls.append(count)
+    def broken(a, b):
+        calls.append(len(a))
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(LMHead, "new_rows", broken)
     with pytest.raises(RuntimeError, match="something else"):
-        run_fused(batch, exact=False, config=config())
+        run_fused(batch, exact=False, config=config(), matmul=broken)
     assert len(calls) == 1
 
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from grpo_kernels.training.word_problems import word_problems
-from tests.support.hub import COMMIT, Hub
-from tests.support.ranks import ROOT
-from tests.support.tiny_models import make_tokenizer
+from tests.helpers.hub import COMMIT, Hub
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import make_tokenizer
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k"
 CARD = """---

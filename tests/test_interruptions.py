@@ -14,14 +14,14 @@ import torch
 from grpo_kernels.training import checkpoint, scoring
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rollout import SamplingParams
-from tests.ranks.training_jobs import SameForAnyRanks
-from tests.support.trainer_runs import (
+from tests.helpers.trainer_runs import (
     assert_same_rows,
     config_of,
     no_curves,
     rows_of,
     trainer_of,
 )  # fmt: skip
+from tests.ranks.training_jobs import SameForAnyRanks
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 # Two updates per step, of four micro-batches each.
@@ -132,7 +132,7 @@ def test_less_memory_down_to_chunks_of_one_completion(tiny_model, tmp_path, monk
     actual = out_of_memory(again, "loss", {1, 2, 3, 4})
     assert actual.scorer.micro_batch_size == 1
     left = 512 * 4 * 257 // 4
-    assert actual.scorer.head_options()["chunk_bytes"] == left
+    assert actual.scorer.execution().chunk_bytes == left
     for row in rows_of(again.folder):
         assert (row["micro_batch_size"], row["chunk_mib"]) == (1, left / 2**20)
     assert all("chunk_mib" not in row for row in rows_of(config.folder))
@@ -229,7 +229,7 @@ def test_a_budget_on_a_cpu(tiny_model, tmp_path):
     """What is beyond it is told as memory that ran out, by a real allocator."""
     code = (
         "import torch; from grpo_kernels.training import interruptions\n"
-        "from tests.support.trainer_runs import *\n"
+        "from tests.helpers.trainer_runs import *\n"
         f"config = config_of({str(tiny_model)!r}, {str(tmp_path)!r}, max_memory_gib=4)\n"
         "trainer = trainer_of(config)\n"
         "held = torch.ones(1 << 28)\n"  # 1 GiB
@@ -326,7 +326,7 @@ def test_a_signal_loses_the_step_at_most(calls, tiny_model, tmp_path):
 def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
     """As users see it: a process, two signals, and their statuses."""
     code = (
-        "import sys, time; from tests.support.trainer_runs import *\n"
+        "import sys, time; from tests.helpers.trainer_runs import *\n"
         "from tests.ranks.training_jobs import SameForAnyRanks\n"
         "def slow(prompts, completions, **_):\n"
         "    print('judging', flush=True); time.sleep(2); return noise(prompts, completions)\n"

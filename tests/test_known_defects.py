@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
-from tests.support.batches import config, make_batch, packed, relative_error, run_fused
+from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 
 BACKENDS = ("torch", "triton")
 

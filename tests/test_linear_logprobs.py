@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from grpo_kernels import (
-    fused_grpo_loss,
-    grpo_loss,
-    linear_logprobs,
-    reference,
-)
-from tests.support.batches import make_batch, packed, relative_error
-from tests.support.half_gemms import imitate
+from grpo_kernels import grpo_loss
+from tests.helpers.batches import make_batch, packed, relative_error
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.half_gemms import imitate
 
 CHUNK = 4 * 1003 * 5
 OPTIONS = {

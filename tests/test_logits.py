@@ -1,21 +1,24 @@
-"""Logits as the model's own head has them: rounded to its dtype, and of words that exist alone."""
+"""Logits as the model's head has them: rounded to its dtype; -inf where a bias bans an entry."""
 
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
-from tests.support.batches import (
+from grpo_kernels.experimental import Sampled
+from tests.helpers import flat_calls
+from tests.helpers.batches import (
     config,
     exact_batch,
     make_batch,
     packed,
     relative_error,
+    run_fused,
 )
-from tests.support.half_gemms import imitate
-from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.half_gemms import imitate
+from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, expect_equal, objective_options
+from tests.helpers.supports import csr
 
 ROUNDED = {"logits_dtype": "model"}
-# Rows that are words, of the batch's 1003.
 
 
 def low_rank_of(batch, rank=4):
@@ -113,12 +116,12 @@ def test_a_sampled_backward_of_rounded_logits():
         return hidden.grad.float()
 
     exact = d_hidden()
-    draws = [d_hidden(backward="sampled", tolerance=0.3, seed=s) for s in range(30)]
+    draws = [d_hidden(backward=Sampled(0.3, seed)) for seed in range(30)]
     one, mean = draws[0], torch.stack(draws).mean(0)
     assert relative_error(mean, exact) < 0.5 * relative_error(one, exact) or torch.equal(one, exact)
 
 
-def test_words_of_a_support_are_rounded_too():
+def test_entries_of_a_support_are_rounded_too():
     batch = exact_batch()
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
     targets = batch.targets.clamp(min=0)
@@ -138,6 +141,53 @@ def test_words_of_a_support_are_rounded_too():
     assert not torch.allclose(
         ours, linear_logprobs(hidden, batch.weight, targets, **options).logps, atol=1e-3
     )
+
+
+BANNED = 40
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
+@pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
+def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
+    """It has no probability and no gradient: as if the head had no such row."""
+    batch = make_batch()
+    batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
+    batch.targets = batch.targets.masked_fill(~batch.mask, -100)
+    batch.bias[:BANNED] = -torch.inf
+    options = {**objective_options(objective), "backend": backend, "chunk_bytes": CHUNK}
+    if softcap is not None:
+        options |= {"softcap": softcap, "temperature": True, "logit_scale": 0.8}
+    banned = expect_equal(batch, options)
+    fewer = make_batch()
+    for name in ("weight", "bias"):
+        setattr(fewer, name, getattr(batch, name)[BANNED:].contiguous())
+    fewer.targets = batch.targets - BANNED
+    without = run_fused(fewer, exact=False, **options)
+    assert abs(banned.loss - without.loss) < 1e-6
+    assert not banned.gradients["weight"][:BANNED].any() and without.gradients["weight"].any()
+    for name in ("weight", "bias"):
+        assert relative_error(banned.gradients[name][BANNED:], without.gradients[name]) < 1e-4
+
+
+@pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
+def test_a_banned_entry_of_a_kept_set(softcap):
+    batch = make_batch(B=1, T=4)
+    mask, targets = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[5, 6, 7, 8]])
+    batch.bias[:2] = -torch.inf
+    support = csr([[5, 0, 9], [6, 1], [7, 300], [8]])
+    results = []
+    for call, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+        tensors = (batch.hidden.nan_to_num(), batch.weight, batch.bias)
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+        out = call.linear_logprobs(
+            *leaves[:2], targets, mask, bias=leaves[2], softcap=softcap, support=support,
+            **({"entropy": True} if call is flat_calls else {}),
+        )  # fmt: skip
+        (out.logps.sum() + out.entropy.sum()).backward()
+        results.append([out.logps, out.entropy, *(x.grad for x in leaves)])
+    for truth, mine in zip(*results, strict=True):
+        assert (mine - truth).norm() <= 1e-5 * truth.norm() > 0
 
 
 @pytest.mark.parametrize(

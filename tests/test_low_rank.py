@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import grpo_kernels
-from grpo_kernels import reference
-from tests.support.batches import config, make_batch, relative_error
+from grpo_kernels.experimental import Sampled
+from tests.helpers import flat_calls
+from tests.helpers.batches import config, make_batch, relative_error
+from tests.helpers.flat_calls import reference
 
 R = 5
 NAMES = ("hidden", "weight", "bias", "inner", "outer")
@@ -27,7 +28,7 @@ def operands(batch, dtype=torch.float32, low_rank=torch.float32, frozen=()):
     }
 
 
-def run(batch, leaves, package=grpo_kernels, call="loss", **options):
+def run(batch, leaves, package=flat_calls, call="loss", **options):
     """Loss or log-probs, and the gradients of all that are trained."""
     head = {"bias": leaves["bias"], "low_rank": (leaves["inner"], leaves["outer"])}
     given = (leaves["hidden"], leaves["weight"], batch.targets)
@@ -78,7 +79,7 @@ def test_equals_the_weight_it_stands_for():
     value, _ = run(batch, leaves, config=config())
     with torch.no_grad():
         merged = leaves["weight"] + leaves["outer"] @ down
-    other = grpo_kernels.fused_grpo_loss(
+    other = flat_calls.fused_grpo_loss(
         leaves["hidden"], merged, batch.targets, batch.advantages, batch.mask,
         old_logps=batch.old_logps, bias=leaves["bias"], config=config(),
     ).loss  # fmt: skip
@@ -87,18 +88,18 @@ def test_equals_the_weight_it_stands_for():
 
 @pytest.mark.parametrize("call", ("loss", "logps"))
 def test_next_to_a_frozen_weight(call, monkeypatch):
-    from grpo_kernels.head_gradients import HeadGradients
+    from grpo_kernels.dense import Gradients
 
     batch = make_batch()
     leaves = operands(batch, frozen=("weight", "bias"))
     made: list[Tensor] = []
-    original = HeadGradients.finish
+    original = Gradients.all
 
-    def watched(head):
-        made.append(head.d_weight)
-        return original(head)
+    def watched(gradients):
+        made.append(gradients.found[1])
+        return original(gradients)
 
-    monkeypatch.setattr(HeadGradients, "finish", watched)
+    monkeypatch.setattr(Gradients, "all", watched)
     _, wanted = run(batch, exactly(leaves), reference, call, config=config())
     _, gradients = run(batch, leaves, call=call, config=config())
     assert made == [None] and gradients["weight"] is None
@@ -118,19 +119,19 @@ def test_bf16_head_and_float32_adapter():
         assert relative_error(gradients[key], wanted[key]) < 2.5e-3, key
 
 
-def test_sampled_gradients_are_unbiased():
+@pytest.mark.parametrize("call", ("loss", "logps"))
+def test_sampled_gradients_are_unbiased(call):
     batch = make_batch(B=8, T=16)
     leaves = operands(batch, frozen=("weight", "bias"))
-    _, wanted = run(batch, exactly(leaves), reference, config=config())
+    options = {"call": call, "config": config()}
+    _, wanted = run(batch, exactly(leaves), reference, **options)
     draws = 64
     total = {key: torch.zeros_like(x) for key, x in leaves.items()}
     single = {}
     for seed in range(draws):
         for x in leaves.values():
             x.grad = None
-        _, gradients = run(
-            batch, leaves, backward="sampled", tolerance=0.25, seed=seed, config=config()
-        )
+        _, gradients = run(batch, leaves, backward=Sampled(0.25, seed), **options)
         for key in ("hidden", "inner", "outer"):
             total[key] += gradients[key] / draws
             single.setdefault(key, []).append(relative_error(gradients[key], wanted[key]))
@@ -148,10 +149,10 @@ def test_the_noise_of_an_adapter_alone():
     told, errors = [], []
     for seed in range(16):
         leaves["outer"].grad = None
-        out = grpo_kernels.fused_grpo_loss(
+        out = flat_calls.fused_grpo_loss(
             leaves["hidden"], leaves["weight"], batch.targets, batch.advantages, batch.mask,
             old_logps=batch.old_logps, low_rank=(leaves["inner"], leaves["outer"]),
-            bias=leaves["bias"], config=config(), backward="sampled", tolerance=0.25, seed=seed,
+            bias=leaves["bias"], config=config(), backward=Sampled(0.25, seed),
         )  # fmt: skip
         out.loss.backward()
         told.append(out.metrics["gradient_noise"].item())
@@ -190,7 +191,7 @@ def test_mistakes(name):
     batch = make_batch()
     leaves = operands(batch)
     with pytest.raises(error, match=message):
-        grpo_kernels.linear_logprobs(
+        flat_calls.linear_logprobs(
             leaves["hidden"], leaves["weight"], batch.targets, mask=batch.mask,
             low_rank=damage(leaves["inner"], leaves["outer"]),
         )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from grpo_kernels.training import TrainingConfig, memory
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.vllm_server import engine_options
-from tests.support.tiny_models import make_model
+from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 

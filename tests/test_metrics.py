@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss
-from tests.support.batches import OBJECTIVES, config, make_batch, run_fused
+from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused
 
 
 def metrics_of(logps, advantages, mask=None, **kwargs):

@@ -4,17 +4,16 @@ Fake tensors have no values: whoever asks for one (item, an `if`, a 0-d tensor a
 which on a GPU would be a wait.
 """
 
-import sys
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import fused_grpo_loss, grpo_loss, linear_logprobs
+from grpo_kernels import grpo_loss, routes
 from grpo_kernels.backends import torch_backend
-from grpo_kernels.layout import ValueChecks
+from grpo_kernels.checks import ValueChecks
 from grpo_kernels.row_plan import RowPlan
-from tests.support.batches import OBJECTIVES, config
+from tests.helpers.batches import OBJECTIVES, config
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 
 B, T, H, V = 3, 5, 8, 11
 # The torch backend compares addresses to see whether it works in place.
@@ -25,11 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def without_the_one_transfer(monkeypatch):
     """Replaces the transfer, and the looks at values that only a CPU takes."""
 
-    def plan_rows(wanted, with_grad, checks, *, num_tokens, **_):
+    def plan_rows(wanted, with_grad, checks, weight, num_tokens, *_):
         return RowPlan(None, num_tokens, num_tokens, 4, 4)
 
-    for name in ("fused_grpo_loss", "linear_logprobs"):  # the module, not its function
-        monkeypatch.setattr(sys.modules[f"grpo_kernels.{name}"], "plan_rows", plan_rows)
+    monkeypatch.setattr(routes, "plan_rows", plan_rows)
     monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
     monkeypatch.setattr(torch_backend, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
 

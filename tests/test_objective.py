@@ -8,10 +8,10 @@ import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
 from grpo_kernels.config import KL_ESTIMATORS
-from grpo_kernels.config import LOSS_TYPES as ALL_LOSS_TYPES
+from grpo_kernels.losses import LOSS_TYPES as ALL_LOSS_TYPES
 from grpo_kernels.objective import masked_quantile
-from tests.support.batches import config, make_batch, packed, relative_error
-from tests.support.tiers import in_turn
+from tests.helpers.batches import config, make_batch, packed, relative_error
+from tests.helpers.tiers import in_turn
 
 
 def clamp(x, low, high):
@@ -35,6 +35,9 @@ class ByHand:
         self.roll = self.old if roll is None else roll
         self.A, self.entropy, self.num_items = advantages, entropy, num_items
         self.high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+        self.threshold = cfg.entropy_threshold
+        if self.threshold is not None:
+            return
         every = sorted(e for row in entropy for e in row)
         position = (1 - cfg.top_entropy_quantile) * (len(every) - 1)
         below, above = math.floor(position), math.ceil(position)
@@ -198,6 +201,7 @@ CASES = [
     *({"off_policy_threshold": x, "beta": 0.1} for x in (0.0, 0.03)),
     {"top_entropy_quantile": 0.3, "beta": 0.1},
     {"top_entropy_quantile": 0.0},
+    {"top_entropy_quantile": 0.3, "entropy_threshold": 0.4, "entropy_coef": 0.1},
     {"top_entropy_quantile": 0.3, "entropy_coef": 0.1, "loss_type": "gspo"},
     {"entropy_coef": 0.1, "beta": 0.02, "loss_type": "grpo"},
     {"loss_type": "grpo", "off_policy_threshold": 0.02, "top_entropy_quantile": 0.6,
@@ -273,6 +277,45 @@ def test_by_hand(options, policy, advantages_of):
 
 def test_every_loss_type_is_tried():
     assert set(LOSS_TYPES) == set(ALL_LOSS_TYPES)
+
+
+def gradients_of(cfg, logps, advantages, batch):
+    """Of the log-probs and, None where there is none, of the entropy, in float64."""
+    leaf = logps.clone().requires_grad_()
+    entropy = torch.ones_like(leaf).requires_grad_()
+    out = reference.grpo_loss(
+        leaf, advantages, batch.mask, old_logps=batch.old_logps, ref_logps=batch.ref_logps,
+        entropy=entropy, config=cfg,
+    )  # fmt: skip
+    return torch.autograd.grad(out.loss, (leaf, entropy), allow_unused=True)
+
+
+@pytest.mark.parametrize("loss_type", ALL_LOSS_TYPES)
+def test_what_a_class_says_is_what_autograd_says(loss_type):
+    """Whether a token looks at others, has a gradient without advantage, or one by the entropy."""
+    cfg, batch = config(loss_type=loss_type), make_batch(B=6, T=11)
+    g = torch.Generator().manual_seed(5)
+    noise = 0.1 * torch.randn(batch.mask.shape, generator=g)
+    logps = (batch.old_logps + noise).double()
+    advantages = torch.randn(batch.mask.shape, generator=g)
+    if cfg.one_pass:  # otherwise whole sequences are without one
+        advantages[:, ::2] = 0.0
+    advantages[3] = 0.0
+    d_logps, d_entropy = gradients_of(cfg, logps, advantages, batch)
+    without = batch.mask & (advantages == 0)
+    assert (d_logps[without] == 0).all() == cfg.gradient_needs_advantage
+    assert without.any() and (d_logps[batch.mask & (advantages != 0)] != 0).any()
+    assert (d_entropy is not None) == cfg.entropy_has_gradient
+    kl = config(loss_type=loss_type, beta=0.1)
+    d_logps, _ = gradients_of(kl, logps, advantages, batch)
+    assert (d_logps[without] != 0).any() and not kl.gradient_needs_advantage
+
+    before, _ = gradients_of(cfg, logps, advantages, batch)
+    logps[:, 1] += 0.01
+    after, _ = gradients_of(cfg, logps, advantages, batch)
+    others = batch.mask.clone()
+    others[:, 1] = False
+    assert torch.equal(before[others], after[others]) == cfg.one_pass
 
 
 def test_off_policy_by_old_logps():

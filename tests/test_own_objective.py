@@ -1,10 +1,29 @@
-"""An objective of the user's own: a callable on per-token tensors in place of a loss type."""
+"""A loss of the user's own in place of a loss type: a class, or a callable on per-token tensors."""
+
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, grpo_loss
-from tests.support.batches import config, make_batch, packed, relative_error, run_fused
+from grpo_kernels import GRPOLossConfig, grpo_loss, reference
+from grpo_kernels.losses import Clip, Loss
+from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+
+
+@dataclass(frozen=True)
+class Dro(Loss):
+    """`-(A l - tau / 2 (l - l_old)^2)`; tokens of advantage 0 are pulled back, too."""
+
+    tau: float = 0.5
+    token_local = True
+
+    def per_token(self, tokens):
+        penalty = self.tau / 2 * tokens.log_ratio.square()
+        return penalty - tokens.advantages * tokens.logps
+
+    def metrics(self, tokens, ratio):
+        return {"dro/distance": tokens.log_ratio.abs()}
 
 
 def clipped(tokens):
@@ -20,6 +39,125 @@ def sequence_clipped(tokens):
 
 def entropy_scaled(tokens):
     return -tokens.advantages * tokens.logps * tokens.entropy.detach() - 0.1 * tokens.entropy
+
+
+def saying(function, **claims):
+    """The same function, which says this of itself."""
+
+    def own(tokens):
+        return function(tokens)
+
+    vars(own).update(claims)
+    return own
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("beta", (0.0, 0.2))
+def test_a_new_loss(beta, layout, backend):
+    """Value and gradient against the formula in float64, which autograd has no part in."""
+    batch = make_batch(B=6, T=11)
+    batch = packed(batch) if layout == "packed" else batch
+    g = torch.Generator().manual_seed(2)
+    logps = batch.old_logps + 0.2 * torch.randn(batch.mask.shape, generator=g)
+    out = grpo_loss(
+        logps.requires_grad_(), batch.advantages, batch.mask, old_logps=batch.old_logps,
+        ref_logps=batch.ref_logps, cu_seqlens=batch.cu_seqlens, backend=backend,
+        config=GRPOLossConfig(loss_type=Dro(tau=0.7), beta=beta, use_bias_correction_kl=False),
+    )  # fmt: skip
+    (-2.0 * out.loss).backward()
+
+    if layout == "packed":
+        lengths = batch.cu_seqlens.diff().long()
+        A = batch.advantages.double().repeat_interleave(lengths)[batch.mask]
+    else:
+        A = batch.advantages.double()[:, None].expand(batch.mask.shape)[batch.mask]
+    tensors = (logps, batch.old_logps, batch.ref_logps)
+    x, old, ref = (tensor.detach()[batch.mask].double() for tensor in tensors)
+    kl = (ref - x).exp() - (ref - x) - 1
+    loss = (0.35 * (x - old) ** 2 - A * x + beta * kl).mean()
+    gradient = (0.7 * (x - old) - A + beta * (1 - (ref - x).exp())) / len(x)
+    assert (A == 0).any() and out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert relative_error(logps.grad[batch.mask] / -2.0, gradient) <= 1e-5
+    assert (logps.grad[~batch.mask] == 0).all() and (logps.grad[batch.mask] != 0).all()
+    assert out.metrics["dro/distance"].item() == pytest.approx((x - old).abs().mean().item(), 1e-4)
+
+
+@pytest.mark.parametrize("own", (Dro(), saying(Dro(), token_local=True)), ids=("class", "callable"))
+@pytest.mark.parametrize("beta", (0.0, 0.2))
+def test_a_new_loss_in_one_pass(beta, own):
+    """Logits are made once; tokens of advantage 0, which have a gradient here, are kept."""
+    batch, made = make_batch(B=6, T=11), []
+    V, H = batch.weight.shape
+
+    def matmul(a, b):
+        if a.shape[1] == H:
+            made.append(len(a) * b.shape[1])
+        return a @ b
+
+    cfg = GRPOLossConfig(loss_type=own, aggregation="grpo", beta=beta)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True}
+    expected = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, matmul=matmul, chunk_bytes=4 * V * 5, **options)
+    assert sum(made) == int(batch.mask.sum()) * V
+    assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    for name in ("hidden", "weight"):
+        assert relative_error(actual.gradients[name], expected.gradients[name]) <= 2e-5
+    zero = (batch.advantages == 0)[:, None] & batch.mask
+    assert zero.any() and (actual.gradients["hidden"][zero] != 0).any(1).all()
+
+
+@pytest.mark.usefixtures("real_memory", "curves")
+def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
+    """In the second update tokens of groups with equal rewards have moved, and are pulled back."""
+    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 3, 1, 1, 1, 1] * 2}
+    weights = []
+    for place, (skip, loss) in enumerate((
+        (False, Dro()), (True, Dro()), (True, saying(Dro(), gradient_needs_advantage=True)),
+    )):  # fmt: skip
+        options = {"loss_type": loss, "minibatches": 2, "skip_untrained": skip, "name": f"t{place}"}
+        trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options), rewards=halves)
+        before = torch.cat([p.detach().flatten().clone() for p in trainer.policy.parameters()])
+        folder = trainer.train()
+        assert rows_of(folder)[0]["groups_equal"] == 0.5
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]))
+    whole, kept, lost = (x - before for x in weights)
+    assert whole.norm() > 0 and relative_error(kept, whole) < 1e-4
+    assert relative_error(lost, whole) > 1e-2
+
+
+def test_a_callable_that_says_what_it_is_equals_the_class():
+    """In one pass with what needs no gradient left out, and in two with everything."""
+    batch = make_batch(B=6, T=11)
+    says = {"token_local": True, "gradient_needs_advantage": True, "aggregation": "grpo"}
+    for own in (clipped, saying(clipped, **says)):
+        cfg = GRPOLossConfig(loss_type=own, aggregation="grpo")
+        assert cfg.one_pass == (own is not clipped) == cfg.gradient_needs_advantage
+        a = run_fused(batch, exact=False, config=cfg, old_logps=True)
+        b = run_fused(batch, exact=True, config=config(loss_type="grpo"), old_logps=True)
+        for name in ("hidden", "weight"):
+            assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
+    assert GRPOLossConfig(loss_type=saying(clipped, **says)).effective_aggregation == "grpo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softened(Clip):
+    def per_token(self, tokens):
+        return -torch.tanh(self.log_ratio(tokens)) * tokens.advantages
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_a_subclass_does_not_get_the_kernel_of_its_base(backend):
+    batch, cfg = make_batch(), GRPOLossConfig(loss_type=Softened(epsilon=0.1))
+    assert cfg.loss.kernel() is None and Clip().kernel() is not None
+    logps = (batch.old_logps + 0.1).requires_grad_()
+    tensors = {"old_logps": batch.old_logps, "config": cfg}
+    out = grpo_loss(logps, batch.advantages, batch.mask, backend=backend, **tensors)
+    out.loss.backward()
+    exact = (batch.old_logps + 0.1).double().requires_grad_()
+    reference.grpo_loss(exact, batch.advantages, batch.mask, **tensors).loss.backward()
+    assert relative_error(logps.grad, exact.grad) <= 1e-5
+    assert "clip_ratio/high_mean" in out.metrics
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed"))
@@ -38,9 +176,7 @@ def test_equals_the_built_in_one(own, built_in, aggregation, layout):
     else:
         theirs = config(loss_type="gspo", aggregation=aggregation, **shared)
         # The KL of the callable's config is corrected by the token's ratio.
-        mine, theirs = (
-            type(x)(**{**vars(x), "use_bias_correction_kl": False}) for x in (mine, theirs)
-        )
+        mine, theirs = (replace(x, use_bias_correction_kl=False) for x in (mine, theirs))
     a = run_fused(batch, exact=False, config=mine, **tensors)
     b = run_fused(batch, exact=True, config=theirs, **tensors)
     assert a.loss.item() == pytest.approx(b.loss.item(), rel=1e-5)
@@ -48,12 +184,22 @@ def test_equals_the_built_in_one(own, built_in, aggregation, layout):
         assert relative_error(a.gradients[name], b.gradients[name]) <= 2e-5
 
 
-@pytest.mark.parametrize("own", (clipped, sequence_clipped, entropy_scaled))
+@pytest.mark.parametrize(
+    "own",
+    (
+        clipped,
+        sequence_clipped,
+        entropy_scaled,
+        saying(entropy_scaled, token_local=True, entropy_gradient=True),
+    ),
+    ids=("clipped", "sequence_clipped", "entropy_scaled", "entropy_scaled_in_one_pass"),
+)
 def test_against_reference(own):
     """Also where it takes the gradient of the entropy."""
     batch, cfg = make_batch(B=6, T=11), GRPOLossConfig(loss_type=own)
     expected = run_fused(batch, exact=True, config=cfg, old_logps=True)
     actual = run_fused(batch, exact=False, config=cfg, old_logps=True)
+    assert cfg.one_pass == cfg.entropy_has_gradient
     assert actual.metrics.keys() == expected.metrics.keys()
     for name in ("hidden", "weight"):
         assert relative_error(actual.gradients[name], expected.gradients[name]) <= 2e-5
@@ -85,13 +231,27 @@ def test_masked_tokens_are_zeros_and_stay_out():
         (lambda t: t.logps.sum(), ValueError, r"loss_type: expected .*\[36\]; got \[\]"),
         (lambda t: 1.0, TypeError, "loss_type: expected the callable .* a tensor .*; got float"),
         (lambda t: t.advantages, ValueError, "with a gradient for tokens.logps or .*; got none"),
+        (
+            saying(entropy_scaled, token_local=True),
+            ValueError,
+            "loss_type: expected an objective that says entropy_gradient, as it says token_local",
+        ),
+        (
+            saying(sequence_clipped, token_local=True),
+            ValueError,
+            "loss_type: expected .* no token but its own, as it says token_local; got one that",
+        ),
     ),
-)  # fmt: skip
+    ids=("shape", "number", "constant", "entropy", "sequences"),
+)
 def test_refuses(own, error, message):
     batch = make_batch()
     cfg = GRPOLossConfig(loss_type=own)
     with pytest.raises(error, match=message):
         run_fused(batch, exact=False, config=cfg)
+    logps, entropy = (torch.zeros(4, 9, requires_grad=True) for _ in range(2))
+    with pytest.raises(error, match=message):
+        grpo_loss(logps, batch.advantages, batch.mask, entropy=entropy, config=cfg)
 
 
 def test_sequences_need_cu_seqlens():

@@ -20,8 +20,8 @@ from grpo_kernels.training.rollout import (
     SamplingParams,
     completion,
 )
-from tests.support.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.support.trainer_runs import assert_same_grads, config_of, noise, rows_of, trainer_of
+from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
+from tests.helpers.trainer_runs import assert_same_grads, config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -45,7 +45,7 @@ def test_shared_prompts_change_nothing(family):
     model = make_model(family).train()
     batch, advantages = random_batch(), torch.randn(6, generator=torch.Generator().manual_seed(1))
     shared, apart = Policy(model), Policy(model, share_prompts=False)
-    assert (shared.not_shared is None) == FAMILIES[family].shares, shared.not_shared
+    assert (shared.why_not_shared is None) == FAMILIES[family].shares, shared.why_not_shared
     loss, logps, grads = loss_and_grads(shared, batch, advantages, GRPOLossConfig())
     expected_loss, expected_logps, expected = loss_and_grads(
         apart, batch, advantages, GRPOLossConfig()
@@ -60,7 +60,7 @@ def test_log_probs_are_the_models_own(family):
     """The shift, the padding, the positions and the head, against logits of each row alone."""
     model = make_model(family).eval()
     batch = random_batch()
-    logps, entropy = Policy(model)("logps", batch, 0.8, True)
+    logps, entropy = Policy(model, temperature=0.8)("logps", batch, entropy=True)
     for i, length in enumerate(batch.mask.sum(1).tolist()):
         prompt = batch.prompts[batch.prompt_of[i]][batch.prompt_mask[batch.prompt_of[i]] == 1]
         ids = torch.cat([prompt, batch.completions[i, :length]])[None]
@@ -89,7 +89,7 @@ def test_gradient_checkpointing_falls_back():
     expected = loss_and_grads(Policy(model), random_batch(), torch.ones(6), GRPOLossConfig())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model)
-    assert "checkpointing" in policy.not_shared
+    assert "checkpointing" in policy.why_not_shared
     mine = loss_and_grads(policy, random_batch(), torch.ones(6), GRPOLossConfig())
     assert_same_grads(mine[2], expected[2], 1e-4)
 

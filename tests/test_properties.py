@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_kernels import selective_log_softmax
 from grpo_kernels.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
-from tests.support.batches import Batch, assert_matches, config, make_batch, packed, run_fused
+from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
 
 @st.composite
@@ -96,7 +96,7 @@ def test_fused_equals_reference(problem, backend, rows):
         # Far from ratio 1 their slopes fade to 1e-14 or 1e-50: nothing in float32 alone.
         for out in (actual, expected):
             out.metrics.pop("zero_gradient", None)
-    # Logits of -60 are known to 4e-6; with one unit or two words a gradient cancels far below them.
+    # Logits of -60 are known to 4e-6; with H = 1 or V = 2 a gradient cancels far below them.
     assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_kernels.training import memory, parse_config, shapes
 from grpo_kernels.training.config import TrainingConfig
-from tests.support.ranks import ROOT
+from tests.helpers.ranks import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_memory")]
 CONFIGS = ROOT / "examples/configs"

@@ -9,7 +9,8 @@ import transformers
 from transformers import GenerationConfig
 
 from grpo_kernels import batch_support
-from grpo_kernels.training import Completion, Support, TrainingConfig
+from grpo_kernels.head import Support
+from grpo_kernels.training import Completion, TrainingConfig
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import equal_parts
 from grpo_kernels.training.policy import Policy
@@ -19,8 +20,8 @@ from grpo_kernels.training.rollout import (
     SamplingParams,
     check_support,
 )
-from tests.support.tiny_models import V, make_model, make_tokenizer
-from tests.support.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.tiny_models import V, make_model, make_tokenizer
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -44,7 +45,7 @@ def truncated_log_probs(model, prompt, completion, temperature=1.0, **truncation
     return model._get_logits_processor(options)(ids, logits).log_softmax(-1)
 
 
-def words_of(support):
+def kept_sets(support):
     offsets = support.offsets.tolist()
     return [set(support.token_ids[a:b].tolist()) for a, b in pairwise(offsets)]
 
@@ -69,9 +70,9 @@ def test_supports_are_what_generate_leaves(name):
     assert name == "top_k 1" or len(set(lengths)) > 2
     for i, c in enumerate(done):
         expected = truncated_log_probs(model, PROMPTS[i // 3], c, **TRUNCATIONS[name])
-        words = words_of(c.support)
-        assert words == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in expected]
-        assert all(t in kept for t, kept in zip(c.token_ids, words, strict=True))
+        sets = kept_sets(c.support)
+        assert sets == [set(row.isfinite().nonzero()[:, 0].tolist()) for row in expected]
+        assert all(t in kept for t, kept in zip(c.token_ids, sets, strict=True))
     # Recording changes no sample, nor does encoding prompts with each completion.
     assert done == sample(model, replace(sampling, record_support=False))
     assert done == sample(model, sampling, share_prompts=False)
@@ -86,7 +87,7 @@ def test_supports_are_cut_with_the_completion():
     assert {c.ended for c in done} == {True, False} and len({len(c.token_ids) for c in done}) > 2
     for whole, cut in zip(full, done, strict=True):
         T = len(cut.token_ids)
-        assert words_of(cut.support) == words_of(whole.support)[:T]
+        assert kept_sets(cut.support) == kept_sets(whole.support)[:T]
         check_support("support", cut.support, T)
 
 
@@ -131,9 +132,9 @@ def test_wrong_supports_of_a_rollout_are_refused(support, message, tiny_model, t
 
 
 def test_supports_of_a_batch_are_joined():
-    words = [[[5], [6, 9, 2]], None, [[7, 8], [], [3]]]
+    sets = [[[5], [6, 9, 2]], None, [[7, 8], [], [3]]]
     done = []
-    for some in words:
+    for some in sets:
         support = None
         if some is not None:
             offsets = torch.tensor([0, *map(len, some)]).cumsum(0)
@@ -141,7 +142,7 @@ def test_supports_of_a_batch_are_joined():
         done.append(Completion([0] * len(some or [0]), True, support=support))
     ids, offsets = batch_support([c.support for c in done], 4)
     assert ids.dtype == torch.int32
-    assert words_of(Support(ids, offsets)) == [
+    assert kept_sets(Support(ids, offsets)) == [
         {5}, {6, 9, 2}, set(), set(), set(), set(), set(), set(), {7, 8}, set(), {3}, set(),
     ]  # fmt: skip
     ids, offsets = batch_support([None], 4)
@@ -179,7 +180,7 @@ def test_log_probs_are_those_of_the_policy_that_sampled(name, tiny_model, tmp_pa
     )
     expected, entropies = expected_of(trainer, samples, truncation)
     threshold = entropies[samples.mask != 0].quantile(0.6)
-    torch.testing.assert_close(samples.entropy_threshold, threshold, rtol=1e-4, atol=2e-5)
+    assert samples.entropy_threshold == pytest.approx(float(threshold), rel=1e-4, abs=2e-5)
     torch.testing.assert_close(samples.old_logps, expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(samples.ref_logps, expected, rtol=1e-4, atol=2e-5)
     update = trainer._update(samples, 0, list(range(len(samples.texts))))
@@ -212,7 +213,7 @@ def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
     )
     row = rows_of(trainer.train(lambda _, samples: seen.append(samples)))[0]
     sizes = torch.tensor([
-        len(words) for c in seen[0].completions for words in words_of(c.support)
+        len(kept) for c in seen[0].completions for kept in kept_sets(c.support)
     ]).double()  # fmt: skip
     assert row["support/mean"] == pytest.approx(sizes.mean().item())
     assert row["support/p99"] == pytest.approx(sizes.quantile(0.99).item())
@@ -235,7 +236,7 @@ def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):
 
     config = config_of(tiny_model, tmp_path, top_k=3)
     row = rows_of(trainer_of(config, rollout=lambda _: rollout).train())[0]
-    assert "the rollout does not say which words they left" in row["warnings"][0]
+    assert "the rollout does not say what they kept" in row["warnings"][0]
     assert not any(name.startswith("support") for name in row)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.training import TrainingConfig
-from tests.support.trainer_runs import config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 

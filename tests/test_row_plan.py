@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import row_plan
-from grpo_kernels.layout import ValueChecks
-from grpo_kernels.row_plan import RowPlan, plan_rows
+from grpo_kernels.checks import ValueChecks
+from grpo_kernels.row_plan import Buffers, RowPlan, buffer_rows, plan_rows
 
 
 def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
@@ -15,8 +15,8 @@ def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100, checks=None):
         return None if ids is None else torch.tensor([i in ids for i in range(num_tokens)]).bool()
 
     return plan_rows(
-        as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), num_tokens=num_tokens,
-        weight=torch.empty(V, 1), chunk_bytes=int(4 * V * rows),
+        as_mask(wanted), as_mask(with_grad), checks or ValueChecks(), torch.empty(V, 1),
+        num_tokens, Buffers(V), int(4 * V * rows),
     )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def test_chunks_are_of_even_size():
 def test_workspace_depends_on_the_budget_alone():
     for num_tokens in (1000, 100_000):
         made = plan_rows(
-            None, None, ValueChecks(), num_tokens=num_tokens, weight=torch.empty(151_936, 1),
-            chunk_bytes=64 << 20,
+            None, None, ValueChecks(), torch.empty(151_936, 1), num_tokens, Buffers(151_936),
+            64 << 20,
         )  # fmt: skip
         assert made.largest_chunk <= (64 << 20) // (4 * 151_936)
 
@@ -82,9 +82,7 @@ def test_default_budget_on_a_cpu():
     """512 rows of logits, unless the vocabulary is enormous."""
     for V, H, expected in ((49_152, 576, 512), (1000, 8, 512), (262_144, 4096, 320)):
         weight = torch.empty(1).expand(V, H)
-        made = plan_rows(
-            None, None, ValueChecks(), num_tokens=10**6, weight=weight, chunk_bytes=None
-        )
+        made = plan_rows(None, None, ValueChecks(), weight, 10**6, Buffers(V), None)
         assert made.max_chunk_rows == expected
 
 
@@ -101,7 +99,7 @@ def test_default_budget_on_a_cpu():
 def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
     monkeypatch.setattr(row_plan, "gpu", lambda _: SimpleNamespace(**H200))
     weight = torch.empty(1).expand(151_936, 64)
-    made = row_plan._buffer_rows(on_a_gpu(weight), budget, 2, True, len(weight))
+    made = buffer_rows(on_a_gpu(weight), Buffers(len(weight), 2, strips=True), budget)
     assert made == sizes
     chunk, strip = made
     assert 151_936 * (2 * chunk + 4 * strip) <= (budget or 1792 << 20)
@@ -111,9 +109,9 @@ def test_rows_per_chunk_fill_a_gpu():
     """At H = 1,536 dH has 6 tiles per 128 rows, of which an H200 computes 132 at a time."""
     even = RowPlan(None, 16384, 16384, 5120, 512)
     assert [c.size for c in even.chunks()] == [4096] * 4  # 8 waves
-    plan = RowPlan(None, 16384, 16384, 5120, 512, (6, 132))
+    plan = RowPlan(None, 16384, 16384, 5120, 512, tiles=(6, 132))
     assert [c.size for c in plan.chunks()] == [4608] * 3 + [2560]  # 7
-    assert [c.size for c in RowPlan(None, 3000, 3000, 5120, 512, (6, 132)).chunks()] == [3000]
+    assert [c.size for c in RowPlan(None, 3000, 3000, 5120, 512, tiles=(6, 132)).chunks()] == [3000]
 
 
 def test_a_vocabulary_over_the_budget_goes_row_by_row():

@@ -10,14 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import make
-from grpo_kernels import (
-    column_sampling,
-    fused_grpo_loss,
-    linear_logprobs,
-    sampling_cost,
-)
+from grpo_kernels import Execution
 from grpo_kernels.backends import torch_backend
-from tests.support.batches import (
+from grpo_kernels.experimental import Sampled, column_draw, torch_column_scores
+from tests.helpers.batches import (
+    HEAD,
     OBJECTIVES,
     assert_matches,
     config,
@@ -27,10 +24,12 @@ from tests.support.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.support.head_options import BACKENDS, OPTIONS, objective_options
-from tests.support.tiers import cases
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.head_options import BACKENDS, OPTIONS, objective_options
+from tests.helpers.tiers import cases
 
-SAMPLED = {"backward": "sampled", "tolerance": 0.25}
+TOLERANCE = 0.25
+SAMPLED = {"backward": Sampled(TOLERANCE)}
 FEW, MANY = 64, 256  # draws
 SAMPLER_METRICS = {"columns_kept", "dense_blocks", "gradient_noise"}
 
@@ -40,29 +39,21 @@ UNBIASED = {
     "bias_softcap": ({}, {"bias": True, "softcap": 6.0}),
     "entropy": ({"entropy_coef": 0.05, "beta": 0.05}, {"ref_logps": True, "bias": True}),
     "temperature_scale": ({}, {"old_logps": True, "temperature": True, "logit_scale": 1.2}),
+    "sequence_level": ({"loss_type": "gspo", "epsilon": 0.05}, {"old_logps": True, "bias": True}),
     "frozen_head": ({}, {"old_logps": True, "frozen": ("weight", "bias")}),
     "frozen_body": ({}, {"old_logps": True, "frozen": ("hidden",)}),
 }
 
 
-def takes_one_pass(name):
-    options, tensors = OBJECTIVES[name]
-    return config(**options).two_pass_reason(has_old_logps="old_logps" in tensors) is None
-
-
-ONE_PASS = [name for name in OBJECTIVES if takes_one_pass(name)]
-
-
 @pytest.fixture(autouse=True)
 def every_chunk_is_scored(monkeypatch):
     """The small vocabularies of these tests have flat rows, too."""
-    monkeypatch.setattr(column_sampling, "_FLAT_SHARE", 2.0)
+    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)
 
 
 def blocks_of(rows, monkeypatch):
-    """Has blocks of so many rows share a sample."""
-    cpu = sampling_cost.COSTS["cpu"]._replace(block_rows=rows)
-    monkeypatch.setitem(sampling_cost.COSTS, "cpu", cpu)
+    """Has blocks of so many rows share a draw."""
+    monkeypatch.setattr(column_draw, "_CPU_BLOCK_ROWS", rows)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +61,11 @@ def batch():
     return make_batch(B=8, T=16)
 
 
-def draws(batch, count, **options):
-    options = SAMPLED | options
-    return [run_fused(batch, exact=False, seed=s, **options) for s in range(count)]
+def draws(batch, count, tolerance=TOLERANCE, **options):
+    return [
+        run_fused(batch, exact=False, backward=Sampled(tolerance, seed), **options)
+        for seed in range(count)
+    ]
 
 
 @pytest.fixture(params=(FEW, pytest.param(MANY, marks=pytest.mark.slow)))
@@ -81,14 +74,14 @@ def count(request):
     return request.param
 
 
-def expect_unbiased(batch, count, **options):
+def expect_unbiased(batch, count, tolerance=TOLERANCE, **options):
     """The mean of n draws nears the exact gradient as 1 / sqrt(n), for every gradient.
 
     Over disjoint groups of n draws; a root mean square of m relative errors is off by some
     1 / sqrt(2 m), of which there are as few as one.
     """
     exact = run_fused(batch, exact=True, **options)
-    drawn = draws(batch, count, **options)
+    drawn = draws(batch, count, tolerance, **options)
     looked_at = 0
     for name, expected in exact.gradients.items():
         if expected is None or drawn[0].gradients[name] is None:
@@ -130,21 +123,24 @@ def test_unbiased_packed(batch, count):
     expect_unbiased(packed(batch), count, old_logps=True)
 
 
-def test_unbiased_with_blocks_of_both_kinds(batch, count, monkeypatch):
+@pytest.mark.parametrize(("objective", "dense_share"), (("dapo", 0.12), ("gspo", 0.23)))
+def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, count, monkeypatch):
     """Several blocks per chunk, some dense: those of the states that favor no word."""
     blocks_of(5, monkeypatch)
-    monkeypatch.setattr(column_sampling, "dense_share", lambda _: 0.12)
+    monkeypatch.setattr(column_draw, "dense_share", lambda _: dense_share)
     mixed = replace(batch, hidden=batch.hidden.clone())
     mixed.hidden[4:] *= 0.3
-    options = {"chunk_bytes": 4 * 1003 * 40, "tolerance": 0.1}
-    share = draws(mixed, 1, **options)[0].metrics["dense_blocks"].item()
-    assert 0.05 < share < 0.95
-    expect_unbiased(mixed, count, **options)
+    options = {"config": config(loss_type=objective), "chunk_bytes": 4 * 1003 * 40}
+    if objective == "dapo":
+        share = draws(mixed, 1, 0.1, **options)[0].metrics["dense_blocks"].item()
+        assert 0.05 < share < 0.95
+    expect_unbiased(mixed, count, 0.1, **options)
 
 
 @pytest.mark.parametrize("damage", ("unweighted", "half_weighted", "small_ones_dropped"))
-def test_a_biased_estimator_is_seen(damage, batch, monkeypatch):
-    logit_grads, probabilities = torch_backend.logit_grads_, column_sampling.keep_probabilities
+@pytest.mark.parametrize("option", ("plain", "sequence_level"))
+def test_a_biased_estimator_is_seen(damage, option, batch, monkeypatch):
+    logit_grads, probabilities = torch_backend.logit_grads_, column_draw.keep_probabilities
     power = {"unweighted": 0.0, "half_weighted": 0.5}.get(damage)
 
     def misweighted(*args, out, column_weights=None):
@@ -158,16 +154,17 @@ def test_a_biased_estimator_is_seen(damage, batch, monkeypatch):
     if power is not None:
         monkeypatch.setattr(torch_backend, "logit_grads_", misweighted)
     else:
-        monkeypatch.setattr(column_sampling, "keep_probabilities", dropping)
+        monkeypatch.setattr(column_draw, "keep_probabilities", dropping)
+    objective, options = UNBIASED[option]
     with pytest.raises(AssertionError, match=": biased: "):
-        expect_unbiased(batch, FEW, config=config())
+        expect_unbiased(batch, FEW, config=config(**objective), **options)
 
 
 @pytest.fixture
 def all_kept(monkeypatch):
     """Every column that matters is kept for certain, by the way that columns are kept."""
-    monkeypatch.setattr(column_sampling, "dense_share", lambda _: 2.0)
-    return {"backward": "sampled", "tolerance": 2e-5, "seed": 0}
+    monkeypatch.setattr(column_draw, "dense_share", lambda _: 2.0)
+    return {"backward": Sampled(2e-5, seed=0)}
 
 
 def expect_exact(batch, sampled, options, backend):
@@ -175,8 +172,8 @@ def expect_exact(batch, sampled, options, backend):
     actual = run_fused(
         batch, exact=False, backend=backend, chunk_bytes=4 * 1003 * 40, **options, **sampled
     )
-    assert actual.metrics.keys() >= SAMPLER_METRICS
-    assert actual.metrics["dense_blocks"] == 0 and actual.metrics["columns_kept"] > 0.3
+    if options.get("config", config()).one_pass and actual.metrics.keys() >= SAMPLER_METRICS:
+        assert actual.metrics["dense_blocks"] == 0 and actual.metrics["columns_kept"] > 0.3
     actual.metrics = {k: v for k, v in actual.metrics.items() if k in expected.metrics}
     assert_matches(actual, expected, 1e-4, logps=1e-4)
 
@@ -189,14 +186,15 @@ def test_head_options(option, backend, all_kept):
 
 
 @pytest.mark.parametrize(
-    "objective", cases(ONE_PASS, fast=lambda name: name in ("kl", "entropy", "sapo"))
+    "objective", cases(OBJECTIVES, fast=lambda name: name in ("kl", "entropy", "gspo", "vespo"))
 )
 def test_objectives(objective, all_kept):
     expect_exact(make_batch(B=6, T=11), all_kept, objective_options(objective), "torch")
 
 
-def test_cross_entropy(all_kept):
-    options = {"config": config(), "old_logps": True, "ce_weights": True}
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_cross_entropy(loss_type, all_kept):
+    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
     expect_exact(with_cross_entropy(make_batch()), all_kept, options, "torch")
 
 
@@ -212,31 +210,42 @@ def test_half_precision(dtype, all_kept):
         assert relative_error(actual.gradients[name], value) < allowed
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ONE_PASS])
-def test_losses_of_two_passes_are_refused(name, batch):
-    with pytest.raises(ValueError, match="backward: expected 'exact', as this loss takes two pass"):
-        run_fused(batch, exact=False, **objective_options(name), **SAMPLED)
-
-
-def test_log_probs_with_a_gradient_are_refused(batch):
-    args = (batch.hidden, batch.weight.clone().requires_grad_(), batch.targets)
-    with pytest.raises(ValueError, match="backward: expected 'exact', as the gradients of the log"):
-        linear_logprobs(*args, mask=batch.mask, **SAMPLED)
-    with torch.no_grad():
-        logps = linear_logprobs(*args, mask=batch.mask, **SAMPLED).logps
-    assert torch.equal(logps, linear_logprobs(*args, mask=batch.mask).logps)
+def test_entropy_of_linear_logprobs(all_kept):
+    """Includes logsumexp, whose gradient is not part of the log-prob's."""
+    batch = make_batch()
+    g = torch.Generator().manual_seed(1)
+    weights = torch.randn(3, *batch.targets.shape, generator=g)
+    results = []
+    for exact in (True, False):
+        head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
+        given = {n: x.double() if exact else x for n, x in head.items()}
+        hidden, weight, bias = given.values()
+        options = {"bias": bias, "mask": batch.mask, "softcap": 7.0}
+        if exact:
+            out = reference.linear_logprobs(hidden, weight, batch.targets, **options)
+        else:
+            out = linear_logprobs(
+                hidden, weight, batch.targets, entropy=True, **options, **all_kept
+            )
+        sum((w * x).sum() for w, x in zip(weights, out, strict=True)).backward()
+        results.append(head)
+    for name in HEAD:
+        exact, sampled = (head[name].grad for head in results)
+        assert relative_error(sampled, exact) < 2e-4
 
 
 def test_numbers_of_numpy_are_numbers(batch):
-    given = {"seed": np.int64(3), "tolerance": np.float32(0.25), "backward": "sampled"}
-    run = run_fused(batch, exact=False, **given)
-    same = run_fused(batch, exact=False, seed=3, **SAMPLED)
+    given = Sampled(np.float32(TOLERANCE), np.int64(3))
+    run = run_fused(batch, exact=False, backward=given)
+    same = run_fused(batch, exact=False, backward=Sampled(TOLERANCE, 3))
     assert torch.equal(run.gradients["weight"], same.gradients["weight"])
 
 
-def test_seeds(batch):
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_seeds(batch, loss_type):
     def gradient(seed):
-        return run_fused(batch, exact=False, seed=seed, **SAMPLED).gradients["weight"]
+        options = {"config": config(loss_type=loss_type), "backward": Sampled(TOLERANCE, seed)}
+        return run_fused(batch, exact=False, **options).gradients["weight"]
 
     assert torch.equal(gradient(3), gradient(3)) and not torch.equal(gradient(3), gradient(4))
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
@@ -251,21 +260,26 @@ def test_seeds(batch):
 
 
 def test_ranks_draw_differently(batch, monkeypatch):
-    alone = run_fused(batch, exact=False, seed=3, **SAMPLED).gradients["weight"]
+    alone = run_fused(batch, exact=False, backward=Sampled(TOLERANCE, 3)).gradients["weight"]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     by_rank = []
     for rank in (0, 1):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        by_rank.append(run_fused(batch, exact=False, seed=3, **SAMPLED).gradients["weight"])
+        by_rank.append(
+            run_fused(batch, exact=False, backward=Sampled(TOLERANCE, 3)).gradients["weight"]
+        )
     assert torch.equal(by_rank[0], alone) and not torch.equal(by_rank[1], alone)
 
 
 @pytest.mark.parametrize("reentrant", (True, False))
-def test_recomputation_draws_the_same(reentrant, batch):
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_recomputation_draws_the_same(loss_type, reentrant, batch):
+    cfg = config(loss_type=loss_type)
+
     def loss(hidden, weight):
         return fused_grpo_loss(
             hidden, weight, batch.targets, batch.advantages, batch.mask,
-            old_logps=batch.old_logps, **SAMPLED,
+            old_logps=batch.old_logps, config=cfg, **SAMPLED,
         ).loss  # fmt: skip
 
     gradients = []
@@ -290,11 +304,49 @@ def test_evaluation_draws_nothing(batch):
     assert not SAMPLER_METRICS & run.metrics.keys()
 
 
+def test_two_passes_skip_blocks_without_gradient(batch, monkeypatch):
+    blocks_of(4, monkeypatch)
+    hidden = batch.hidden.nan_to_num().requires_grad_()
+    weight = batch.weight.clone().requires_grad_()
+    targets = batch.targets.clamp(min=0)
+    logps = linear_logprobs(hidden, weight, targets, backward=Sampled(TOLERANCE, 0)).logps
+    made = []
+    original = torch_backend.logit_grads_
+    monkeypatch.setattr(
+        torch_backend,
+        "logit_grads_",
+        lambda x, *a, **k: (made.append(len(x)), original(x, *a, **k)),
+    )
+    logps[0].sum().backward()
+    assert sum(made) == 16 and hidden.grad[1:].abs().max() == 0 and hidden.grad[0].norm() > 0
+
+
+def test_rows_of_nan_that_need_no_gradient_stay_out(batch, monkeypatch):
+    """A padded row that attention made NaN, left out by the loss: nobody else's business."""
+    blocks_of(4, monkeypatch)
+    targets = batch.targets.clamp(min=0)
+    gradients = []
+    for options in ({}, {"backward": Sampled(0.1, seed=0)}):
+        hidden = batch.hidden.nan_to_num()
+        hidden[0, 3] = math.nan
+        hidden.requires_grad_()
+        weight = batch.weight.clone().requires_grad_()
+        logps = linear_logprobs(hidden, weight, targets, **options).logps
+        used = torch.ones_like(batch.mask)
+        used[0, 3] = False
+        used[2] = False
+        torch.where(used, logps * batch.advantages[:, None], 0.0).sum().backward()
+        gradients.append((hidden.grad, weight.grad))
+    for exact, sampled in zip(*gradients, strict=True):
+        assert relative_error(sampled, exact) < 0.2
+        assert sampled[2].abs().max() == 0 or sampled.dim() == 2
+
+
 def test_another_default_dtype(batch):
-    expected = run_fused(batch, exact=False, seed=0, **SAMPLED)
+    expected = run_fused(batch, exact=False, backward=Sampled(TOLERANCE, 0))
     torch.set_default_dtype(torch.bfloat16)
     try:
-        actual = run_fused(batch, exact=False, seed=0, **SAMPLED)
+        actual = run_fused(batch, exact=False, backward=Sampled(TOLERANCE, 0))
     finally:
         torch.set_default_dtype(torch.float32)
     assert actual.logps.dtype == torch.float32 and torch.equal(actual.logps, expected.logps)
@@ -304,9 +356,12 @@ def test_another_default_dtype(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("option", OPTIONS)
-def test_on_a_gpu(option, dtype, all_kept):
+@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
+def test_on_a_gpu(loss_type, option, dtype, all_kept):
     config_options, options = OPTIONS[option]
-    objective = config(**config_options)
+    objective = config(
+        loss_type=loss_type, **{k: v for k, v in config_options.items() if k != "delta"}
+    )
     batch = make_batch(B=40, T=16).to("cuda", dtype)
     options = {**options, "config": objective}
     expected = run_fused(batch, exact=True, scale=4.0, **options)
@@ -334,7 +389,7 @@ def test_waits_for_a_gpu(backward, waits):
     w = make("dense", (1024, 5003, 64), "cuda")
     w.hidden.requires_grad_()
     w.weight.requires_grad_()
-    options = {} if backward == "exact" else {"backward": "sampled", "seed": 0}
+    options = {} if backward == "exact" else {"backward": Sampled(seed=0)}
 
     def step():
         fused_grpo_loss(
@@ -352,29 +407,59 @@ def test_waits_for_a_gpu(backward, waits):
     assert 0 < sum("synchronizing" in str(x.message) for x in told) <= waits
 
 
+def test_two_passes_draw_for_trained_sequences_alone(batch, monkeypatch):
+    seen = []
+    original = torch_column_scores.column_scores
+    monkeypatch.setattr(
+        torch_column_scores,
+        "column_scores",
+        lambda x, *a: (seen.append(len(x)), original(x, *a))[1],
+    )
+    idle = batch.advantages.clone()
+    idle[[0, 4]] = 0.0
+    options = {"config": config(loss_type="gspo"), "old_logps": True, "advantages": idle}
+    run = run_fused(batch, exact=False, **options, **SAMPLED)
+    trained = batch.mask[idle != 0].sum()
+    assert sum(seen) == trained < batch.mask.sum()
+    exact = run_fused(batch, exact=True, **options)
+    assert relative_error(run.gradients["hidden"], exact.gradients["hidden"]) < 0.6
+    assert run.gradients["hidden"][[0, 4]].abs().max() == 0
+
+
+def test_two_passes_backward_twice(batch):
+    hidden = batch.hidden.nan_to_num().requires_grad_()
+    options = {"backward": Sampled(TOLERANCE, seed=0)}
+    targets = batch.targets.clamp(min=0)
+    logps = linear_logprobs(hidden, batch.weight, targets, **options).logps
+    logps.sum().backward(retain_graph=True)
+    first = hidden.grad.clone()
+    hidden.grad = None
+    logps.sum().backward()
+    assert torch.equal(hidden.grad, first)
+
+
 def test_no_rows():
     batch = make_batch()
     batch.mask.zero_()
-    run = run_fused(batch, exact=False, **SAMPLED)
-    assert run.loss == 0 and run.gradients["weight"].abs().max() == 0
-    assert run.metrics["gradient_noise"] == 0
+    for loss_type in ("dapo", "gspo"):
+        run = run_fused(batch, exact=False, config=config(loss_type=loss_type), **SAMPLED)
+        assert run.loss == 0 and run.gradients["weight"].abs().max() == 0
+        assert run.metrics.get("gradient_noise", 0) == 0
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
-        ({"backward": "rough"}, ValueError, "backward: expected 'exact' or 'sampled'; got 'rough'"),
-        ({"tolerance": 0.1}, ValueError, "tolerance: expected None unless backward='sampled'"),
-        ({"seed": 1}, ValueError, "seed: expected None unless backward='sampled'"),
-        ({**SAMPLED, "tolerance": 0.0}, ValueError, "tolerance: expected a number between 0 and 1"),
-        ({**SAMPLED, "tolerance": "5e-3"}, ValueError, "tolerance: expected a number between"),
-        ({**SAMPLED, "seed": 1.5}, TypeError, "seed: expected an int, a torch.Generator or None"),
+        ({"tolerance": 0.0}, ValueError, "tolerance: expected a number between 0 and 1"),
+        ({"tolerance": "5e-3"}, ValueError, "tolerance: expected a number between"),
+        ({"seed": 1.5}, TypeError, "seed: expected an int, a torch.Generator or None"),
     ),
 )
-@pytest.mark.parametrize("call", ("fused_grpo_loss", "linear_logprobs"))
-def test_arguments(call, options, error, message, batch):
+def test_arguments(options, error, message):
     with pytest.raises(error, match=message):
-        if call == "linear_logprobs":
-            linear_logprobs(batch.hidden, batch.weight, batch.targets, mask=batch.mask, **options)
-        else:
-            run_fused(batch, exact=False, **options)
+        Sampled(**options)
+
+
+def test_its_name_is_no_backward():
+    with pytest.raises(TypeError, match=r"backward: expected a grpo_kernels.experimental.Sampled"):
+        Execution(backward="sampled")

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from grpo_kernels import check_sampler, linear_logprobs
+from grpo_kernels.head import LMHead
 from grpo_kernels.training.rollout import GenerateRollout
-from tests.support.batches import make_batch
-from tests.support.tiny_models import make_tokenizer
-from tests.support.trainer_runs import config_of, trainer_of
+from tests.helpers.batches import make_batch
+from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.trainer_runs import config_of, trainer_of
 
 HERE = "logits_dtype='model'"
 THERE = "--hf-overrides"
@@ -22,7 +23,7 @@ def scored():
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
     targets = batch.targets.clamp(min=0)
     fp32, model = (
-        linear_logprobs(hidden, batch.weight, targets, logits_dtype=dtype).logps
+        linear_logprobs(hidden, LMHead(batch.weight, logits_dtype=dtype), targets).logps
         for dtype in ("fp32", "model")
     )
     logits = torch.nn.functional.linear(hidden, batch.weight)
@@ -95,10 +96,9 @@ class RoundingSampler(GenerateRollout):
             with torch.no_grad():
                 hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0]
             n = len(completion.token_ids)
-            logps = linear_logprobs(
-                hidden[-n - 1 : -1], model.lm_head.weight, torch.tensor(completion.token_ids),
-                logits_dtype=self.logits_dtype,
-            ).logps  # fmt: skip
+            head = LMHead(model.lm_head.weight, logits_dtype=self.logits_dtype)
+            targets = torch.tensor(completion.token_ids)
+            logps = linear_logprobs(hidden[-n - 1 : -1], head, targets).logps
             completions[i] = replace(completion, logps=logps.tolist())
         return completions
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from grpo_kernels import reference, selective_log_softmax
-from tests.support.batches import relative_error
-from tests.support.tiers import INTERPRETED
+from grpo_kernels import selective_log_softmax
+from tests.helpers.batches import relative_error
+from tests.helpers.flat_calls import reference
+from tests.helpers.tiers import INTERPRETED
 
 
 def logits_like_a_model(shape, V, offset=0.0, seed=0):

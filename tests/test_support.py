@@ -1,16 +1,17 @@
-"""Supports: loss, log-probs and gradients over the words that a sampler kept."""
-
-import warnings
+"""Supports: loss, log-probs and gradients over the sets that a sampler kept."""
 
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import batch_support, fused_grpo_loss, linear_logprobs, reference, support
-from tests.support.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
-from tests.support.half_gemms import imitate
-from tests.support.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
-from tests.support.supports import csr, everything, make_support, with_logps_of, with_logps_of_call
+from grpo_kernels import batch_support
+from grpo_kernels.experimental import Sampled
+from grpo_kernels.support import _warn_of_wide_sets
+from tests.helpers.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.half_gemms import imitate
+from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
+from tests.helpers.supports import csr, everything, make_support, with_logps_of, with_logps_of_call
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
 
@@ -65,15 +66,14 @@ def test_triton_in_two_passes(objective):
     expect_equal(batch, kept, objective_options(objective), backend="triton")
 
 
-def test_sampled_backward_leaves_words_exact(batch):
+@pytest.mark.parametrize("objective", ["kl_old_delta", "gspo"])
+def test_a_sampled_backward_leaves_entries_exact(batch, objective):
     """With tokens that have no support beside them; at this size the others' noise is small."""
     kept = make_support(batch, without=0.4)
-    options = objective_options("kl_old_delta")
+    options = objective_options(objective)
     batch = with_logps_of(batch, kept, bias=True)
     exact = run_fused(batch, exact=True, support=kept, **options)
-    sampled = run_fused(
-        batch, exact=False, support=kept, backward="sampled", tolerance=1e-3, seed=1, **options
-    )
+    sampled = run_fused(batch, exact=False, support=kept, backward=Sampled(1e-3, seed=1), **options)
     for name, gradient in exact.gradients.items():
         error = (sampled.gradients[name] - gradient).norm() / gradient.norm()
         assert error < 1e-2, name
@@ -98,7 +98,7 @@ def test_everything_kept_is_no_support(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_single_words_read_nothing(backend):
+def test_single_entries_read_nothing(backend):
     """Log-prob 0 and no gradient, whatever the states and the row of W are."""
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
@@ -122,8 +122,8 @@ def test_rows_that_no_token_kept_are_not_read(batch):
     kept = make_support(batch, without=0.0)
     used = torch.zeros(len(batch.weight), dtype=torch.bool)
     for i, counts in enumerate(batch.mask.flatten().tolist()):
-        words = kept[0][kept[1][i] : kept[1][i + 1]]
-        used[words.long() if counts and len(words) > 1 else []] = True
+        entries = kept[0][kept[1][i] : kept[1][i + 1]]
+        used[entries.long() if counts and len(entries) > 1 else []] = True
     weight = batch.weight.masked_fill(~used[:, None], torch.nan).requires_grad_()
     out = fused_grpo_loss(
         batch.hidden, weight, batch.targets, batch.advantages, batch.mask, support=kept
@@ -146,11 +146,11 @@ def test_the_formulas_of_trainers(batch):
     ):
         if not counts:
             continue
-        words = kept[0][kept[1][i] : kept[1][i + 1]].long()
+        entries = kept[0][kept[1][i] : kept[1][i + 1]].long()
         log_p = logits[i].log_softmax(-1)
-        renormalized = log_p[target] - log_p[words].logsumexp(0)
+        renormalized = log_p[target] - log_p[entries].logsumexp(0)
         masked = torch.full_like(logits[i], -torch.inf)
-        masked[words] = logits[i, words]
+        masked[entries] = logits[i, entries]
         for expected in (renormalized, masked.log_softmax(-1)[target]):
             assert abs(mine.flatten()[i] - expected) < 1e-5
 
@@ -228,14 +228,12 @@ def test_a_strided_lora(backend):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("backward", ["exact", "sampled"])
+@pytest.mark.parametrize("backward", [None, Sampled(1e-3, seed=0)], ids=["exact", "sampled"])
 def test_half_precision_products(batch, backward, monkeypatch):
     """As on a GPU: rows of logits and their gradients in two buffers."""
     imitate(monkeypatch, torch.bfloat16)
     kept = make_support(batch.to("cpu", torch.bfloat16), without=0.1)
     options = {"config": config(), "old_logps": True, "backward": backward}
-    if backward == "sampled":
-        options |= {"tolerance": 1e-3, "seed": 0}
     batch = with_logps_of(batch.to("cpu", torch.bfloat16), kept)
     exact = run_fused(batch, exact=True, support=kept, **options)
     actual = run_fused(batch, exact=False, support=kept, **options)
@@ -275,20 +273,16 @@ def test_no_gradients_wanted(batch):
     assert (out.logps - expected.logps).abs().max() < 1e-4
 
 
-def test_large_sets_warn_once(batch):
-    support._warn_of_large_sets.cache_clear()
-    few = make_support(batch, without=0.0, most=9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def test_sets_of_a_large_part_of_the_vocabulary_warn_once(batch):
+    """Rows of logits are faster then."""
+    _warn_of_wide_sets.cache_clear()
+    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    few = csr([[int(t), 900, 901] if t >= 0 else [] for t in batch.targets.flatten()])
+    fused_grpo_loss(*args, support=few)
+    with pytest.warns(UserWarning, match="support: kept sets have more than 1/20") as caught:
         for _ in range(2):
-            run_fused(batch, exact=False, support=few)
-    batch.mask, batch.targets = torch.ones_like(batch.mask), batch.targets.clamp(min=0)
-    many = everything(batch)
-    with pytest.warns(UserWarning, match="support: expected sets of less than 5% .* leave the sup"):
-        run_fused(batch, exact=False, support=many)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_fused(batch, exact=False, support=many)
+            fused_grpo_loss(*args, support=everything(batch))
+    assert len(caught) == 1
 
 
 def test_metrics(batch):
@@ -307,35 +301,25 @@ def test_metrics(batch):
         assert abs(metrics[f"support/{name}"] - expected) < 1e-5, name
 
 
-def test_supports_of_completions_without_their_targets():
-    """Sets that lack their target are emptied; others, and padding, stay as they are."""
-    first = (torch.tensor([7, 3, 9, 5, 5, 2]), torch.tensor([0, 2, 3, 3, 6]))
-    second = (torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 1, 2]))
-    targets = [[3, 8, 6, 2, -1], [4, 2, -1, -1, -1], [1, 1, 1, 1, 1]]
-    expected_ids, expected_offsets = [7, 3, 5, 5, 2, 4], [2, 0, 0, 3, 0, 1, 0, 0, 0, 0, *[0] * 5]
-    for given in (targets, torch.tensor(targets), [targets[0][:4], targets[1][:2], []]):
-        ids, offsets = batch_support([first, second, None], 5, targets=given)
-        assert ids.tolist() == expected_ids and offsets.diff().tolist() == expected_offsets
-    ids, offsets = batch_support([first, second, None], 5)
-    assert ids.tolist() == [7, 3, 9, 5, 5, 2, 4, 1] and offsets[-1] == 8
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"targets": [[3, 8]]}, "targets: expected an id for each of a completion's 3 tokens"),
-        ({"targets": [[3, 8, 6], [1]]}, "targets: expected those of 1 completions"),
-        ({"targets": torch.zeros(1, 3, 1)}, r"targets: expected an id .* got shape \[3, 1\]"),
-        ({"targets": torch.zeros(1, 3, device="meta")}, "targets: expected ids on the CPU"),
-        ({"length": 2}, "length: expected as many as the longest completion has tokens, 3"),
-        ({"offsets": [0, 2, 3, 3]}, "supports: expected offsets that end at the 4 ids; got 3"),
-    ],
-)
-def test_supports_of_completions_that_do_not_fit(change, message):
-    given = {"length": 3, "targets": [[3, 8, 6]], "offsets": [0, 2, 3, 4], **change}
-    completion = (torch.tensor([7, 3, 9, 5]), torch.tensor(given.pop("offsets")))
-    with pytest.raises(ValueError, match=message):
-        batch_support([completion], **given)
+def test_sets_that_lack_their_target_may_be_emptied(batch):
+    """Their tokens are then scored over the whole vocabulary."""
+    ids, offsets = make_support(batch, without=0.1)
+    targets, B, T = batch.targets.flatten().tolist(), *batch.mask.shape
+    sets = [
+        [w for w in kept.tolist() if i % 3 == 0 or w != t]
+        for i, (kept, t) in enumerate(zip(ids.split(offsets.diff().tolist()), targets, strict=True))
+    ]
+    rows = [csr(sets[i * T : (i + 1) * T]) for i in range(B)]
+    emptied = batch_support(rows, T, targets=batch.targets)
+    expected = [s if t in s else [] for s, t in zip(sets, targets, strict=True)]
+    assert sum(map(bool, sets)) > sum(map(bool, expected)) > 0
+    assert [x.tolist() for x in emptied] == [x.tolist() for x in csr(expected)]
+    assert emptied[0].tolist() == batch_support(rows, T, targets=batch.targets.tolist())[0].tolist()
+    some = [csr(s) if s else None for s in ([[5]], [])]
+    assert batch_support(some, 2, targets=[[5], []]).offsets.tolist() == [0, 1, 1, 1, 1]
+    expect_equal(batch, emptied, {"config": config(), "old_logps": True})
+    with pytest.raises(ValueError, match=r"support: expected the target .*batch_support"):
+        run_fused(batch, exact=False, support=batch_support(rows, T))
 
 
 @pytest.mark.slow

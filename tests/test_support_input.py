@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
-from tests.support.batches import config
-from tests.support.supports import csr
+from tests.helpers.batches import config
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.supports import csr
 
 IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
 TARGETS = [7, 9, 2]
@@ -16,18 +16,18 @@ TARGETS = [7, 9, 2]
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"ids": [5, 7, 99, 9, 2]}, ValueError, r"support\[0\]: expected ids in \[0, 20\)"),
-        ({"ids": [-1, 7, 7, 9, 2]}, ValueError, r"support\[0\]: expected ids in \[0, 20\)"),
-        ({"ids": [7, 7, 7, 9, 2]}, ValueError, r"support\[0\]: expected each id once per token"),
+        ({"ids": [5, 7, 99, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
+        ({"ids": [-1, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
+        ({"ids": [7, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected each id once"),
         ({"ids": [5, 7, 7, 8, 2]}, ValueError, r"support: expected the target .* \(1 of them\)"),
-        ({"offsets": [0, 3, 2, 5]}, ValueError, r"support\[1\]: expected offsets that start at 0"),
-        ({"offsets": [1, 2, 4, 5]}, ValueError, r"support\[1\]: .* \(1 of them\)"),
-        ({"offsets": [0, 2, 4, 4]}, ValueError, r"support\[1\]: .* end at the 5 ids"),
-        ({"offsets": [0, 2, 4, 6]}, ValueError, r"support\[1\]: .* end at the 5 ids"),
-        ({"offsets": [0, 2, 5]}, ValueError, r"support\[1\]: expected shape \[4\]"),
-        ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"support\[0\]: expected token ids, shape \[K\]"),
-        ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support\[0\]: expected dtype int64, int32"),
-        ({"support": 3}, TypeError, "support: expected a pair of tensors"),
+        ({"offsets": [0, 3, 2, 5]}, ValueError, r"support.offsets: expected offsets that start"),
+        ({"offsets": [1, 2, 4, 5]}, ValueError, r"support.offsets: .* \(1 of them\)"),
+        ({"offsets": [0, 2, 4, 4]}, ValueError, r"support.offsets: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 4, 6]}, ValueError, r"support.offsets: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 5]}, ValueError, r"support.offsets: expected shape \[4\]"),
+        ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"token_ids: expected shape \[K\]"),
+        ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support.token_ids: expected dtype int64, int32"),
+        ({"support": 3}, TypeError, "support: expected a Support of token_ids"),
         ({"capturable": True}, ValueError, "support: expected None with capturable=True"),
     ],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def test_bad_supports_are_refused_by_name(change, error, message, call):
 def test_sets_that_overlap_behind_a_masked_token_are_refused():
     kept = (torch.tensor([5, 7, 9, 2, 3]), torch.tensor([0, 3, 2, 5]))
     mask = torch.tensor([True, False, True])
-    with pytest.raises(ValueError, match=r"support\[1\]: expected offsets .* \(1 of them\)"):
+    with pytest.raises(ValueError, match=r"support.offsets: expected offsets .* \(1 of them\)"):
         linear_logprobs(
             torch.randn(3, 4), torch.randn(20, 4), torch.tensor([7, 1, 2]), mask=mask, support=kept
         )
@@ -83,12 +83,12 @@ def ragged(draw):
     V, N = 13, draw(st.integers(1, 6))
     tokens = []
     for _ in range(N):
-        words = draw(st.lists(st.integers(0, V - 1), unique=True, max_size=V))
-        target = draw(st.sampled_from(words)) if words else draw(st.integers(0, V - 1))
+        entries = draw(st.lists(st.integers(0, V - 1), unique=True, max_size=V))
+        target = draw(st.sampled_from(entries)) if entries else draw(st.integers(0, V - 1))
         active = draw(st.booleans())
         if not active:
-            words = draw(st.lists(st.integers(-5, V + 5), max_size=4))
-        tokens.append((words, target, active))
+            entries = draw(st.lists(st.integers(-5, V + 5), max_size=4))
+        tokens.append((entries, target, active))
     return V, tokens
 
 
@@ -99,7 +99,7 @@ def test_any_ragged_support(case, loss_type, seed, rows):
     g = torch.Generator().manual_seed(seed)
     N = len(tokens)
     hidden, weight = torch.randn(1, N, 5, generator=g), torch.randn(V, 5, generator=g)
-    kept = csr([words for words, _, _ in tokens])
+    kept = csr([entries for entries, _, _ in tokens])
     targets = torch.tensor([[t for _, t, _ in tokens]])
     mask = torch.tensor([[a for _, _, a in tokens]])
     results = []

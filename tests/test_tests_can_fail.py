@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from grpo_kernels import lm_head, objective
+from grpo_kernels import objective, products
 from grpo_kernels.backends import torch_backend, triton_backend
-from grpo_kernels.head_gradients import HeadGradients
-from tests.support.batches import config, make_batch, relative_error, run_fused
-from tests.support.head_options import CHUNK, expect_equal, objective_options
+from grpo_kernels.dense import Gradients
+from tests.helpers.batches import config, make_batch, relative_error, run_fused
+from tests.helpers.head_options import CHUNK, expect_equal, objective_options
 
 OPTIONS = {"config": config(beta=0.1), "old_logps": True, "ref_logps": True, "bias": True}
 
@@ -39,15 +39,15 @@ def test_damaged_logit_gradient(backend, damage, monkeypatch):
         check(backend.__name__.rsplit(".", 1)[1].split("_")[0])
 
 
-@pytest.mark.parametrize("name", ("hidden", "weight", "bias"))
-def test_each_gradient_is_looked_at(name, monkeypatch):
-    original = HeadGradients.finish
+@pytest.mark.parametrize(("place", "name"), ((0, "hidden"), (1, "weight"), (3, "bias")))
+def test_each_gradient_is_looked_at(place, name, monkeypatch):
+    original = Gradients.all
 
     def damaged(self):
-        getattr(self, f"d_{name}").zero_()
+        self.found[place].zero_()
         return original(self)
 
-    monkeypatch.setattr(HeadGradients, "finish", damaged)
+    monkeypatch.setattr(Gradients, "all", damaged)
     with pytest.raises(AssertionError, match=f"d_{name}: relative error 1.0"):
         check()
 
@@ -58,9 +58,7 @@ def test_vocabulary_tail_as_zero_logits(backend, monkeypatch):
 
     def with_tail(logits, targets, transform, *, exps=None, **options):
         padded = torch.nn.functional.pad(logits, (0, 640))
-        bias = torch.nn.functional.pad(transform.bias, (0, 640))
-        wider = type(transform)(bias, transform.logit_scale, transform.softcap)
-        stats = original(padded, targets, wider, exps=padded, **options)
+        stats = original(padded, targets, transform, exps=padded, **options)
         exps.copy_(padded[:, :-640])
         return stats
 
@@ -107,7 +105,7 @@ def test_damaged_objective(objective, damage, backend, monkeypatch):
 
 def test_unwritten_memory(monkeypatch):
     """Logits that nobody writes are NaN here, not the zeros they often happen to be."""
-    monkeypatch.setattr(lm_head, "mm", lambda a, b, *, out: None)
+    monkeypatch.setattr(products.torch, "mm", lambda a, b, *, out: None)
     result = run_fused(make_batch(), exact=False)
     assert not result.logps.isfinite().all()
 

@@ -1,16 +1,22 @@
 """Options that are misspelled or another library's, the hook of `train`, and a missing extra."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_kernels import training
-from grpo_kernels.training import TrainingConfig, data, demo_model, parse_config
+from grpo_kernels.experimental import column_draw
+from grpo_kernels.losses import Sapo
+from grpo_kernels.training import TrainingConfig, checkpoint, data, demo_model, parse_config
 from grpo_kernels.training.command_line import _OF_TRL
+from grpo_kernels.training.metrics import Clock
 from grpo_kernels.training.requirements import NEEDED
-from tests.support.trainer_runs import config_of, no_curves, trainer_of
+from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,12 +110,17 @@ def test_prompts_are_tokenized_once(tiny_model, tmp_path, real_memory):
     assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
 
 
-def test_the_demo_model_is_found_by_its_name(monkeypatch, tmp_path):
+def test_the_demo_models_name_stands_for_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = demo_model.cache_folder()
     folder.mkdir(parents=True)
     assert training.resolve_model("smollm2-135m") == str(folder)
     assert training.resolve_model("some/model") == "some/model"
+    config = {"model": "smollm2-135m", "steps": 3, "schedule": "constant", "num_iterations": 1}
+    state = {"config": config, "processes": 1}
+    checkpoint.check_same(state, config, 1)
+    with pytest.raises(ValueError, match="model: was 'smollm2-135m', is 'other'"):
+        checkpoint.check_same(state, {**config, "model": "other"}, 1)
 
 
 HOOK = """
@@ -141,3 +152,48 @@ def test_a_missing_extra_is_named():
     assert run.stdout.strip() == expected
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("]")[0]
     assert all(f'"{package}>=' in extra for package in NEEDED.values())
+
+
+def train(config):
+    with no_curves():
+        return rows_of(trainer_of(config).train())
+
+
+def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path, real_memory):
+    """Its repr is recorded, by which a run goes on."""
+    config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
+    by_instance = train(config)
+    named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
+    assert by_instance == train(named)
+    recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]
+    assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
+    assert len(train(replace(config, steps=3, resume=True))) == 3
+    with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
+        train(replace(config, steps=4, resume=True, loss_type=Sapo()))
+
+
+def pulls(tokens):
+    """A loss that trains tokens of advantage 0 as well."""
+    return -(1 + tokens.advantages) * tokens.logps
+
+
+def test_nothing_is_skipped_that_trains(tiny_model, tmp_path, real_memory):
+    equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
+    for loss_type, skips in (("dapo", True), (Sapo(), True), (pulls, False)):
+        trainer = trainer_of(config_of(tiny_model, tmp_path, loss_type=loss_type), rewards=equal)
+        samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
+        assert not any(samples.has_advantage)
+        rows = list(range(len(samples.texts)))
+        assert trainer.scorer.trained(samples, 0, rows) == ([] if skips else rows)
+
+
+def test_the_sampled_backward(tiny_model, tmp_path, real_memory, monkeypatch):
+    """Other columns in every micro-batch, and the same ones in a run from the same seed."""
+    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)  # that of a small model
+    drawn = {"backward": "sampled", "tolerance": 0.5, "micro_batch_size": 4}
+    first, again, exact = (
+        train(config_of(tiny_model, tmp_path, name=name, **options))
+        for name, options in (("a", drawn), ("b", drawn), ("c", {}))
+    )
+    assert first == again and first[0]["loss"] == pytest.approx(exact[0]["loss"], abs=1e-5)
+    assert first[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=1e-3)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KERNELS = sorted((ROOT / "grpo_kernels/backends").glob("triton_*.py"))
+KERNELS = sorted((ROOT / "grpo_kernels").glob("*/triton_*.py"))
 TTIR = """
 from benchmarks.compile_launches import head_launches, kernels, recorded
 from triton.backends.compiler import GPUTarget

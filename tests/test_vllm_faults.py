@@ -10,9 +10,9 @@ import pytest
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import vllm_server
 from grpo_kernels.training.rollout import RolloutError
-from tests.support.record_vllm import SAMPLING, prompts_of, rollout_of, sample
-from tests.support.recorded_vllm import SAMPLES as BOTH
-from tests.support.recorded_vllm import recorded
+from tests.helpers.record_vllm import SAMPLING, prompts_of, rollout_of, sample
+from tests.helpers.recorded_vllm import SAMPLES as BOTH
+from tests.helpers.recorded_vllm import recorded
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 SAMPLES = BOTH[0]

@@ -13,7 +13,7 @@ from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import vllm_server
 from grpo_kernels.training.rollout import RolloutError
 from grpo_kernels.training.vllm_server import server_command
-from tests.support.record_vllm import (
+from tests.helpers.record_vllm import (
     LORA,
     MASKED,
     MASKS,
@@ -23,7 +23,7 @@ from tests.support.record_vllm import (
     rollout_of,
     sample,
 )
-from tests.support.recorded_vllm import SAMPLES, recorded
+from tests.helpers.recorded_vllm import SAMPLES, recorded
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 COMPLETIONS, GENERATE = SAMPLES
@@ -263,7 +263,7 @@ def test_an_engine_without_masks_is_refused_where_supports_are_replayed(serve, s
         rollout_of(served_config(server, **MASKS))
     assert " --return-sampling-mask" in str(error.value)
     assert " --enable-scale-out" in str(error.value)
-    assert rollout_of(served_config(server, **MASKS, replay_support=False)).explained_by is None
+    assert rollout_of(served_config(server, **MASKS, replay_support=False)).why_gap is None
 
 
 @pytest.mark.parametrize(("name", "status"), (("no dev mode", 404), ("no extension", 500)))
@@ -294,7 +294,7 @@ def test_an_untried_version_is_told(version, warned, serve, served_config, capsy
 
 
 def test_the_recording_is_of_the_command_that_starts_one(serve, served_config, monkeypatch):
-    """Record again (tests/support/record_vllm.py) where the options have changed."""
+    """Record again (tests/helpers/record_vllm.py) where the options have changed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     header = json.loads(RECORDING.read_text())["header"]
     lora = {**LORA, "vllm_lora": "adapter"}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.integrations.vllm import adapter_weights, names_and_weights, names_of, read, write
-from tests.support.tiny_models import make_model
+from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 

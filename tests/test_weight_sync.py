@@ -13,7 +13,7 @@ from grpo_kernels.training import Completion, TrainingConfig
 from grpo_kernels.training.checkpoint import latest
 from grpo_kernels.training.rollout import RolloutError
 from grpo_kernels.training.watch import GAPS, Watch
-from tests.support.trainer_runs import config_of, trainer_of
+from tests.helpers.trainer_runs import config_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 class CopyRollout:
     """Says the log-probs of tokens under a copy of the policy, which is renewed when told."""
 
-    explained_by = "float32"
+    why_gap = "float32"
 
     def __init__(self, policy):
         self.model = policy.model
@@ -182,7 +182,7 @@ def test_another_model_is_found_in_the_first_step(tiny_model, tmp_path):
 
 def test_a_sampler_that_does_not_explain_itself_is_not_stopped(tiny_model, tmp_path):
     trainer, rollout = of_copy(config_of(tiny_model, tmp_path))
-    rollout.deaf, rollout.explained_by = True, None
+    rollout.deaf, rollout.why_gap = True, None
     rows = rows_of(trainer.train())
     assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
 

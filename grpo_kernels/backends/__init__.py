@@ -1,8 +1,8 @@
 """The operations on a chunk of logits, once as Triton kernels and once as torch ops.
 
-This is the only seam between devices. A backend is a module with the functions of `Backend`; all
-have the same signatures and the same results up to rounding. Nothing here knows about the loss:
-what a kernel needs of it comes in as plain tensors and numbers.
+This is the only seam between devices. A backend is a module with the functions of `Backend`, which
+`torch_backend` describes; all have the same signatures and the same results up to rounding. Nothing
+here knows about the loss: what a kernel needs of it comes in as plain tensors and numbers.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "triton", "torch")
-# Steps of Newton's method in `column_level`: 8 reach a percent at tolerances of 1e-3 and above.
-LEVEL_STEPS = 20
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Maps `raw = hidden @ weight.T` to logits: `softcap(logit_scale * (raw + bias)) / T`.
+    """Maps raw logits to logits: `softcap(logit_scale * raw) / temperature`.
 
-    `softcap(x)` is `softcap * tanh(x / softcap)`; `bias` is `[V]`; `temperature` is a number, or
-    float32 `[C]` with one value per row.
+    `softcap(x)` is `softcap * tanh(x / softcap)`, but for a raw logit of -inf, which bans an entry:
+    that stays -inf. `temperature` is a number, or float32 `[C]` with one value per row.
     """
 
-    bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float | Tensor = 1.0
@@ -45,12 +43,11 @@ class LogitTransform:
     def apply(self, raw: Tensor) -> Tensor:
         """The logits, float32 `[C, V]`; `raw` itself where there is nothing to do."""
         z = raw.float()
-        if self.bias is not None:
-            z = z + self.bias
         if self.logit_scale != 1.0:
             z = z * self.logit_scale
         if self.softcap is not None:
             z = (z / self.softcap).tanh_().mul_(self.softcap)
+            z.masked_fill_(raw == -torch.inf, -torch.inf)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             z = z / self.per_row
         return z
@@ -60,12 +57,7 @@ class LogitTransform:
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[rows]
-        return LogitTransform(self.bias, self.logit_scale, self.softcap, temperature)
-
-    def of_columns(self, ids: Tensor | slice) -> LogitTransform:
-        """The transform of some columns."""
-        bias = None if self.bias is None else self.bias[ids]
-        return LogitTransform(bias, self.logit_scale, self.softcap, self.temperature)
+        return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class TokenStats(NamedTuple):
@@ -114,15 +106,8 @@ class RowGrads(NamedTuple):
         d_logps: Tensor,
         d_softmax: Tensor | None = None,
         d_entropy: Tensor | None = None,
-        here: Tensor | None = None,
     ) -> RowGrads:
-        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`.
-
-        `here`, bool `[C]`: False where a column stands for a target that other ranks have.
-        """
-        if here is not None:
-            d_softmax = d_logps if d_softmax is None else d_softmax
-            d_logps = torch.where(here, d_logps, 0.0)
+        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`."""
         # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
         at_target = -d_logps * stats.logps.expm1()
         if d_softmax is None:
@@ -143,25 +128,25 @@ class RowGrads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Words:
-    """Pairs of a token and a word of its set, token by token."""
+class Entries:
+    """Pairs of a token and an id of its kept set, token by token."""
 
     ids: Tensor  # int64 [E]
     tokens: Tensor  # int64 [E]
-    offsets: Tensor  # int64 [N + 1]: where each token's words begin and end
-    positions: Tensor  # int64 [N]: place of the target among its token's words
-    order: Tensor  # int64 [E]: the words by id, then by token
+    offsets: Tensor  # int64 [N + 1]: where each token's entries begin and end
+    positions: Tensor  # int64 [N]: place of the target among its token's entries
+    order: Tensor  # int64 [E]: the entries by id, then by token
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @cached_property
     def tokens_by_id(self) -> Tensor:
-        """The tokens of the words, by id."""
+        """The tokens of the entries, by id."""
         return self.tokens[self.order]
 
     def begins_of(self, ids: Tensor) -> Tensor:
-        """Where the words of each of `ids`, ascending, begin in `order`."""
+        """Where the entries of each of `ids`, ascending, begin in `order`."""
         return torch.searchsorted(self.ids[self.order], ids)
 
 
@@ -173,118 +158,22 @@ class PolicyLoss(NamedTuple):
     d_entropy: Tensor | None
 
 
-class Backend(Protocol):
-    """The functions that every backend has."""
+if TYPE_CHECKING:
+    from . import torch_backend
 
-    @property
-    def policy_loss(self) -> Callable[..., PolicyLoss] | None:
-        """Loss and gradient of token-local objectives, as `triton_policy_loss.policy_loss`.
+    class Backend:
+        """The functions that every backend has, typed as those of `torch_backend`."""
 
-        None where autograd differentiates the objective instead.
-        """
-        ...
-
-    def token_stats(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        transform: LogitTransform,
-        *,
-        entropy: bool,
-        exps: Tensor | None = None,
-        out: TokenStats | None = None,
-        invariant: bool = False,
-    ) -> TokenStats:
-        """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
-
-        `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per
-        row, `row_factors`:
-
-            X = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
-
-        The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself;
-        else `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so
-        that statistics are the same bits with `exps` and without.
-        """
-        ...
-
-    def logit_grads_(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        transform: LogitTransform,
-        grads: RowGrads,
-        out: Tensor,
-        *,
-        column_weights: Tensor | None = None,
-    ) -> None:
-        """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
-
-        `out` may be `logits` itself. `column_weights`, float32 `[V]`, multiplies the columns of the
-        result.
-        """
-        ...
-
-    def column_scores(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        transform: LogitTransform,
-        grads: RowGrads,
-        blocks: list[slice],
-    ) -> tuple[Tensor, Tensor]:
-        """Sums the gradient of the raw logits per block and column: squares and values, `[B, V]`.
-
-        `blocks` cut the rows into pieces of equal size but for the last. Float32.
-        """
-        ...
-
-    def column_level(self, norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
-        """The level u, 0-d, at which the sum over norm < u of norm * (u - norm) is `allowed`.
-
-        `norms [K]`, at most 32,768, float32 and not negative, count `copies` times; `allowed` is
-        0-d. Found from above, and for any input a number above 0.
-        """
-        ...
-
-    def word_dots(self, x: Tensor, rows: Tensor, words: Words, out: Tensor) -> None:
-        """Adds to `out [E]` the product of each word's token's `x [N, K]` and its `rows [V, K]`.
-
-        Float32 in any case.
-        """
-        ...
-
-    def word_stats(
-        self, logits: Tensor, words: Words, transform: LogitTransform, out: TokenStats
-    ) -> None:
-        """Reduces raw logits `[E]` to statistics of each token, in `out [N]`.
-
-        Tokens without words keep what is there. `transform` has no bias; `out.entropy` may be None.
-        """
-        ...
-
-    def word_grads(
-        self, logits: Tensor, words: Words, transform: LogitTransform, grads: RowGrads
-    ) -> Tensor:
-        """The gradient of raw logits `[E]`, from those of each token `[N]`; float32."""
-        ...
-
-    def segment_sums(
-        self,
-        factors: Tensor,
-        index: Tensor,
-        offsets: Tensor,
-        rows: Tensor,
-        dtype: torch.dtype,
-        out: Tensor | None,
-    ) -> Tensor:
-        """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
-
-        Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. `out`, in any dtype, is added
-        to and returned. Each sum is taken in float32, always in the same order, and rounded once.
-        Rows whose factor is 0 are not read.
-        """
-        ...
+        # None where autograd differentiates the objective; else `triton_policy_loss.policy_loss`.
+        policy_loss: Callable[..., PolicyLoss] | None
+        token_stats = staticmethod(torch_backend.token_stats)
+        logit_grads_ = staticmethod(torch_backend.logit_grads_)
+        entry_dots = staticmethod(torch_backend.entry_dots)
+        entry_stats = staticmethod(torch_backend.entry_stats)
+        entry_grads = staticmethod(torch_backend.entry_grads)
+        segment_sums = staticmethod(torch_backend.segment_sums)
+else:
+    Backend = ModuleType
 
 
 def select_backend(name: str, device: torch.device) -> Backend:
@@ -294,7 +183,7 @@ def select_backend(name: str, device: torch.device) -> Backend:
     on_gpu = device.type in ("cuda", "xpu")
     has_triton = importlib.util.find_spec("triton") is not None
     if name == "torch" or (name == "auto" and not (on_gpu and has_triton)):
-        return cast(Backend, import_module(".torch_backend", __package__))
+        return cast("Backend", import_module(".torch_backend", __package__))
     if not has_triton:
         raise ValueError("backend: 'triton' needs the triton package, which is not installed")
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -302,4 +191,4 @@ def select_backend(name: str, device: torch.device) -> Backend:
             f"backend: 'triton' needs a GPU, or TRITON_INTERPRET=1 to run on a CPU; got tensors "
             f"on {device}"
         )
-    return cast(Backend, import_module(".triton_backend", __package__))
+    return cast("Backend", import_module(".triton_backend", __package__))

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import LEVEL_STEPS, LogitTransform, RowGrads, TokenStats, Words
+from . import Entries, LogitTransform, RowGrads, TokenStats
 
 # Autograd differentiates the objective.
 policy_loss = None
 
-_CPU_BLOCK_BYTES = 8 << 20
+CPU_BLOCK_BYTES = 8 << 20
 _GPU_BLOCK_BYTES = 1 << 26
 
 
@@ -32,10 +32,21 @@ def token_stats(
     invariant: bool = False,
     block_bytes: int | None = None,
 ) -> TokenStats:
+    """Reduces raw logits `[C, V]` to statistics per row, in `out` if given.
+
+    `exps [C, V]`, float32 or bf16, gets the gradient of the raw logits but for one factor per row,
+    `row_factors`:
+
+        X = e^(z - a), with (p_y - 1) * total at the target y; times softcap's slope
+
+    The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself; else
+    `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so that
+    statistics are the same bits with `exps` and without.
+    """
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
     scratch: list[Tensor] = []
-    for rows in _row_blocks(logits, block_bytes):
+    for rows in row_blocks(logits, block_bytes):
         local, block = transform.at(rows), logits[rows]
         z = local.apply(block)
         chain = _softcap_slope(z, local) if exps is not None else None
@@ -94,7 +105,8 @@ def _softcap_slope(z: Tensor, transform: LogitTransform) -> Tensor | None:
     """The slope of the softcap at the logits `z`, None where there is no softcap."""
     if transform.softcap is None:
         return None
-    return 1 - (z * transform.per_row / transform.softcap).square()
+    slope = 1 - (z * transform.per_row / transform.softcap).square()
+    return slope.clamp_(min=0.0)  # -inf where the logit is
 
 
 def logit_grads_(
@@ -107,7 +119,12 @@ def logit_grads_(
     column_weights: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> None:
-    for rows in _row_blocks(logits, block_bytes):
+    """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
+
+    `out` may be `logits` itself. `column_weights`, float32 `[V]`, multiplies the columns of the
+    result.
+    """
+    for rows in row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
         z = local.apply(block)
         # Where nothing was transformed z is the logits themselves: work there only if they are
@@ -136,70 +153,54 @@ def logit_grads_(
             target.copy_(d_logits)
 
 
-def column_scores(
-    logits: Tensor,
-    targets: Tensor,
-    transform: LogitTransform,
-    grads: RowGrads,
-    blocks: list[slice],
-) -> tuple[Tensor, Tensor]:
-    squares, sums = logits.new_zeros((2, len(blocks), logits.shape[1]), dtype=torch.float32)
-    for index, block in enumerate(blocks):
-        chunk, local, given = logits[block], transform.at(block), grads.at(block)
-        for rows in _row_blocks(chunk, None):
-            out = chunk[rows].to(torch.float32, copy=True)
-            logit_grads_(out, targets[block][rows], local.at(rows), given.at(rows), out=out)
-            sums[index] += out.sum(0)
-            squares[index] += out.square_().sum(0)
-    return squares, sums
+def entry_dots(x: Tensor, rows: Tensor, entries: Entries, out: Tensor) -> None:
+    """Adds to `out [E]` the product of each entry's token's `x [N, K]` and its `rows [V, K]`.
 
-
-def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
-    # Newton's method, from above; between one norm and the next the sum is linear.
-    tiny = torch.finfo(norms.dtype).tiny
-    below = norms
-    for _ in range(LEVEL_STEPS + 1):
-        square = (allowed / copies + below.dot(below)).clamp_(min=tiny)
-        level = square / below.sum().clamp_(min=tiny)
-        below = norms.masked_fill(norms >= level, 0.0)
-    return level
-
-
-def word_dots(x: Tensor, rows: Tensor, words: Words, out: Tensor) -> None:
+    Float32 in any case.
+    """
     if x.device.type == "cpu" and x.dtype == rows.dtype == torch.float32:
-        shape = (len(words.offsets) - 1, len(rows))
+        shape = (len(entries.offsets) - 1, len(rows))
         with warnings.catch_warnings():
             # Once per process: that sparse CSR tensors are in beta.
             warnings.simplefilter("ignore")
             at = torch.sparse_csr_tensor(
-                words.offsets, words.ids, out, shape, check_invariants=False
+                entries.offsets, entries.ids, out, shape, check_invariants=False
             )
             out.copy_(torch.sparse.sampled_addmm(at, x, rows.t()).values())
         return
-    for part in _slices(len(words), x.shape[1]):
-        factors = x[words.tokens[part]].float()
-        out[part] += factors.mul_(rows[words.ids[part]]).sum(1)
+    for part in _slices(len(entries), x.shape[1]):
+        factors = x[entries.tokens[part]].float()
+        out[part] += factors.mul_(rows[entries.ids[part]]).sum(1)
 
 
-def word_stats(logits: Tensor, words: Words, transform: LogitTransform, out: TokenStats) -> None:
-    z = transform.at(words.tokens).apply(logits[:, None])
-    for tokens, padded, _ in _by_length(z, words):
+def entry_stats(
+    logits: Tensor, entries: Entries, transform: LogitTransform, out: TokenStats
+) -> None:
+    """Reduces raw logits `[E]` to statistics of each token, in `out [N]`.
+
+    Tokens without entries keep what is there. `out.entropy` may be None.
+    """
+    z = transform.at(entries.tokens).apply(logits[:, None])
+    for tokens, padded, _ in _by_length(z, entries):
         stats = token_stats(
-            padded, words.positions[tokens], LogitTransform(), entropy=out.entropy is not None
+            padded, entries.positions[tokens], LogitTransform(), entropy=out.entropy is not None
         )
         for to, x in zip(out, stats, strict=True):
             if to is not None and x is not None:
                 to[tokens] = x
 
 
-def word_grads(logits: Tensor, words: Words, transform: LogitTransform, grads: RowGrads) -> Tensor:
-    local = transform.at(words.tokens)
+def entry_grads(
+    logits: Tensor, entries: Entries, transform: LogitTransform, grads: RowGrads
+) -> Tensor:
+    """The gradient of raw logits `[E]`, from those of each token `[N]`; float32."""
+    local = transform.at(entries.tokens)
     z = local.apply(logits[:, None])
     d_logits = torch.empty_like(z)
-    for tokens, padded, places in _by_length(z, words):
-        targets = words.positions[tokens]
+    for tokens, padded, places in _by_length(z, entries):
+        targets = entries.positions[tokens]
         logit_grads_(padded, targets, LogitTransform(), grads.at(tokens), out=padded)
-        real = places < len(words)
+        real = places < len(entries)
         d_logits[places[real], 0] = padded[real]
     chain = _softcap_slope(z, local)
     if chain is not None:
@@ -207,13 +208,13 @@ def word_grads(logits: Tensor, words: Words, transform: LogitTransform, grads: R
     return (d_logits * (local.logit_scale / local.per_row)).squeeze(1)
 
 
-def _by_length(z: Tensor, words: Words) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens of about as many words, their logits `[C, K]`, padded with -inf, and the places.
+def _by_length(z: Tensor, entries: Entries) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens of about as many entries, their logits `[C, K]`, padded with -inf, and the places.
 
-    So that the functions on rows of logits take the words: rows are at most twice as long as need
-    be. The places are indices of words, `len(words)` where padded.
+    So that the functions on rows of logits take them: rows are at most twice as long as need be.
+    The places are indices of entries, `len(entries)` where padded.
     """
-    begins, counts = words.offsets[:-1], words.offsets.diff()
+    begins, counts = entries.offsets[:-1], entries.offsets.diff()
     padded = torch.nn.functional.pad(z.squeeze(1), (0, 1), value=-torch.inf)
     # The number of bits of count - 1: lengths up to 1, 2, 4, ...
     bits = torch.frexp((counts - 1).double()).exponent
@@ -221,7 +222,7 @@ def _by_length(z: Tensor, words: Words) -> Iterator[tuple[Tensor, Tensor, Tensor
         tokens = ((counts > 0) & (bits == width)).nonzero().squeeze(1)
         steps = torch.arange(2 ** max(width, 0), device=z.device)
         places = begins[tokens, None] + steps
-        places = torch.where(steps < counts[tokens, None], places, len(words))
+        places = torch.where(steps < counts[tokens, None], places, len(entries))
         yield tokens, padded[places], places
 
 
@@ -233,6 +234,12 @@ def segment_sums(
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
+    """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
+
+    Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. `out`, in any dtype, is added to
+    and returned. Each sum is taken in float32, always in the same order, and rounded once. Rows
+    whose factor is 0 are not read.
+    """
     kept = factors != 0
     if not bool(kept.all()):
         offsets = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
@@ -241,15 +248,15 @@ def segment_sums(
     if whole and out is None:
         return _bags(factors, index, offsets, rows).to(dtype)
     result = rows.new_empty((len(offsets) - 1, rows.shape[1]), dtype=dtype) if out is None else out
-    # Slices whose words, or sums, are a few megabytes at a time.
-    step = max(1, _CPU_BLOCK_BYTES // (4 * rows.shape[1]))
+    # Slices whose entries, or sums, are a few megabytes at a time.
+    step = max(1, CPU_BLOCK_BYTES // (4 * rows.shape[1]))
     for part in _segment_slices(offsets, step):
         bounds = offsets[part.start : part.stop + 1]
-        words = slice(int(bounds[0]), int(bounds[-1]))
-        at, matrix = index[words], rows
+        entries = slice(int(bounds[0]), int(bounds[-1]))
+        at, matrix = index[entries], rows
         if not whole:
             matrix, at = rows[at].float(), torch.arange(len(at), device=at.device)
-        sums = _bags(factors[words], at, bounds - bounds[0], matrix)
+        sums = _bags(factors[entries], at, bounds - bounds[0], matrix)
         if out is None:
             result[part] = sums.to(dtype)
         else:
@@ -264,9 +271,9 @@ def _bags(factors: Tensor, index: Tensor, offsets: Tensor, rows: Tensor) -> Tens
 
 
 def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
-    """Cuts the segments into slices of about `step` words and at most `step` segments."""
+    """Cuts the segments into slices of about `step` entries and at most `step` segments."""
     count = len(offsets) - 1
-    # A slice may begin at every step-th segment, and at the first behind every step-th word.
+    # A slice may begin at every step-th segment, and at the first behind every step-th entry.
     marks = torch.arange(0, int(offsets[-1]) if count else 0, step, device=offsets.device)
     inside = torch.searchsorted(offsets[:-1].contiguous(), marks).tolist()
     firsts = sorted({*range(0, count, step), *(i for i in inside if i < count)})
@@ -275,14 +282,15 @@ def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
 
 
 def _slices(count: int, width: int) -> Iterator[slice]:
-    step = max(1, _CPU_BLOCK_BYTES // (4 * width))
+    step = max(1, CPU_BLOCK_BYTES // (4 * width))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
-def _row_blocks(logits: Tensor, block_bytes: int | None) -> Iterator[slice]:
+def row_blocks(logits: Tensor, block_bytes: int | None = None) -> Iterator[slice]:
+    """Cuts rows of logits into blocks that stay in the cache from one sweep to the next."""
     if block_bytes is None:
-        block_bytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
+        block_bytes = CPU_BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     count, step = len(logits), max(1, block_bytes // (4 * logits.shape[1]))
     while step > 2 and count % step == 1:
         step -= 1  # a block of one row would be worked through in another way

@@ -1,9 +1,10 @@
 """Triton kernels over rows of logits `[C, V]`: statistics, exponentials, gradients.
 
 One program owns one row of the chunk and sweeps it: whole blocks without a mask, so that they load
-and store vectors whatever V is divisible by, then the rest. Raw logits u = (hidden @ weight.T)_j
-become z = softcap(logit_scale * (u + bias_j)) / T on the way in, so that nothing but the chunk
-itself is read from memory; differences of z are taken in units of ln 2, as the hardware has exp2.
+and store vectors whatever V is divisible by, then the rest. Raw logits u_j become
+z_j = softcap(logit_scale * u_j) / T on the way in, so that nothing but the chunk itself is read
+from memory; differences of z are taken in units of ln 2, as the hardware has exp2. Where u_j is
+-inf, so is z_j, under a softcap, too, which has a slope of 0 there: the entry is banned.
 
 Forward, with an anchor a that is known before the sweep:
 
@@ -25,59 +26,38 @@ leaves behind; the target's entry is (p_y - 1) S.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads, TokenStats
-
-
-class Launch(NamedTuple):
-    """Elements that a program takes at a time, and its warps."""
-
-    block: int
-    num_warps: int
-
+from .triton_common import (
+    Launch,
+    block_of,
+    device_of,
+    expm1,
+    gradient_pointers,
+    per_row,
+    temperature_pointer,
+    transform_flags,
+    transform_scalars,
+)
 
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
-# Row counts, and pointers to one value per row, are not specialized: otherwise each new count and
-# each new first row would compile the kernel again, in the middle of training.
-_per_row = triton.jit(
-    do_not_specialize=["N", "rows_per_block"],
-    do_not_specialize_on_alignment=[
-        f"{name}_ptr"
-        for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
-                     "at_target", "d_softmax", "d_entropy", "offsets")
-    ],
-)  # fmt: skip
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # What e^60 becomes: far from any overflow, also summed over the vocabulary.
 _REACH = tl.constexpr(60.0 * 1.4426950408889634)
 _MOST_HALVINGS = tl.constexpr(14)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def _tanh(x):
     # Written through exp, which every backend and the interpreter have; saturates at +-1.
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-
-
-@triton.jit
-def _expm1_minus(x):
-    """e^x - 1 - x, by its series where the difference would cancel."""
-    series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))
-    return tl.where(tl.abs(x) < 0.25, x * x * series, tl.exp(x) - 1.0 - x)
-
-
-@triton.jit
-def _expm1(x):
-    return tl.where(tl.abs(x) < 0.25, _expm1_minus(x) + x, tl.exp(x) - 1.0)
 
 
 @triton.jit
@@ -88,25 +68,22 @@ def _scale(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(
-    row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """A block of one row's logits, to be multiplied by `_scale`, and the softcap's slope."""
     u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        u += tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     slope = 1.0
     if HAS_SOFTCAP:
         tanh = _tanh(u * (logit_scale / softcap))
-        u, slope = softcap * tanh, 1.0 - tanh * tanh
+        # -inf where u is, and above any softcap elsewhere; a choice takes more registers.
+        u = tl.minimum(softcap * tanh, u + _LARGEST)
+        slope = tl.where(u == float("-inf"), 0.0, 1.0 - tanh * tanh)
     return u, slope
 
 
 @triton.jit
 def _anchor(
-    row_ptr, bias_ptr, target_logit, last, logit_scale, softcap, to_log2,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
+    row_ptr, target_logit, last, logit_scale, softcap, to_log2,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The largest of the target's logit and those before `last`, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
@@ -115,16 +92,12 @@ def _anchor(
     whole = last // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
-        u, _ = _load_logits(
-            row_ptr, bias_ptr, offs_v, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
+        u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, HAS_SOFTCAP)
         peaks = tl.maximum(peaks, u * sign)
     for start in range(whole, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < last
-        u, _ = _load_logits(
-            row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
+        u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
         peaks = tl.maximum(peaks, tl.where(mask_v, u * sign, float("-inf")))
     peak = tl.maximum(target_logit * sign, tl.max(peaks, axis=0))
     # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
@@ -134,17 +107,14 @@ def _anchor(
 
 @triton.jit
 def _add_block(
-    total, weighted, peak, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor, logit_scale,
-    softcap, to_log2,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    KEEPS_EXPS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+    total, weighted, peak, row_ptr, exps_row_ptr, start, V, anchor, logit_scale, softcap, to_log2,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds a block to each lane's sum of exponentials, weighted sum and maximum."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    u, slope = _load_logits(
-        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     # In this order: a product of large logits would lose what is below its ulp.
     shifted = (u - anchor) * to_log2
     if not WHOLE:
@@ -176,16 +146,16 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
     return tl.sum(x, axis=0)
 
 
-@_per_row
+@per_row
 def token_stats_kernel(
-    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    logits_ptr, targets_ptr, temperature_ptr,
     logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, offsets_ptr,
     V,
     stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # A chunk passes 2^31 elements: row offsets need 64 bits.
     row = tl.program_id(0).to(tl.int64)
@@ -203,11 +173,12 @@ def token_stats_kernel(
     to_log2 = scale * _LOG2_E
     target = tl.load(targets_ptr + row)
     target_logit, target_slope = _load_logits(
-        row_ptr, bias_ptr, target, True, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        row_ptr, target, True, logit_scale, softcap, HAS_SOFTCAP
     )
     anchor = _anchor(
-        row_ptr, bias_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
-        logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
+        row_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
+        logit_scale, softcap, to_log2,
+        HAS_SOFTCAP, BLOCK_V,
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
@@ -220,17 +191,17 @@ def token_stats_kernel(
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
         for start in range(0, whole, BLOCK_V):
             totals, weights, peaks = _add_block(
-                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor,
-                logit_scale, softcap, to_log2,
-                HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
+                totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
+                softcap, to_log2,
+                HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, True, BLOCK_V,
             )  # fmt: skip
         # A loop of at most one turn: the addresses of an `if` would be computed before the sweeps,
         # and be held in 40 registers.
         for start in range(whole, V, BLOCK_V):
             totals, weights, peaks = _add_block(
-                totals, weights, peaks, row_ptr, bias_ptr, exps_row_ptr, start, V, anchor,
-                logit_scale, softcap, to_log2,
-                HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
+                totals, weights, peaks, row_ptr, exps_row_ptr, start, V, anchor, logit_scale,
+                softcap, to_log2,
+                HAS_SOFTCAP, HAS_ENTROPY, KEEPS_EXPS, False, BLOCK_V,
             )  # fmt: skip
         total = _sum(totals, INVARIANT, BLOCK_V)
         weighted = _sum(weights, INVARIANT, BLOCK_V)
@@ -239,8 +210,7 @@ def token_stats_kernel(
         out_of_reach = out_of_reach & (not INVARIANT)
         if out_of_reach:
             anchor = _anchor(
-                row_ptr, bias_ptr, target_logit, V,
-                logit_scale, softcap, to_log2, HAS_BIAS, HAS_SOFTCAP, BLOCK_V,
+                row_ptr, target_logit, V, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V,
             )  # fmt: skip
 
     log_total = tl.log2(total)
@@ -252,19 +222,19 @@ def token_stats_kernel(
         tl.store(entropy_ptr + row, (log_total - weighted / total) * _LN_2)
     if KEEPS_EXPS:
         tl.store(total_ptr + row, total)
-        at_target = total * _expm1(logp) * target_slope
+        at_target = total * expm1(logp) * target_slope
         # After the block that holds it, which another thread stored.
         tl.debug_barrier()
         tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _row_grads(
+def load_row_grads(
     row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
     entropy_ptr, d_entropy_ptr, logit_scale, temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Loads what the gradient of a row's logits is made of, in the order of `_logit_grads`."""
+    """Loads what the gradient of a row's logits is made of, in the order of `block_grads`."""
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
@@ -281,15 +251,13 @@ def _row_grads(
 
 
 @triton.jit
-def _logit_grads(
-    row_ptr, bias_ptr, offs_v, mask_v, row_grads, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+def block_grads(
+    row_ptr, offs_v, mask_v, row_grads, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of one row's raw logits; of no use where masked."""
     target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
-    u, slope = _load_logits(
-        row_ptr, bias_ptr, offs_v, mask_v, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     log_p = (u * scale - logsumexp) * _LOG2_E
     p = tl.exp2(log_p)
     coef = d_softmax
@@ -300,32 +268,30 @@ def _logit_grads(
 
 @triton.jit
 def _store_logit_grads(
-    row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+    row_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    d_logits = _logit_grads(
-        row_ptr, bias_ptr, offs_v, mask_v, row_grads, logit_scale, softcap,
-        HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY,
-    )  # fmt: skip
+    d_logits = block_grads(
+        row_ptr, offs_v, mask_v, row_grads, logit_scale, softcap, HAS_SOFTCAP, HAS_ENTROPY
+    )
     if HAS_WEIGHTS:
         d_logits *= tl.load(weights_ptr + offs_v, mask=mask_v, other=0.0)
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 
 
-@_per_row
+@per_row
 def logit_grads_kernel(
-    logits_ptr, targets_ptr, bias_ptr, temperature_ptr,
+    logits_ptr, targets_ptr, temperature_ptr,
     logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
     weights_ptr, out_ptr, offsets_ptr,
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
@@ -337,7 +303,7 @@ def logit_grads_kernel(
         V = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
         if V == 0:
             return
-    row_grads = _row_grads(
+    row_grads = load_row_grads(
         row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
         entropy_ptr, d_entropy_ptr, logit_scale, temperature,
         HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY,
@@ -345,15 +311,13 @@ def logit_grads_kernel(
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         _store_logit_grads(
-            row_ptr, bias_ptr, weights_ptr, out_row_ptr, start, V, row_grads,
-            logit_scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, True, BLOCK_V,
+            row_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
+            HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, True, BLOCK_V,
         )  # fmt: skip
     if whole < V:
         _store_logit_grads(
-            row_ptr, bias_ptr, weights_ptr, out_row_ptr, whole, V, row_grads,
-            logit_scale, softcap,
-            HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, False, BLOCK_V,
+            row_ptr, weights_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
+            HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, False, BLOCK_V,
         )  # fmt: skip
 
 
@@ -376,18 +340,18 @@ def token_stats(
         unused = out.logps
         pointers = (unused if x is None else x for x in out)
         kept = logits if exps is None else exps
-        with _device_of(logits):
+        with device_of(logits):
             token_stats_kernel[(count,)](
-                logits, targets, *_transform_pointers(transform, logits),
+                logits, targets, temperature_pointer(transform, logits),
                 *pointers, kept, unused,
                 V,
                 logits.stride(0), kept.stride(0),
-                *_transform_scalars(transform),
-                **_transform_flags(transform),
+                *transform_scalars(transform),
+                **transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
                 # In place there are no logits left to sweep from another anchor.
                 INVARIANT=in_place or invariant, RAGGED=False,
-                **_block(launch, V),
+                **block_of(launch, V),
             )  # fmt: skip
     return out
 
@@ -404,62 +368,15 @@ def logit_grads_(
 ) -> None:
     count, V = logits.shape
     if count and V:
-        with _device_of(logits):
+        with device_of(logits):
             logit_grads_kernel[(count,)](
-                logits, targets, *_transform_pointers(transform, logits),
-                *_gradient_pointers(grads, logits),
+                logits, targets, temperature_pointer(transform, logits),
+                *gradient_pointers(grads, logits),
                 logits if column_weights is None else column_weights, out, logits,
                 V,
                 logits.stride(0), out.stride(0),
-                *_transform_scalars(transform),
-                **_transform_flags(transform),
+                *transform_scalars(transform),
+                **transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
-                RAGGED=False, **_block(launch, V),
+                RAGGED=False, **block_of(launch, V),
             )  # fmt: skip
-
-
-def _device_of(x: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
-
-
-def _block(launch: Launch, V: int) -> dict[str, int]:
-    """Columns that a program takes at a time, and its warps.
-
-    No more threads than columns, with warps of 64 as on AMD: a column that several threads hold
-    would be read by one of them while another one overwrites it.
-    """
-    block_v = min(launch.block, max(128, triton.next_power_of_2(V)))
-    return {"BLOCK_V": block_v, "num_warps": min(launch.num_warps, block_v // 64)}
-
-
-def _transform_pointers(transform: LogitTransform, unused: Tensor) -> tuple[Tensor, Tensor]:
-    temperature = transform.temperature
-    return (
-        unused if transform.bias is None else transform.bias,
-        temperature if isinstance(temperature, Tensor) else unused,
-    )
-
-
-def _gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
-    """Per-row pointers in the kernels' order; the entropy's only where it has a gradient."""
-    entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
-    per_row = (grads.logsumexp, grads.d_softmax, grads.at_target, *entropies)
-    return tuple(unused if x is None else x for x in per_row)
-
-
-def _transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:
-    temperature = transform.temperature
-    return (
-        float(transform.logit_scale),
-        float(transform.softcap or 1.0),
-        1.0 if isinstance(temperature, Tensor) else float(temperature),
-    )
-
-
-def _transform_flags(transform: LogitTransform) -> dict[str, bool]:
-    return {
-        "HAS_BIAS": transform.bias is not None,
-        "HAS_SOFTCAP": transform.softcap is not None,
-        "HAS_TEMPERATURE": isinstance(transform.temperature, Tensor),
-    }

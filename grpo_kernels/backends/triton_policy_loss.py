@@ -1,6 +1,6 @@
 """Triton kernel for the policy loss of token-local objectives: value and gradient in one sweep.
 
-The formulas are those of `grpo_kernels.objective`, with their derivatives by hand:
+The formulas are those of `grpo_kernels.losses` and `objective`, with their derivatives by hand:
 
     loss = sum_i w_i (s_i x_i + beta KL_i) - entropy_coef / count * sum_i E_i
     dl_i = w_i (s_i dx_i/dl_i + beta dKL_i/dl_i),    dE_i = -entropy_coef / count
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import PolicyLoss
-from .triton_logits import Launch, _device_of, _expm1, _expm1_minus
+from .triton_common import Launch, device_of, expm1, expm1_minus
 
 TOKEN_LAUNCH = Launch(256, 4)
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
@@ -39,38 +39,21 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _kl(
-    d, flows, kl_clamp, ESTIMATOR: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_RATIO: tl.constexpr
-):  # fmt: skip
+def _kl(d, flows, ESTIMATOR: tl.constexpr, HAS_RATIO: tl.constexpr):
     """The estimate of a token's KL from d = ref_logps - logps, and its derivative dKL/dl.
 
     With a ratio r the derivative is d(r KL)/dl over r: KL + dKL/dl where `flows`, dr/dl being r.
     """
-    if HAS_CLAMP:
-        wanders = (d < -20.0) | (d > 20.0)
-        d = _clamp(d, -20.0, 20.0)
-    if ESTIMATOR == "k1" or ESTIMATOR == "k1+":
+    if ESTIMATOR == "k1":
         kl, slope = -d, tl.full(d.shape, 1.0, tl.float32)
-    elif ESTIMATOR == "abs":
-        kl = tl.abs(d)
-        slope = tl.where(d > 0.0, -1.0, tl.where(d < 0.0, 1.0, 0.0))
     elif ESTIMATOR == "k2":
         kl, slope = 0.5 * d * d, -d
     else:
-        kl, slope = _expm1_minus(d), -_expm1(d)
-    # k1+ and k3+ take their gradient from k2, not from their value.
-    source = kl
-    if ESTIMATOR == "k1+" or ESTIMATOR == "k3+":
-        source, slope = 0.5 * d * d, -d
-    if HAS_CLAMP:
-        flat = wanders | (source < -kl_clamp) | (source > kl_clamp)
-        slope = tl.where(flat, 0.0, slope)
-        kl = _clamp(kl, -kl_clamp, kl_clamp)
+        kl, slope = expm1_minus(d), -expm1(d)
     if HAS_RATIO:
         if ESTIMATOR == "k3":
             # -d is what the terms e^d of kl + slope leave; their sum would lose every digit of it.
-            total = tl.where(flat, kl, -d) if HAS_CLAMP else -d
-            slope = tl.where(flows, total, slope)
+            slope = tl.where(flows, -d, slope)
         else:
             slope += tl.where(flows, kl, 0.0)
     return kl, slope
@@ -78,8 +61,7 @@ def _kl(
 
 @triton.jit
 def _surrogate(
-    logps, old_logps, ratio, flows, advantages, low, high, ratio_max, dual_clip, tau_pos, tau_neg,
-    SURROGATE: tl.constexpr,
+    logps, ratio, flows, advantages, low, high, ratio_max, dual_clip, SURROGATE: tl.constexpr
 ):  # fmt: skip
     """The loss of a token and its derivative by its log-prob; dr/dl is r where `flows`, else 0."""
     if SURROGATE == "clip":
@@ -93,22 +75,8 @@ def _surrogate(
         capped = (advantages < 0.0) & (loss > cap)
         loss = tl.where(capped, cap, loss)
         d_logps = tl.where(flows & ~capped, -advantages * ratio, 0.0)
-    elif SURROGATE == "sapo":
-        tau = tl.where(advantages > 0.0, tau_pos, tau_neg)
-        decay = tl.exp(-tau * (ratio - 1.0))
-        gate = 1.0 / (1.0 + decay)
-        loss = -4.0 / tau * gate * advantages
-        # 1 - gate is decay * gate, also where a rounded gate would leave a difference to 1.
-        d_logps = -4.0 * gate * (decay * gate) * ratio * advantages
     else:
-        weight = tl.full(logps.shape, 1.0, tl.float32)
-        if SURROGATE != "reinforce":
-            weight = _min(ratio, ratio_max)
-        if SURROGATE == "dppo_tv":
-            moved = tl.exp(logps) - tl.exp(old_logps)
-            cut = tl.where(advantages > 0.0, moved > high, moved < low)
-            weight = tl.where(cut, 0.0, weight)
-        d_logps = -weight * advantages
+        d_logps = -_min(ratio, ratio_max) * advantages
         loss = d_logps * logps
     return loss, d_logps
 
@@ -126,11 +94,11 @@ def policy_loss_kernel(
     logps_ptr, advantages_ptr, weights_ptr, mask_ptr, old_logps_ptr, ref_logps_ptr, scale_ptr,
     entropy_ptr, count_ptr, d_logps_ptr, d_entropy_ptr, partials_ptr,
     N,
-    low, high, ratio_max, dual_clip, tau_pos, tau_neg, beta, kl_clamp, entropy_coef,
+    low, high, ratio_max, dual_clip, beta, entropy_coef,
     SURROGATE: tl.constexpr, KL_ESTIMATOR: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_OLD: tl.constexpr, HAS_KL: tl.constexpr, HAS_KL_CLAMP: tl.constexpr,
-    HAS_KL_RATIO: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_GRAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_OLD: tl.constexpr, HAS_KL: tl.constexpr, HAS_KL_RATIO: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_GRAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,16 +119,15 @@ def policy_loss_kernel(
     flows = log_ratio <= 80.0
     ratio = tl.exp(_min(log_ratio, 80.0))
     per_token, d_logps = _surrogate(
-        logps, old_logps, ratio, flows, advantages,
-        low, high, ratio_max, dual_clip, tau_pos, tau_neg, SURROGATE,
-    )  # fmt: skip
+        logps, ratio, flows, advantages, low, high, ratio_max, dual_clip, SURROGATE
+    )
     if HAS_SCALE:
         scale = tl.load(scale_ptr + offs_n, mask=mask_n, other=0.0)
         per_token *= scale
         d_logps *= scale
     if HAS_KL:
         d = tl.load(ref_logps_ptr + offs_n, mask=mask_n, other=0.0) - logps
-        kl, slope = _kl(d, flows, kl_clamp, KL_ESTIMATOR, HAS_KL_CLAMP, HAS_KL_RATIO)
+        kl, slope = _kl(d, flows, KL_ESTIMATOR, HAS_KL_RATIO)
         if HAS_KL_RATIO:
             slope *= ratio
             kl *= ratio
@@ -197,11 +164,8 @@ def policy_loss(
     high: float,
     ratio_max: float | None = None,
     dual_clip: float | None = None,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.0,
     beta: float = 0.0,
     kl_estimator: str = "k3",
-    kl_clamp: float | None = None,
     kl_ratio: bool = False,
     entropy_coef: float = 0.0,
     launch: Launch = TOKEN_LAUNCH,
@@ -210,10 +174,14 @@ def policy_loss(
 
     Tensors are float32 `[C]`, but for `mask`, bool `[C]`, and `count`, 0-d, which divides the
     entropy bonus. Masked tokens are not read. `scale` multiplies the surrogate, `kl_ratio` the KL
-    by the ratio. `surrogate` is `"clip"`, `"cispo"`, `"sapo"`, `"reinforce"` or `"dppo_tv"`, `low`
-    and `high` the interval that a ratio (`dppo_tv`: a probability's change) is clipped to. Bounds
-    of None do not bound.
+    by the ratio. Surrogates of a ratio r and an advantage A, `low` and `high` being of the first:
+
+        "clip"     -min(min(r, ratio_max) A, clip(r, low, high) A), at most dual_clip |A| if A < 0
+        "cispo"    -min(r, ratio_max) A logp, the bounded ratio being a constant
+
+    `kl_estimator` is `"k1"`, `"k2"` or `"k3"`. Bounds of None do not bound.
     """
+    assert surrogate in ("clip", "cispo") and kl_estimator in ("k1", "k2", "k3")
     N = logps.shape[0]
     has_entropy = entropy is not None and entropy_coef != 0.0
     if N == 0:
@@ -225,18 +193,17 @@ def policy_loss(
         # Both rows begin where vectors do.
         d_logps, d_entropy = logps.new_empty((2, triton.cdiv(N, 4) * 4))[:, :N]
     optional = (mask, old_logps, ref_logps, scale, entropy)
-    with _device_of(logps):
+    with device_of(logps):
         policy_loss_kernel[(blocks,)](
             logps, advantages, weights, *(logps if x is None else x for x in optional),
             count, d_logps, d_entropy, partials,
             N,
-            float(low), float(high), _bound(ratio_max), _bound(dual_clip), float(tau_pos),
-            float(tau_neg), float(beta), float(kl_clamp or 0.0), float(entropy_coef),
+            float(low), float(high), _bound(ratio_max), _bound(dual_clip), float(beta),
+            float(entropy_coef),
             SURROGATE=surrogate, KL_ESTIMATOR=kl_estimator,
             HAS_MASK=mask is not None, HAS_OLD=old_logps is not None,
-            HAS_KL=beta != 0.0, HAS_KL_CLAMP=kl_clamp is not None,
-            HAS_KL_RATIO=kl_ratio, HAS_SCALE=scale is not None,
-            HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
+            HAS_KL=beta != 0.0, HAS_KL_RATIO=kl_ratio,
+            HAS_SCALE=scale is not None, HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
             BLOCK_N=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     return PolicyLoss(

@@ -1,8 +1,8 @@
-"""Records the words that sampling kept, so that a loss can be over the policy that acted.
+"""Records what sampling kept, so that a loss can be over the policy that acted.
 
     recorder = SupportRecorder(temperature=0.7, top_p=0.9)
     out = model.generate(ids, logits_processor=[recorder], **recorder.generate_options())
-    supports = recorder.supports(lengths)       # per row: token_ids, offsets
+    supports = recorder.supports(lengths)       # a Support per row
     support = batch_support(supports, out.shape[1] - ids.shape[1])      # of grpo_kernels
 
 transformers runs processors of the caller before its own warpers. So the recorder applies the
@@ -12,10 +12,13 @@ warpers itself, in the order of `generate`, which is then told to truncate nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..head import Support
 
 try:
     from transformers import (
@@ -32,10 +35,6 @@ except ImportError as error:
     ) from error
 
 
-# The words kept for each token of a sequence, or of a batch: token_ids [K], offsets [N + 1].
-Support = tuple[Tensor, Tensor]
-
-
 class SupportRecorder(LogitsProcessor):
     """Truncates as `generate` does, and keeps the ids that are left for each sampled token.
 
@@ -43,7 +42,7 @@ class SupportRecorder(LogitsProcessor):
 
     Args:
         temperature: divides the logits, > 0.
-        top_k: the number of words to keep; 0 keeps all.
+        top_k: the number of tokens to keep; 0 keeps all.
         top_p: the probability to keep; 1 keeps all.
         min_p: the least probability to keep, as a share of the largest; None or 0 keeps all.
     """
@@ -96,15 +95,13 @@ class SupportRecorder(LogitsProcessor):
         return scores
 
     def supports(self, lengths: Sequence[int]) -> list[Support]:
-        """Returns `token_ids` and `offsets` of each row, on the CPU.
-
-        The words kept for token i of a row are `token_ids[offsets[i] : offsets[i + 1]]`.
+        """Returns the support of each row, on the CPU.
 
         Args:
             lengths: the tokens of each row that count; what was sampled after them is dropped.
 
         Returns:
-            Per row int32 `token_ids [K]` and int64 `offsets [length + 1]`.
+            Per row a `Support` of int32 `token_ids [K]` and int64 `offsets [length + 1]`.
 
         Raises:
             ValueError: lengths that do not fit what was recorded.
@@ -115,13 +112,19 @@ class SupportRecorder(LogitsProcessor):
                 f"lengths: expected {rows} numbers up to {len(self._steps)}, as recorded; got "
                 f"{len(lengths)} up to {max(lengths, default=0)}"
             )
-        words = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
+        kept = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
         counts = [step_counts for _, step_counts in self._steps]
         empty, zero = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         return [
-            (
-                torch.cat([empty, *(step[row] for step in words[:length])]),
+            Support(
+                torch.cat([empty, *(step[row] for step in kept[:length])]),
                 torch.stack([zero[0], *(step[row] for step in counts[:length])]).cumsum(0),
             )
             for row, length in enumerate(lengths)
         ]
+
+
+def support_of(kept: Sequence[Sequence[int]]) -> Support:
+    """The support of tokens with these kept sets, as an engine that reports them has them."""
+    token_ids = torch.tensor([*chain.from_iterable(kept)], dtype=torch.int32)
+    return Support(token_ids, torch.tensor([0, *map(len, kept)]).cumsum(0))

@@ -13,12 +13,13 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 - `vespo` with `vllm_is_ratio` and no `old_per_token_logps` makes the policy's log-probs once more,
   to turn the ratio into those of the sampler.
 - `compiled` and `chunk_size` have no effect: nothing here is compiled, and the chunk size is a
-  budget in bytes, `chunk_bytes`.
-- A call also takes `support`, the words that top-p, top-k or min-p kept for each token.
+  budget in bytes, `Execution.chunk_bytes`.
+- A call also takes `support`, what top-p, top-k or min-p kept for each token.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -26,13 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..advantages import apply_is_weights
+from ..arguments import scalar
+from ..checks import FLOATS, check_tensor
 from ..config import GRPOLossConfig
+from ..execution import Execution
 from ..fused_grpo_loss import fused_grpo_loss
-from ..hf_head import apply_is_weights, check_head_options
-from ..inputs import loss_inputs, scalar
-from ..layout import FLOATS, Layout, ValueChecks, check_tensor
+from ..head import LMHead, Support
 from ..linear_logprobs import linear_logprobs
-from ..objective import Tokens, clipped_tokens, importance_ratio
+from .reused import Reused
 
 # Liger refuses the sequence level with these.
 _TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")
@@ -75,11 +78,12 @@ class FusedLinearGRPOLoss(nn.Module):
         temperature: divides the logits.
         delta, use_bias_correction_kl: as in `GRPOLossConfig`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
-        head_options: `backward`, `tolerance`, `seed` (a `torch.Generator`), `backend`,
-            `chunk_bytes`, `logits_dtype`, `batch_invariant`, `matmul` of `fused_grpo_loss`.
+        execution: how calls are computed; the seed of a sampled backward is a `torch.Generator`,
+            or None.
+        logits_dtype: as in `LMHead`.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an option of another type.
         ValueError: as in `GRPOLossConfig`; the sequence level with a loss type that has none.
     """
 
@@ -103,7 +107,8 @@ class FusedLinearGRPOLoss(nn.Module):
         vespo_lambda_pos: float = 3.0,
         vespo_k_neg: float = 3.0,
         vespo_lambda_neg: float = 2.0,
-        **head_options: Any,
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+        logits_dtype: str = "fp32",
     ) -> None:
         super().__init__()
         if not isinstance(loss_type, str):
@@ -114,7 +119,6 @@ class FusedLinearGRPOLoss(nn.Module):
                 f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
                 "importance_sampling_level: expected 'token'; got 'sequence'"
             )
-        check_head_options(head_options, reused=True)
         given = {
             "epsilon": epsilon_low,
             "epsilon_high": epsilon_high,
@@ -129,15 +133,20 @@ class FusedLinearGRPOLoss(nn.Module):
         }
         options: dict[str, Any] = {name: given[name] for name in _USED.get(loss_type, _CLIP)}
         self.beta, self.use_ref_model = beta, use_ref_model
-        self.head_options = head_options
+        self.head_options = Reused(temperature, logits_dtype, execution)
         self.config = GRPOLossConfig(
             loss_type=loss_type,
             beta=beta if use_ref_model else 0.0,
-            temperature=temperature,
             importance_sampling_level=importance_sampling_level,
             use_bias_correction_kl=use_bias_correction_kl,
             **options,
         )
+        # Ratios outside are clipped, as the metric counts them.
+        self.clip_range = (-math.inf, math.inf)
+        if loss_type == "cispo":
+            self.clip_range = (-math.inf, epsilon_high)
+        elif "epsilon" in options:
+            self.clip_range = (1.0 - epsilon_low, 1.0 + epsilon_high)
 
     def forward(
         self,
@@ -154,7 +163,7 @@ class FusedLinearGRPOLoss(nn.Module):
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
-        support: tuple[Tensor, Tensor] | None = None,
+        support: Support | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the loss, 0-d, and the metrics, 0-d each.
 
@@ -177,9 +186,9 @@ class FusedLinearGRPOLoss(nn.Module):
                 correct for another sampler.
             num_items_in_batch: for `dapo`, `cispo` and `vespo`, the tokens of the whole step over
                 all ranks; None counts those of this call over all ranks.
-            support: `(token_ids, offsets)`, the words that sampling kept for each of the `B * T`
-                tokens, as in `fused_grpo_loss`; also those of log-probs computed from `ref_input`.
-                `old_per_token_logps` and `ref_per_token_logps` have to be over them as they come.
+            support: what sampling kept for each of the `B * T` tokens, as in `fused_grpo_loss`;
+                log-probs computed from `ref_input` are over it, too, and `old_per_token_logps` and
+                `ref_per_token_logps` have to be as they come.
 
         Raises:
             TypeError, ValueError: as in `fused_grpo_loss`, under its names; a reference with
@@ -188,85 +197,105 @@ class FusedLinearGRPOLoss(nn.Module):
         config = self.config
         targets = check_tensor("selected_token_ids", selected_token_ids)
         mask = check_tensor("attention_mask", attention_mask, shape=targets.shape)
-        replay: dict[str, Any] = {} if support is None else {"support": support}
-        ref_logps = self._ref_logps(
-            selected_token_ids, mask, ref_per_token_logps, ref_input, ref_weight, ref_bias, replay
-        )
-        arguments: dict[str, Any] = {
-            "advantages": advantages,
-            "old_logps": old_per_token_logps,
-            "ref_logps": ref_logps,
-        }
+        head = self._head(lin_weight, bias)
+        ref_logps, old_logps = ref_per_token_logps, old_per_token_logps
+        self._check_reference(ref_logps, ref_input, ref_weight)
+        if self.use_ref_model and ref_logps is None:
+            assert ref_input is not None and ref_weight is not None
+            ref_head = self._head(ref_weight, ref_bias)
+            ref_logps = self._logps(ref_input, ref_head, targets, mask, support)
+        sampling_logps = None
         if vllm_is_ratio is not None:
-            _check_is_weights(vllm_is_ratio, advantages, old_per_token_logps, mask)
-            if config.loss_type == "vespo" and old_per_token_logps is None:
-                arguments["old_logps"] = self._logps(
-                    _input, lin_weight, selected_token_ids, mask, bias, self.head_options | replay
-                )
-            config, arguments = _with_is_weights(config, vllm_is_ratio, mask, arguments)
+            _check_is_weights(vllm_is_ratio, advantages, old_logps, mask)
+        if vllm_is_ratio is not None and config.loss_type == "vespo":
+            # It sums the log of the weights over a sequence, which is computed from the sampler's
+            # log-probs.
+            if old_logps is None:
+                old_logps = self._logps(_input, head, targets, mask, support)
+            sampling_logps = old_logps - _log_weights(vllm_is_ratio, mask)
+            config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
+        weighted = advantages
+        if vllm_is_ratio is not None and sampling_logps is None:
+            weighted = apply_is_weights(advantages, vllm_is_ratio, mask)
         num_items = None
         if config.loss_type in _STEP_WIDE:
             num_items = _tokens_per_rank(num_items_in_batch, mask)
         out = fused_grpo_loss(
             _input,
-            lin_weight,
-            selected_token_ids,
-            mask=mask,
-            bias=bias,
+            head,
+            targets,
+            weighted,
+            mask,
+            old_logps=old_logps,
+            ref_logps=ref_logps,
+            sampling_logps=sampling_logps,
+            support=support,
             config=config,
             num_items=num_items,
-            **arguments,
-            **self.head_options,
-            **replay,
+            execution=self.head_options.execution,
         )
-        clipped = _clipped_share(self.config, out.logps, advantages, mask, old_per_token_logps)
+        clipped = self._clipped_share(out.logps, advantages, mask, old_per_token_logps)
         if not self.beta:
             return out.loss, (clipped,)
         kl = out.metrics["kl"] if config.beta else torch.zeros_like(out.loss)
         return out.loss, (kl, clipped)
 
-    def _ref_logps(
-        self,
-        targets: Tensor,
-        mask: Tensor,
-        logps: Tensor | None,
-        hidden: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        replay: dict[str, Any],
-    ) -> Tensor | None:
+    def _head(self, weight: Tensor, bias: Tensor | None) -> LMHead:
+        options = self.head_options
+        return LMHead(
+            weight, bias, temperature=options.temperature, logits_dtype=options.logits_dtype
+        )
+
+    def _check_reference(
+        self, logps: Tensor | None, hidden: Tensor | None, weight: Tensor | None
+    ) -> None:
+        """Refuses a reference that is not wanted, or none where one is."""
         if not self.use_ref_model:
             if logps is not None or hidden is not None:
                 name = "ref_input" if logps is None else "ref_per_token_logps"
                 raise ValueError(f"{name}: expected None with use_ref_model=False; got a tensor")
-            return None
-        if logps is not None:
-            if hidden is not None:
-                warnings.warn(
-                    "Both ref_per_token_logps and ref_input are provided. Using "
-                    "ref_per_token_logps, as Liger does",
-                    stacklevel=3,
-                )
-            return logps
-        if hidden is None or weight is None:
+        elif logps is not None and hidden is not None:
+            warnings.warn(
+                "Both ref_per_token_logps and ref_input are provided. Using "
+                "ref_per_token_logps, as Liger does",
+                stacklevel=3,
+            )
+        elif logps is None and (hidden is None or weight is None):
             raise ValueError(
                 "ref_per_token_logps: expected [B, T] log-probs, or ref_input and ref_weight, with "
                 "use_ref_model=True; got None"
             )
-        return self._logps(hidden, weight, targets, mask, bias, replay)
 
     @torch.no_grad()
     def _logps(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        head: LMHead,
         targets: Tensor,
         mask: Tensor,
-        bias: Tensor | None,
-        head: dict[str, Any],
+        support: Support | None,
     ) -> Tensor:
-        options = {"bias": bias, "mask": mask, "temperature": self.config.temperature, **head}
-        return linear_logprobs(hidden, weight, targets, **options).logps
+        execution = replace(self.head_options.execution, backward=None)
+        return linear_logprobs(
+            hidden, head, targets, mask, support=support, execution=execution
+        ).logps
+
+    @torch.no_grad()
+    def _clipped_share(
+        self, logps: Tensor, advantages: Tensor, mask: Tensor, old_logps: Tensor | None
+    ) -> Tensor:
+        """The share of unmasked tokens whose own or whose sequence's ratio is clipped."""
+        counts, (low, high) = mask != 0, self.clip_range
+        log_ratio = torch.zeros_like(logps)
+        if old_logps is not None:
+            log_ratio = torch.where(counts, logps - old_logps, log_ratio)
+        if self.config.importance_sampling_level == "sequence":
+            length = counts.sum(1, keepdim=True).clamp(min=1)
+            log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logps)
+        ratio = log_ratio.exp()
+        A = advantages if advantages.ndim == 2 else advantages[:, None]
+        clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))
+        return (clipped & counts).sum() / counts.sum().clamp(min=1)
 
 
 def _check_is_weights(weights: object, advantages: object, old_logps: object, mask: Tensor) -> None:
@@ -288,24 +317,15 @@ def _check_is_weights(weights: object, advantages: object, old_logps: object, ma
         )
 
 
-def _with_is_weights(
-    config: GRPOLossConfig, weights: Tensor, mask: Tensor, arguments: dict[str, Any]
-) -> tuple[GRPOLossConfig, dict[str, Any]]:
-    """Puts importance-sampling weights into the config and arguments of `fused_grpo_loss`."""
-    if config.loss_type != "vespo":
-        advantages = apply_is_weights(arguments["advantages"], weights, mask)
-        return config, arguments | {"advantages": advantages}
-    # vespo sums the log of the weights over a sequence, which `fused_grpo_loss` computes from the
-    # sampler's log-probs.
+def _log_weights(weights: Tensor, mask: Tensor) -> Tensor:
+    """The log of importance-sampling weights; one per sequence is put on its first token."""
     log_weights = weights.float().clamp(min=1e-8).log()
     if log_weights.ndim == 1:
         log_weights = log_weights[:, None]
     if log_weights.shape[1] == 1 and mask.shape[1] > 1:
-        # A weight per sequence enters the sum once: on the sequence's first token.
         first = mask.bool() & (mask.bool().cumsum(1) == 1)
         log_weights = torch.where(first, log_weights, 0.0)
-    config = replace(config, is_correction="token_truncate", is_clip_max=float(2**30))
-    return config, arguments | {"sampling_logps": arguments["old_logps"] - log_weights}
+    return log_weights
 
 
 def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
@@ -323,32 +343,3 @@ def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
     ranks = torch.distributed.get_world_size() if distributed else 1
     total = total / ranks
     return torch.where(total < 0, total, total.clamp(min=1))  # a tensor below 0 is refused
-
-
-@torch.no_grad()
-def _clipped_share(
-    config: GRPOLossConfig,
-    logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    old_logps: Tensor | None,
-) -> Tensor:
-    """Returns the share of unmasked tokens whose own or whose sequence's ratio is clipped."""
-    config = replace(config, beta=0.0, delta=None)
-    checks = ValueChecks()
-    layout = Layout.of("attention_mask", mask, None, checks)
-    inputs = loss_inputs(
-        config,
-        layout,
-        checks,
-        advantages,
-        layout.flat_mask(mask, checks),
-        num_items=None,
-        entropy_threshold=None,
-        old_logps=old_logps,
-        ref_logps=None,
-        sampling_logps=None,
-    )
-    tokens = Tokens.of(inputs, logps.flatten(), None)
-    low, high = clipped_tokens(config, tokens, importance_ratio(config, tokens))
-    return ((low | high) & (tokens.mask != 0)).sum() / tokens.mask.sum().clamp(min=1)

@@ -25,21 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_config
+from ..checks import INTEGERS, check_tensor
 from ..config import GRPOLossConfig
+from ..execution import Execution, check_execution
 from ..fused_grpo_loss import fused_grpo_loss
+from ..head import LMHead, Support
 from ..hf_head import (
     base_model,
-    check_head_options,
     check_logits,
-    full_tensor,
     head_of,
     is_prompt_learning,
     is_sharded,
     register_with_zero3,
 )
-from ..inputs import check_config
-from ..layout import INTEGERS, check_tensor
 from ..linear_logprobs import linear_logprobs
+from .reused import Reused
 
 try:
     from transformers import PreTrainedModel
@@ -98,17 +99,15 @@ class Objective:
         mask: bool or 0/1, the tokens that count among the labels other than -100.
         old_logps, ref_logps, sampling_logps: as in `fused_grpo_loss`.
         ce_weights: as in `fused_grpo_loss`; 0 where the label is -100.
-        config: as in `fused_grpo_loss`, but without a temperature, which belongs to the head.
-        num_items, entropy_threshold: as in `fused_grpo_loss`.
-        support: `(token_ids, offsets)`, the words kept for each token, as in `fused_grpo_loss`,
-            with the tokens in the row-major order of the log-probs. Also without advantages.
-        head_options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `logits_dtype`, `batch_invariant`, `matmul` of this call; they take precedence over
-            those of `attach_fused_head`.
+        config, num_items: as in `fused_grpo_loss`.
+        support: what sampling kept for each token, as in `fused_grpo_loss`, with the tokens in the
+            row-major order of the log-probs. Also without advantages.
+        temperature: divides the logits of this call; None: as attached.
+        execution: of this call; None: as attached.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: an argument of the loss without advantages, or a temperature in the config.
+        TypeError: no config, or no execution.
+        ValueError: an argument of the loss without advantages.
     """
 
     def __init__(
@@ -122,13 +121,14 @@ class Objective:
         ce_weights: Tensor | None = None,
         config: GRPOLossConfig | None = None,
         num_items: float | Tensor | None = None,
-        entropy_threshold: float | Tensor | None = None,
-        support: tuple[Tensor, Tensor] | None = None,
-        **head_options: Any,
+        support: Support | None = None,
+        temperature: float | Tensor | None = None,
+        execution: Execution | None = None,
     ) -> None:
-        check_head_options(head_options)
         if config is not None:
             check_config(config)
+        if execution is not None:
+            check_execution(execution)
         optional = {
             "old_logps": old_logps,
             "ref_logps": ref_logps,
@@ -136,22 +136,14 @@ class Objective:
             "ce_weights": ce_weights,
             "config": config,
             "num_items": num_items,
-            "entropy_threshold": entropy_threshold,
         }
-        self.loss_options = {name: x for name, x in optional.items() if x is not None}
-        if advantages is None and self.loss_options:
+        self.loss_arguments = {name: x for name, x in optional.items() if x is not None}
+        if advantages is None and self.loss_arguments:
             raise ValueError(
-                f"advantages: expected a tensor, as {', '.join(self.loss_options)} came; got None"
-            )
-        if config is not None and config.temperature != 1.0:
-            raise ValueError(
-                "config: expected temperature 1.0, as a call for log-probs alone has no config: "
-                "give the temperature to attach_fused_head or to Objective; got "
-                f"{config.temperature}"
+                f"advantages: expected a tensor, as {', '.join(self.loss_arguments)} came; got None"
             )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
-        self.support = support
-        self.head_options = head_options
+        self.support, self.temperature, self.execution = support, temperature, execution
         self.output: FusedHeadOutput | None = None
 
 
@@ -162,7 +154,7 @@ class _Attached:
     own_forward: Any  # the model's bound forward from before
     in_instance: bool  # own_forward was an attribute of the instance, not of the class
     float32: bool
-    options: dict[str, Any]
+    options: Reused
     argument_names: list[str]  # of own_forward, in order
     forward: Any = None  # the replacement
 
@@ -173,7 +165,9 @@ def attach_fused_head(
     keyword: str = "fused_head",
     float32: bool = False,
     check: bool = True,
-    **options: Any,
+    temperature: float = 1.0,
+    logits_dtype: str = "fp32",
+    execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> None:
     """Makes a causal language model accept `fused_head=`, which skips its logits.
 
@@ -198,16 +192,17 @@ def attach_fused_head(
         float32: multiply hidden states and head in float32, outside autocast.
         check: compare with the model's own logits on a few ids, at the cost of one forward. Skipped
             if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
-        options: `temperature`, `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `logits_dtype`, `batch_invariant`, `matmul` of `linear_logprobs` for all calls. `seed`
-            is a `torch.Generator` here, as an int would draw the same columns in every call.
+        temperature: divides the logits of all calls, as in `LMHead`.
+        logits_dtype: of all calls, as in `LMHead`.
+        execution: of all calls. The seed of a sampled backward is then a `torch.Generator`, or
+            None, as an int would draw the same columns in every call.
 
     Raises:
-        TypeError: the model is not one of transformers, or an option is unknown.
+        TypeError: the model is not one of transformers, or an option is of another type.
         ValueError: PEFT with virtual tokens, an encoder-decoder, a head attached already, or
             logits that are not such a linear layer.
     """
-    check_head_options(options, reused=True)
+    options = Reused(temperature, logits_dtype, execution)
     if is_prompt_learning(model):
         raise ValueError(
             "model: expected adapters inside the layers (such as LoRA), or none; got PEFT's "
@@ -230,7 +225,7 @@ def attach_fused_head(
     _replace_forward(model, keyword, float32, options)
 
 
-def _replace_forward(model: Any, keyword: str, float32: bool, options: dict[str, Any]) -> None:
+def _replace_forward(model: Any, keyword: str, float32: bool, options: Reused) -> None:
     """Makes the model's forward hand calls with the keyword to `_fused_forward`."""
     signature = inspect.signature(type(model).forward)
     names = [*signature.parameters][1:]
@@ -300,12 +295,16 @@ def _fused_forward(
     device = head.weight.device
     hidden, targets = (x.to(device) for x in labels.align(outputs.last_hidden_state))
     precision: AbstractContextManager[Any] = nullcontext()
+    options = attached.options
     if attached.float32:
         hidden = hidden.float()
         precision = torch.autocast(device.type, enabled=False)
+    given = objective.temperature
+    temperature = options.temperature if given is None else _to(device, given)
     with precision:
-        options = head.arguments(hidden) | attached.options | objective.head_options
-        out = _score(full_tensor(head.weight), hidden, targets, options, objective)
+        lm_head = head.at(hidden, temperature=temperature, logits_dtype=options.logits_dtype)
+        execution = objective.execution or options.execution
+        out = _score(hidden, lm_head, targets, objective, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
@@ -377,28 +376,40 @@ class _Labels:
         return hidden[:, -self.keep :], targets[:, -self.keep :]
 
 
-def _score(
-    weight: Tensor, hidden: Tensor, targets: Tensor, options: dict[str, Any], objective: Objective
-) -> FusedHeadOutput:
-    def to_device(x: Any) -> Any:
-        # What is on the meta device stays there, and is refused by its name.
-        return x.to(weight.device) if isinstance(x, Tensor) and x.device.type != "meta" else x
+def _to(device: torch.device, x: Any) -> Any:
+    """Moves a tensor; what is on the meta device stays there, and is refused by its name."""
+    return x.to(device) if isinstance(x, Tensor) and x.device.type != "meta" else x
 
-    mask = targets != -100
+
+def _score(
+    hidden: Tensor, head: LMHead, targets: Tensor, objective: Objective, execution: Execution
+) -> FusedHeadOutput:
+    device, mask, support = hidden.device, targets != -100, objective.support
     if objective.mask is not None:
-        given = to_device(objective.mask)
+        given = _to(device, objective.mask)
         given = check_tensor("mask", given, shape=mask.shape, device=mask.device)
         mask = given.masked_fill(~mask, 0)  # other values than 0 and 1 stay, and are refused
-    if objective.support is not None:
-        options |= {"support": tuple(to_device(x) for x in objective.support)}
+    if isinstance(support, tuple) and len(support) == 2:  # anything else is refused
+        support = Support(*(_to(device, x) for x in support))
     if objective.advantages is None:
-        scored = linear_logprobs(hidden, weight, targets, mask=mask, entropy=True, **options)
+        scored = linear_logprobs(
+            hidden, head, targets, mask, entropy=True, support=support, execution=execution
+        )
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask.bool())
-    options |= {name: to_device(x) for name, x in objective.loss_options.items()}
-    out = fused_grpo_loss(hidden, weight, targets, to_device(objective.advantages), mask, **options)
+    arguments = {name: _to(device, x) for name, x in objective.loss_arguments.items()}
+    out = fused_grpo_loss(
+        hidden,
+        head,
+        targets,
+        _to(device, objective.advantages),
+        mask,
+        support=support,
+        execution=execution,
+        **arguments,
+    )
     mask = mask.bool()
-    if "ce_weights" in options:
-        mask = mask | (options["ce_weights"] != 0)
+    if "ce_weights" in arguments:
+        mask = mask | (arguments["ce_weights"] != 0)
     return FusedHeadOutput(
         loss=out.loss, logps=out.logps, entropy=out.entropy, mask=mask, metrics=out.metrics
     )

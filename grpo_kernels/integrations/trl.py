@@ -9,7 +9,7 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_support.py` and `trl_versions.py`
+TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_replay.py` and `trl_versions.py`
 alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
@@ -37,9 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..advantages import apply_is_weights
 from ..config import GRPOLossConfig
-from ..hf_head import apply_is_weights, check_head_options, head_of, is_prompt_learning
+from ..execution import Execution
+from ..head import Support
+from ..hf_head import head_of, is_prompt_learning
 from ..support import batch_support
+from .reused import Reused
 from .trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, LogitsInName, labels_of, reading
 
 # isort: split
@@ -47,9 +51,8 @@ from accelerate.utils import extract_model_from_parallel
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from .generation import Support
 from .transformers import Objective, attach_fused_head, has_fused_head
-from .trl_support import KEY, SupportReplay, masks_of_vllm
+from .trl_replay import KEY, SupportReplay, masks_of_vllm
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
@@ -65,15 +68,18 @@ _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "luspo", "dapo")
 
 
+# `attach_fused_head` with what a trainer's models have in common.
+_Attach = Callable[..., None]
+
+
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes two arguments more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes three arguments more.
 
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
-        head_options: a dict of `backward`, `tolerance`, `seed`, `backend`, `chunk_bytes`,
-            `logits_dtype`, `batch_invariant`, `matmul` of `linear_logprobs`; None leaves all at
-            their defaults.
-        replay_support: record which words `top_p`, `top_k` and `min_p` kept for each sampled token.
+        execution: how the head's calls are computed.
+        logits_dtype: as in `LMHead`.
+        replay_support: record what `top_p`, `top_k` and `min_p` kept for each sampled token.
             Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
             those of the truncated policy, which is the one that acted.
 
@@ -86,13 +92,15 @@ class FusedGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        head_options: dict[str, Any] | None = None,
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+        logits_dtype: str = "fp32",
         replay_support: bool = False,
         **kwargs: Any,
     ) -> None:
-        with _constructing(head_options or {}, replay_support):
+        attach = _attacher(execution, logits_dtype)
+        with _constructing(attach, replay_support):
             super().__init__(*args, **kwargs)
-        _prepare(self, head_options or {}, replay_support)
+        _prepare(self, attach, replay_support)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return _generate(super()._generate_single_turn, self, *args, **kwargs)
@@ -120,24 +128,30 @@ class patch_trl:
     Trainers made before the patch, or trained after it, compute as TRL's do.
 
     Args:
-        replay_support: as in `FusedGRPOTrainer`.
-        head_options: as in `FusedGRPOTrainer`, as keyword arguments.
+        replay_support, logits_dtype, execution: as in `FusedGRPOTrainer`.
 
     Raises:
         RuntimeError: TRL is patched already.
     """
 
-    def __init__(self, *, replay_support: bool = False, **head_options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        replay_support: bool = False,
+        logits_dtype: str = "fp32",
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+    ) -> None:
         if _PATCHED in vars(GRPOTrainer):
             raise RuntimeError("patch_trl: expected TRL's own trainer; it is patched: undo() first")
         wrappers: dict[str, Callable[..., Any]] = {
             _LOSS: _compute_loss, _LOGPS: _logps, _GENERATE: _generate, _SCORE: _score
         }  # fmt: skip
         own = {name: getattr(GRPOTrainer, name) for name in (*wrappers, "__init__")}
+        attach = _attacher(execution, logits_dtype)
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             own["__init__"](self, *args, **kwargs)
-            _prepare(self, head_options, replay_support)
+            _prepare(self, attach, replay_support)
 
         def wrapped(name: str) -> Callable[..., Any]:
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +159,7 @@ class patch_trl:
 
             return method
 
-        self._own, self._constructing = own, _constructing(head_options, replay_support)
+        self._own, self._constructing = own, _constructing(attach, replay_support)
         self._constructing.__enter__()
         patches = {name: wrapped(name) for name in wrappers}
         for name, patched in (*patches.items(), ("__init__", init), (_PATCHED, True)):
@@ -167,19 +181,23 @@ class patch_trl:
         self.undo()
 
 
+def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
+    Reused(logits_dtype=logits_dtype, execution=execution)  # refuses now what would be later
+    return partial(
+        attach_fused_head, keyword=_KEYWORD, logits_dtype=logits_dtype, execution=execution
+    )
+
+
 @contextmanager
-def _constructing(head_options: dict[str, Any], replay_support: bool) -> Iterator[None]:
+def _constructing(attach: _Attach, replay_support: bool) -> Iterator[None]:
     """Makes the constructor of TRL's trainer build what ours needs, within a block."""
-    with _replace_lm_head(head_options), masks_of_vllm() if replay_support else nullcontext():
+    with _replace_lm_head(attach), masks_of_vllm() if replay_support else nullcontext():
         yield
 
 
 @contextmanager
-def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
+def _replace_lm_head(attach: _Attach) -> Iterator[None]:
     """Makes the constructor of TRL's trainer put our head on its models, within a block."""
-    check_head_options(options, reused=True)
-    if "temperature" in options:
-        raise TypeError("temperature: expected it in GRPOConfig; got it for the head as well")
 
     def add_fused_lm_head(
         model: Any,
@@ -190,7 +208,7 @@ def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
         unknown = sorted(set(outputs) - {"log_probs", "entropy"})
         if unknown:
             raise ValueError(f"outputs: expected log_probs, entropy; got {unknown[0]!r}")
-        _attach(model, temperature, cast_lm_head_to_fp32, options)
+        _attach(attach, model, temperature, cast_lm_head_to_fp32)
 
     class NoLayer:
         """A class without instances: TRL then finds no adapter on the head to refuse."""
@@ -207,16 +225,16 @@ def _replace_lm_head(options: dict[str, Any]) -> Iterator[None]:
         vars(grpo_trainer).update(own)
 
 
-def _attach(model: Any, temperature: float, float32: bool, options: dict[str, Any]) -> None:
+def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> None:
     if float32 and head_of(model).adapters:
         raise ValueError(
             "cast_lm_head_to_fp32: expected False with an adapter on lm_head, as TRL's cast "
             "would leave the adapter out of sampling; got True"
         )
-    attach_fused_head(model, keyword=_KEYWORD, temperature=temperature, float32=float32, **options)
+    attach(model, temperature=temperature, float32=float32)
 
 
-def _prepare(trainer: Any, head_options: dict[str, Any], replay_support: bool) -> None:
+def _prepare(trainer: Any, attach: _Attach, replay_support: bool) -> None:
     """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
@@ -236,10 +254,8 @@ def _prepare(trainer: Any, head_options: dict[str, Any], replay_support: bool) -
                 "head; got True"
             )
         for model in filter(None, (trainer.model, trainer.ref_model)):
-            _attach(
-                extract_model_from_parallel(model), trainer.temperature,
-                trainer.args.cast_lm_head_to_fp32, head_options,
-            )  # fmt: skip
+            inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32
+            _attach(attach, inner, trainer.temperature, float32)
     if _is_token_local(trainer):
         _loss_config(trainer, 1)  # raises now what would be raised in the first step
     trainer._support_replay = SupportReplay(trainer) if replay_support else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..config import check_choice
+from ..execution import Execution
+from ..head import LMHead, Support, VocabRanks
 from ..linear_logprobs import linear_logprobs
 
 if TYPE_CHECKING:
@@ -20,7 +22,11 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: ProcessGroup | None = None,
-    **head_options: Any,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    support: Support | None = None,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs of the labels and entropies, both differentiable, without the logits.
 
@@ -38,9 +44,11 @@ def linear_cross_entropy(
         reduction: `"none"`, `"sum"` or `"mean"` of the log-probs, which are not negated.
         dist_process_group: ranks that share the vocabulary, in the order of its columns. As with
             verl's kernel the gradient of `hidden` is then this rank's part, which the caller adds
-            up; `vocab_group=` of `linear_logprobs` does that itself.
-        head_options: `mask`, `bias`, `support`, `backward`, ... of `linear_logprobs`. With a
-            `support` both results are those of the truncated policy.
+            up: `VocabRanks(group, hidden="partial")`.
+        mask: as in `linear_logprobs`.
+        bias: `[V]`, as in `LMHead`.
+        support: as in `linear_logprobs`; both results are then those of the truncated policy.
+        execution: as in `linear_logprobs`.
 
     Returns:
         `logprobs` and `entropy` (nats), float32, in the shape of the labels (verl's are flat);
@@ -49,11 +57,13 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: as in `linear_logprobs`.
     """
-    if dist_process_group is not None:
-        head_options |= {"vocab_group": dist_process_group, "hidden_layout": "partial"}
     check_choice("reduction", reduction, ("none", "sum", "mean"))
+    ranks = None
+    if dist_process_group is not None:
+        ranks = VocabRanks(dist_process_group, hidden="partial")
+    head = LMHead(weight, bias, temperature=temperature, ranks=ranks)
     out = linear_logprobs(
-        hidden, weight, labels, temperature=temperature, entropy=True, **head_options
+        hidden, head, labels, mask, entropy=True, support=support, execution=execution
     )
     assert out.entropy is not None
     logps = out.logps if reduction == "none" else getattr(out.logps, reduction)()

@@ -31,7 +31,7 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker; each name has to be none of the worker's own."""
 
     def grpo_kernels_about(self) -> dict[str, Any]:
-        """What a client has to know of the engine, and the tag of the weights it was sent."""
+        """The facts of the engine that a client needs, and the tag of the weights it was sent."""
         import vllm
 
         config = self.model_config  # type: ignore[attr-defined]

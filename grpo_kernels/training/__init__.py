@@ -5,7 +5,7 @@ from .command_line import parse_config
 from .config import TrainingConfig
 from .data import load as load_problems
 from .loading import load_model, resolve_model, upper_half
-from .rollout import Completion, Rollout, SamplingParams, Support
+from .rollout import Completion, Rollout, SamplingParams
 from .samples import Samples
 from .trainer import Trainer
 
@@ -14,7 +14,6 @@ __all__ = [
     "Rollout",
     "Samples",
     "SamplingParams",
-    "Support",
     "Trainer",
     "TrainingConfig",
     "load_model",

@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +101,14 @@ def save(
 
 
 class _Failed(Exception):
-    """What a process could not write or read."""
+    """An error of a process that could not write or read."""
 
 
 def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
     """Does the work; returns the first error in any process, or None, and the same in all."""
     try:
         # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
-        with ranks.alike(accelerator, _Failed, others=""):
+        with ranks.raise_on_all_ranks(accelerator, _Failed, others=""):
             work()
     except _Failed as error:
         return str(error)
@@ -217,7 +216,8 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
         ValueError: names each such option with both values.
     """
     # Options that came later were as their defaults are.
-    before = asdict(TrainingConfig(model=str(state["config"].get("model")))) | state["config"]
+    before: Mapping[str, Any] = state["config"]
+    before = {**TrainingConfig(model=str(before.get("model"))).as_json(), **before}
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)

@@ -7,11 +7,19 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import GRPOLossConfig, check_choice, check_number
-from ..head_call import DEFAULT_TOLERANCE, LOGITS_DTYPES
+from ..execution import Execution
+from ..head import LOGITS_DTYPES
 from .word_problems import LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _LossType = str | Callable[[Any], Any]
+else:
+    _LossType = str  # what the command line takes
 
 PRECISIONS = ("auto", "no", "bf16")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -20,8 +28,9 @@ BACKWARDS = ("exact", "sampled")
 HEADS = ("gathered", "sharded")
 ROLLOUTS = ("generate", "continuous_batching", "vllm")
 VLLM_MODES = ("colocate", "server")
-# An option of the loss that is one of sampling here: completions have a length in every run.
-_NOT_OF_THE_LOSS = {"max_completion_length"}
+# Of the loss's options one is of sampling here, as completions have a length in every run, and one
+# is computed for each rollout.
+_NOT_OF_THE_LOSS = {"max_completion_length", "entropy_threshold"}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -44,7 +53,8 @@ class TrainingConfig:
     """A training run, validated when made, before anything is loaded.
 
     `python examples/train_gsm8k.py --help` lists every option with its unit and default; options of
-    the loss are those of `GRPOLossConfig`.
+    the loss are those of `GRPOLossConfig`. In Python `loss_type` may be an instance of a loss class
+    as well, or a callable; `config.json` and checkpoints have its `repr`.
 
     Raises:
         ValueError, TypeError: names the option, what was expected and what came.
@@ -162,7 +172,7 @@ class TrainingConfig:
     )
 
     # The loss
-    loss_type: str = _of_loss("loss_type")
+    loss_type: _LossType = _of_loss("loss_type")
     beta: float = _of_loss("beta")
     epsilon: float = _of_loss("epsilon")
     epsilon_high: float | None = _of_loss("epsilon_high")
@@ -170,7 +180,9 @@ class TrainingConfig:
     dual_clip: float | None = _of_loss("dual_clip")
     importance_sampling_level: str = _of_loss("importance_sampling_level")
     aggregation: str | None = _of_loss("aggregation")
-    temperature: float = _of_loss("temperature")
+    temperature: float = _option(
+        1.0, "divisor of the logits, > 0, when completions are sampled and trained on"
+    )
     kl_estimator: str = _of_loss("kl_estimator")
     kl_clamp: float | None = _of_loss("kl_clamp")
     use_bias_correction_kl: bool = _of_loss("use_bias_correction_kl")
@@ -206,7 +218,7 @@ class TrainingConfig:
     backward: str = _option(
         "exact", "backward of the head: exact, or sampled (docs/sampled_backward.md)"
     )
-    tolerance: float = _option(DEFAULT_TOLERANCE, "relative noise of a sampled backward")
+    tolerance: float = _option(5e-3, "relative noise of a sampled backward")
 
     # Updates
     epochs_per_rollout: int = _option(1, "times that each rollout is trained on")
@@ -262,7 +274,7 @@ class TrainingConfig:
                      "resample_equal_groups", "reward_timeout", "max_memory_gib",
                      "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
-        for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha",
+        for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha", "temperature",
                      "vllm_server_timeout", "vllm_request_timeout"):  # fmt: skip
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
@@ -285,25 +297,29 @@ class TrainingConfig:
         self._check("vllm_gpu_memory_utilization", "a number in (0, 1]", lambda x: 0 < x <= 1)
         check_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
         self._check_together()
-        loss = self.loss()  # its own checks
-        reason = loss.two_pass_reason(has_old_logps=False, has_entropy_threshold=True)
-        if self.backward == "sampled" and reason is not None:
-            raise ValueError(
-                "backward: expected exact, as the sampled one is for losses of one pass, and "
-                f"{reason}; got sampled"
-            )
+        self.loss()  # its own checks
 
     def loss(self) -> GRPOLossConfig:
         """The config of the loss."""
         names = {f.name for f in fields(GRPOLossConfig)} - _NOT_OF_THE_LOSS
         options = {name: getattr(self, name) for name in names}
-        if (self.aggregation or self.loss_type) == "dr_grpo":
+        # An instance of a loss, or a callable, may say its own.
+        own = getattr(self.loss_type, "aggregation", self.loss_type)
+        if (self.aggregation or own) == "dr_grpo":
             options["max_completion_length"] = self.max_completion_length
         return GRPOLossConfig(**options)
 
-    def head_options(self) -> dict[str, Any]:
-        """The options of every call over the head."""
-        return {"logits_dtype": self.logits_dtype, "batch_invariant": self.batch_invariant}
+    def execution(self) -> Execution:
+        """The `Execution` of every call over the head, with the exact backward."""
+        return Execution(batch_invariant=self.batch_invariant)
+
+    def as_json(self) -> dict[str, Any]:
+        """The options by name, as JSON takes them."""
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not isinstance(self.loss_type, str):
+            # Without an address, which is another one when the run goes on.
+            options["loss_type"] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self.loss_type))
+        return options
 
     @property
     def folder(self) -> Path:
@@ -350,8 +366,8 @@ class TrainingConfig:
     def _check_types(self) -> None:
         for option in fields(self):
             value, kind = getattr(self, option.name), KINDS[option.name]
-            if value is None and "None" in kind:
-                continue
+            if (value is None and "None" in kind) or option.name == "loss_type":
+                continue  # the loss's config checks that
             if kind.startswith("list"):
                 inner: Any = {"list[str]": str, "list[int]": int}.get(kind, (int, float))
                 if not isinstance(value, list) or not all(isinstance(x, inner) for x in value):
@@ -422,8 +438,8 @@ class TrainingConfig:
                 raise ValueError(
                     f"trainable: expected a regular expression; got {self.trainable!r} ({error})"
                 ) from None
-        if self.backward == "exact" and self.tolerance != DEFAULT_TOLERANCE:
-            refuse("tolerance", f"{DEFAULT_TOLERANCE} with backward='exact', which has no noise")
+        if self.backward == "exact" and self.tolerance != DEFAULTS["tolerance"]:
+            refuse("tolerance", f"{DEFAULTS['tolerance']} with backward='exact', without noise")
         if self.eval_every and not self.eval_size:
             refuse("eval_every", "0 where eval_size is 0")
         if self.top_entropy_quantile < 1 and self.entropy_coef:

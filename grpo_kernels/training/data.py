@@ -112,7 +112,7 @@ def short_enough(
 
 
 class Course:
-    """Which problems come next: in every epoch all of them, newly shuffled.
+    """The order of problems: in every epoch all of them, newly shuffled.
 
     With a threshold, problems of the lowest level come first. When the samples' accuracy at the
     highest level that is open reaches it, as a mean of `WINDOW` steps, the next level opens.

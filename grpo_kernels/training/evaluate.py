@@ -30,7 +30,7 @@ from .rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .rollout import Sampler, words_of
+from .rollout import Sampler, vocabulary_of
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
@@ -140,7 +140,7 @@ def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float,
 
 
 def of_samples(answers: Sequence[dict[str, Any]], count: int) -> dict[str, Share]:
-    """What several samples per problem show: `name: (mean, low, high)` over problems, 95 %.
+    """Figures of several samples per problem: `name: (mean, low, high)` over problems, 95 %.
 
     `accuracy` is that of one sample, `pass@k` the probability that one of k is right (without bias
     where k is less than `count`: Chen et al. 2021, arXiv:2107.03374), `majority@count` that of the
@@ -171,7 +171,7 @@ def _mean_of(values: Sequence[float]) -> Share:
 
 
 def _majority(group: Sequence[dict[str, Any]]) -> bool:
-    """Whether the answer that is given most often is right; of equally many, the first."""
+    """True if the answer that is given most often is right; of equally many, the first."""
     given = [marked_answer(answer["completion"]) for answer in group]
     numbers = [None if text is None else number_of(text) for text in given]
     keys = [x if n is None else n for x, n in zip(given, numbers, strict=True)]
@@ -205,9 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems = short_enough(problems, encode, config.max_prompt_length, log.say)
     if not problems:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
-    policy = Policy(model.to(accelerator.device).eval(), share_prompts=config.share_prompts)
+    policy = Policy.of_run(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, encode, config, accelerator, words_of(model))
+    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model))
     log.open(-1)
 
     def ask(count: int) -> Evaluation:

@@ -1,4 +1,4 @@
-"""What ends a step before its time, in every process alike: signals, and memory that runs out."""
+"""What ends a step before its time, in all processes: signals, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..row_plan import ran_out_of_memory
+from ..retry import ran_out_of_memory
 from . import ranks
 
 # The exit status of a run that was asked to stop, and goes on with --resume (EX_TEMPFAIL).

@@ -68,7 +68,7 @@ def explain_missing_model(model: str) -> Iterator[None]:
 
 
 def why_not_downloaded(error: BaseException | None) -> str:
-    """What a failed download means, and what to do about it."""
+    """Says what a failed download means, and what to do about it."""
     from huggingface_hub import errors
 
     first: str | None = None

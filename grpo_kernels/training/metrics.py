@@ -65,7 +65,7 @@ def of_samples(
 
 
 def of_support(sizes: Tensor) -> dict[str, float]:
-    """Metrics of the supports of a rollout, of which `sizes` are the numbers of words."""
+    """Metrics of the supports of a rollout, of which `sizes` are those of the kept sets."""
     if not len(sizes):
         return {}
     sizes = sizes.double()
@@ -77,7 +77,7 @@ def of_support(sizes: Tensor) -> dict[str, float]:
 
 
 # Known of the whole rollout already; and a count of what the trainer does not permit.
-_NOT_MERGED = {"support/mean", "support/p99", "support/singletons"}
+_NOT_MERGED = {"support/mean", "support/p99", "support/singletons", "support/fallback"}
 
 
 def merge_micro_batches(

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
+from ..arguments import to_device
+from ..execution import Execution
+from ..head import LMHead, Support, VocabRanks
 from ..hf_head import base_model, head_of, register_with_zero3
-from ..layout import to_device
+from .config import TrainingConfig
 from .rollout import end_tokens, pad
 
 
@@ -29,8 +32,7 @@ class Batch:
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
     mask: Tensor  # [B, T], int64
-    # Words that each token was sampled from: [K] ids, and [B * T + 1] offsets into them.
-    support: tuple[Tensor, Tensor] | None = None
+    support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
 
     @staticmethod
     def of_rows(
@@ -55,28 +57,39 @@ class Policy(nn.Module):
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it. `head="sharded"` leaves the output layer where FSDP2 has put it.
+    gradients flow back through it. `head="sharded"` leaves the output layer where FSDP2 has put it;
+    `temperature` and `logits_dtype` are those of `LMHead`.
     """
 
     def __init__(
-        self, model: nn.Module, *, share_prompts: bool = True, head: str = "gathered"
-    ) -> None:
+        self, model: nn.Module, *, share_prompts: bool = True, head: str = "gathered",
+        temperature: float = 1.0, logits_dtype: str = "fp32",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
+        self.temperature, self.logits_dtype = temperature, logits_dtype
+        self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # Tells accelerate which layers FSDP is to shard one by one.
         self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
-        self.head_gathered_for = None if head == "gathered" else why_gathered(model)
-        self.shards_head = head == "sharded" and self.head_gathered_for is None
+        self.why_head_gathered = None if head == "gathered" else why_gathered(model)
+        self.shards_head = head == "sharded" and self.why_head_gathered is None
         if self.shards_head:
             base_model(model).get_output_embeddings().__class__ = ShardedHead
             self._no_split_modules = [*(self._no_split_modules or ()), ShardedHead.__name__]
         register_with_zero3(self, head_of(model).weight)
 
+    @staticmethod
+    def of_run(model: nn.Module, config: TrainingConfig) -> Policy:
+        """The policy of a run, or its reference."""
+        return Policy(
+            model, share_prompts=config.share_prompts, head=config.head,
+            temperature=config.temperature, logits_dtype=config.logits_dtype,
+        )  # fmt: skip
+
     @property
     def shares_prompts(self) -> bool:
-        """True if a prompt is encoded once for its completions; else `not_shared` says why not."""
-        return self.not_shared is None
+        """True if a prompt is encoded once for its completions; else see `why_not_shared`."""
+        return self.why_not_shared is None
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
         methods: dict[str, Callable[..., Any]] = {
@@ -93,21 +106,25 @@ class Policy(nn.Module):
         `options` are those of `fused_grpo_loss`.
         """
         hidden = self.hidden(batch)
-        weight, head = self._head(hidden)
         out = fused_grpo_loss(
-            hidden, weight, batch.completions, advantages, batch.mask, config=config,
-            support=batch.support, **head, **options,
+            hidden, self.head(hidden), batch.completions, advantages, batch.mask, config=config,
+            support=batch.support, **options,
         )  # fmt: skip
         return out.loss, out.metrics, out.logps
 
     @torch.no_grad()
-    def logps(self, batch: Batch, temperature: float, entropy: bool = False, **options: Any) -> Any:
-        """`[B, T]` log-probs of the completions, and their entropy if it is wanted."""
+    def logps(
+        self, batch: Batch, entropy: bool = False, *, execution: Execution = Execution(),  # noqa: B008
+        logits_dtype: str | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """`[B, T]` log-probs of the completions, and their entropy if it is wanted.
+
+        `logits_dtype` None is the policy's own.
+        """
         hidden = self.hidden(batch)
-        weight, head = self._head(hidden)
         out = linear_logprobs(
-            hidden, weight, batch.completions, mask=batch.mask, temperature=temperature,
-            entropy=entropy, support=batch.support, **head, **options,
+            hidden, self.head(hidden, logits_dtype), batch.completions, batch.mask,
+            entropy=entropy, support=batch.support, execution=execution,
         )  # fmt: skip
         return out.logps, out.entropy
 
@@ -157,11 +174,13 @@ class Policy(nn.Module):
         )  # fmt: skip
         return torch.cat([first, states.last_hidden_state], 1)
 
-    def _head(self, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The head's weight, and its other arguments of a call on these states."""
+    def head(self, hidden: Tensor, logits_dtype: str | None = None) -> LMHead:
+        """The head of a call on these states; `logits_dtype` None is the policy's own."""
+        options: dict[str, Any] = {
+            "temperature": self.temperature, "logits_dtype": logits_dtype or self.logits_dtype
+        }  # fmt: skip
         if not self.shards_head:
-            head = head_of(self.model)
-            return head.weight, head.arguments(hidden)
+            return head_of(self.model).at(hidden, **options)
         layer = base_model(self.model).get_output_embeddings()
         if not hasattr(layer, "reshard"):
             raise ValueError(
@@ -169,9 +188,7 @@ class Policy(nn.Module):
                 "fsdp_transformer_layer_cls_to_wrap, or have ShardedHead among them"
             )
         layer.reshard()  # sampling may have left it gathered
-        head = head_of(self.model)
-        parts = {"bias": head.bias, "hidden_layout": "data"}
-        return head.weight, head.arguments(hidden) | parts
+        return head_of(self.model).at(hidden, ranks=VocabRanks(hidden="data"), **options)
 
     def _encode(self, ids: Tensor, mask: Tensor) -> Any:
         return self._body(

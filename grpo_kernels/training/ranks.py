@@ -140,17 +140,17 @@ def reduce(accelerator: Accelerator, value: _T, function: Callable[[list[_T]], A
 
 
 def finite(accelerator: Accelerator, policy: nn.Module) -> bool:
-    """Whether no trained weight, of any process, is NaN or inf."""
+    """True if no trained weight, of any process, is NaN or inf."""
     trained = (p for p in policy.parameters() if p.requires_grad)
     local = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
     return bool(reduce(accelerator, all(bool(p.isfinite().all()) for p in local), all))
 
 
 @contextmanager
-def alike(
+def raise_on_all_ranks(
     accelerator: Accelerator, kind: type[Exception], others: str | None = None
 ) -> Iterator[None]:
-    """Raises in all processes, after the block, the error of this kind that one has met in it.
+    """If one rank's block raises an error of this kind, every rank raises the same error.
 
     `others`: errors of other kinds, too, with their names after this text; None: not those.
     """
@@ -164,9 +164,9 @@ def alike(
             raise
         error = kind(f"{others}{type(found).__name__}: {found}")
         error.__cause__ = found
-    told = reduce(accelerator, None if error is None else str(error), first)
-    if told is not None:
-        raise kind(told) from error
+    message = reduce(accelerator, None if error is None else str(error), first)
+    if message is not None:
+        raise kind(message) from error
 
 
 def first(values: list[_T | None]) -> _T | None:
@@ -183,10 +183,10 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
     return worst.tolist()
 
 
-def top_quantile(accelerator: Accelerator, values: Tensor, share: float) -> Tensor:
-    """The value, 0-d, from which on the top `share` of all processes' values `[N]` lies."""
+def top_quantile(accelerator: Accelerator, values: Tensor, share: float) -> float:
+    """The value from which on the top `share` of all processes' values `[N]` lies."""
     everywhere = reduce(accelerator, values.cpu(), torch.cat)
-    return masked_quantile(everywhere, torch.ones_like(everywhere), 1 - share).to(values.device)
+    return float(masked_quantile(everywhere, torch.ones_like(everywhere), 1 - share))
 
 
 def mixed_precision(config: TrainingConfig) -> str:

@@ -31,7 +31,7 @@ class ReferenceModel:
         sharded = ranks.sharding(self.accelerator) is not None
         frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
         copied = copy.deepcopy(model, {id(p): p for p in frozen}).eval().requires_grad_(False)
-        policy = Policy(copied, share_prompts=config.share_prompts, head=config.head)
+        policy = Policy.of_run(copied, config)
         if self.accelerator.is_fsdp2:
             from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 

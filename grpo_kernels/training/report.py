@@ -10,7 +10,6 @@ import html
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
 def flat(config: TrainingConfig) -> dict[str, Any]:
     """The config in the types that trackers take."""
     return {
-        k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in asdict(config).items()
+        k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in config.as_json().items()
     }
 
 

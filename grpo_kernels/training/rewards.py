@@ -247,8 +247,12 @@ def judge(
     accelerator: Accelerator, rewards: Mapping[str, Reward],
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
 ) -> Tensor:  # fmt: skip
-    """`reward_table` as a float64 tensor; what one process raises is raised in all."""
-    with ranks.alike(accelerator, RewardError):
+    """Makes a float64 tensor of `reward_table`. If it raises on one rank, all ranks raise.
+
+    Raises:
+        RewardError: on every rank.
+    """
+    with ranks.raise_on_all_ranks(accelerator, RewardError):
         table = reward_table(rewards, problems, completions, timeout=timeout)
     return torch.tensor(table, dtype=torch.float64)
 
@@ -257,9 +261,13 @@ def judge_answers(
     accelerator: Accelerator, is_correct: Callable[[str, str], bool],
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
 ) -> list[bool]:  # fmt: skip
-    """Whether each completion has its problem's answer; a RewardError of one, all raise."""
+    """Per completion, whether it is correct. If the function fails on one rank, all raise.
+
+    Raises:
+        RewardError: on every rank.
+    """
     pairs = zip(completions, problems, strict=True)
-    with ranks.alike(accelerator, RewardError), _asked("is_correct", timeout):
+    with ranks.raise_on_all_ranks(accelerator, RewardError), _asked("is_correct", timeout):
         return [bool(is_correct(text, str(problem["answer"]))) for text, problem in pairs]
 
 

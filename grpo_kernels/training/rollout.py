@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
+from ..arguments import to_device
+from ..checks import check_tensor
+from ..head import Support
 from ..hf_head import evaluating
-from ..layout import check_tensor, to_device
-from ..row_plan import ran_out_of_memory
+from ..retry import ran_out_of_memory
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder
@@ -38,16 +40,6 @@ class SamplingParams:
     record_support: bool = False  # whether `Completion.support` is wanted
 
 
-class Support(NamedTuple):
-    """The words that tokens were sampled from: `token_ids[offsets[i]:offsets[i + 1]]` for token i.
-
-    A token without words was sampled from the whole vocabulary.
-    """
-
-    token_ids: Tensor  # [K], int32 or int64, on a CPU
-    offsets: Tensor  # [T + 1], int32 or int64, on a CPU
-
-
 @dataclass(frozen=True)
 class Completion:
     """The tokens that were sampled, up to and including the one that ended them."""
@@ -55,7 +47,8 @@ class Completion:
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
     logps: list[float] | None = None  # one per token, under the policy that sampled
-    # The words that `top_k`, `top_p` and `min_p` left; None: all. Tensors have no == to one bool.
+    # What `top_k`, `top_p` and `min_p` kept of each token, on a CPU; None: the whole vocabulary.
+    # Tensors have no == to one bool.
     support: Support | None = field(default=None, compare=False)
 
 
@@ -157,26 +150,26 @@ class GenerateRollout:
         if recorder is None:
             return done
         supports = recorder.supports([len(c.token_ids) for c in done])
-        return [replace(c, support=Support(*s)) for c, s in zip(done, supports, strict=True)]
+        return [replace(c, support=s) for c, s in zip(done, supports, strict=True)]
 
 
 class Sampler:
     """Samples completions of problems by a rollout, and checks what comes back.
 
-    `words`: the model's, each of which a token's id names.
+    `vocabulary`: its size, below which a token's id is.
     """
 
     def __init__(
         self, rollout: Rollout, encode: PromptEncoder, config: TrainingConfig,
-        accelerator: Accelerator, words: int,
+        accelerator: Accelerator, vocabulary: int,
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
-        self.accelerator, self.words = accelerator, words
+        self.accelerator, self.vocabulary = accelerator, vocabulary
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
 
     def memory(self) -> dict[str, Any]:
-        """How many prompts each process samples at a time, once its memory has run out."""
+        """Prompts that each process samples at a time, once its memory has run out."""
         own = [getattr(self.rollout, "most_prompts", None)]
         by_rank = ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
         return {"most_prompts": by_rank, "max_memory_gib": self.config.max_memory_gib}
@@ -215,7 +208,7 @@ class Sampler:
         )  # fmt: skip
         self.update_weights()
         prompts = [self.encode(problem) for problem in problems]
-        with ranks.alike(self.accelerator, RolloutError, others="rollout: "):
+        with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
             with self.accelerator.autocast():
                 done = list(self.rollout(prompts, count, sampling))
             self._check(done, len(prompts), count)
@@ -231,10 +224,11 @@ class Sampler:
             name, ids = f"rollout: completions[{i}]", getattr(one, "token_ids", None)
             if not isinstance(one, Completion) or not ids:
                 raise RolloutError(f"{name}: expected a Completion with a token; got {one!r}")
-            wrong = next((x for x in ids if not _is_word(x, self.words)), None)
+            wrong = next((x for x in ids if not _is_below(x, self.vocabulary)), None)
             if wrong is not None:
                 raise RolloutError(
-                    f"{name}.token_ids: expected ints from 0 to {self.words - 1}; got {wrong!r}"
+                    f"{name}.token_ids: expected ints from 0 to {self.vocabulary - 1}; got "
+                    f"{wrong!r}"
                 )
             if one.logps is not None and (
                 len(one.logps) != len(ids) or not all(map(math.isfinite, one.logps))
@@ -388,15 +382,15 @@ class ContinuousBatchingRollout:
         ]
 
 
-def words_of(model: Any) -> int:
-    """How many words the model has; a token's id is below it."""
+def vocabulary_of(model: Any) -> int:
+    """The size of the model's vocabulary."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "base_layer", embeddings).num_embeddings)
 
 
-def _is_word(token: Any, words: int) -> bool:
+def _is_below(token: Any, count: int) -> bool:
     try:
-        return 0 <= index(token) < words
+        return 0 <= index(token) < count
     except TypeError:
         return False
 

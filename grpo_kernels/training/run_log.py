@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from accelerate import Accelerator
@@ -63,7 +62,7 @@ class RunLog:
         if self.main:
             config.folder.mkdir(parents=True, exist_ok=True)
             logs.truncate(config.folder, last_step)
-            text = json.dumps(asdict(config), indent=1)
+            text = json.dumps(config.as_json(), indent=1)
             (config.folder / "config.json").write_text(text + "\n")
         if config.trackers:
             self.accelerator.init_trackers(config.name, config=report.flat(config))
@@ -77,7 +76,7 @@ class RunLog:
             policy: the wrapped policy.
             problems: how many are trained on.
             held_out: how many are not.
-            sampler: who samples, in words, if not this library.
+            sampler: describes who samples, if not this library.
         """
         config, accelerator = self.config, self.accelerator
         policy = accelerator.unwrap_model(policy)
@@ -95,9 +94,9 @@ class RunLog:
                 "(its GEMMs are bf16 with precision), lora_rank, or a large learning_rate"
             )
         if config.share_prompts and not policy.shares_prompts:
-            self.say(f"Prompts are encoded with each completion: {policy.not_shared}")
-        if policy.head_gathered_for is not None:
-            self.say(f"The head is gathered in every process: {policy.head_gathered_for}")
+            self.say(f"Prompts are encoded with each completion: {policy.why_not_shared}")
+        if policy.why_head_gathered is not None:
+            self.say(f"The head is gathered in every process: {policy.why_head_gathered}")
 
     def start(self, step: int) -> None:
         """Shows the progress bar, at this step."""

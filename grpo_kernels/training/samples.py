@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import batch_support
-from ..layout import to_device
+from ..arguments import to_device
 from .data import Problem, level_of
 from .micro_batches import Plan, Size, plan_micro_batches
 from .policy import Batch
@@ -38,7 +38,7 @@ class Samples:
     old_logps: Tensor | None = None  # [B, T], as all that follow
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
-    entropy_threshold: Tensor | None = None  # 0-d
+    entropy_threshold: float | None = None  # of the whole rollout
     logps: Tensor | None = None  # in the last update that saw them, 0 where none did
 
     @cached_property
@@ -55,7 +55,7 @@ class Samples:
 
     @property
     def support_sizes(self) -> Tensor:
-        """The number of words of each support of the completions: int64, 1-D."""
+        """The sizes of the kept sets of the completions' tokens: int64, 1-D."""
         sizes = support_sizes(self.completions, self.mask.shape[1])
         return sizes[sizes > 0]
 
@@ -127,7 +127,7 @@ def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | 
 
 
 def support_sizes(completions: Sequence[Completion], T: int) -> Tensor:
-    """`[B, T]`, int64: the number of words of each support; 0 where there is none."""
+    """`[B, T]`, int64: the size of each token's kept set; 0 where there is none."""
     sizes = torch.zeros(len(completions), T, dtype=torch.int64)
     for row, completion in zip(sizes, completions, strict=True):
         if completion.support is not None:

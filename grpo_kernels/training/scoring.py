@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
-from .. import SamplerCheck, check_sampler
-from ..head_call import LOGITS_DTYPES
+from .. import GRPOLossConfig, SamplerCheck, check_sampler
+from ..execution import Execution
+from ..head import LOGITS_DTYPES
 from ..hf_head import head_of
 from ..row_plan import default_chunk_bytes, gpu
 from . import ranks
@@ -52,12 +54,16 @@ class Scorer:
         plan = samples.micro_batches(rows, self.micro_batch_size, shared=shared)
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
-    def head_options(self) -> dict[str, Any]:
-        """The options of every call over the head."""
+    def execution(self) -> Execution:
+        """The `Execution` of calls over the head, with the exact backward."""
         # Where weights are sharded, None: a head that is out of memory shrinks its chunks itself.
         sharded = ranks.sharding(self.accelerator) is not None
         chunk_bytes = None if sharded else self.chunk_bytes or self._default_chunk_bytes()
-        return self.config.head_options() | {"chunk_bytes": chunk_bytes}
+        return replace(self.config.execution(), chunk_bytes=chunk_bytes)
+
+    def loss(self, samples: Samples) -> GRPOLossConfig:
+        """The loss of every update on these samples."""
+        return replace(self.config.loss(), entropy_threshold=samples.entropy_threshold)
 
     def _default_chunk_bytes(self) -> int:
         weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
@@ -109,7 +115,7 @@ class Scorer:
         """Halves micro-batches; those of one completion stay, and the head's chunks are halved.
 
         Returns:
-            What holds from now on, in words.
+            A text that says what holds from now on.
 
         Raises:
             StepError: neither can be any smaller.
@@ -128,7 +134,7 @@ class Scorer:
     def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
         """The completions of `rows` that the rollout's update `number` does not leave out."""
         c = self.config
-        if not c.skip_untrained or c.beta or c.entropy_coef:
+        if not (c.skip_untrained and self.loss(samples).gradient_needs_advantage):
             return list(rows)
         trained = [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
         if number == 0 and samples.sampling_logps is not None and not trained:
@@ -173,16 +179,17 @@ class Scorer:
         return self.interruptions.shared(waits=ranks.sharding(self.accelerator) is not None)
 
     def _logps(
-        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False, **head: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, policy: Any, samples: Samples, plan: Plan, entropy: bool = False,
+        logits_dtype: str | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
-        head = {**self.head_options(), **head}
+        execution = self.execution()
         for part in plan:
             batch, where = samples.batch(part, self.pad_id)
             with self.accelerator.autocast():
                 part_logps, part_entropy = policy(
-                    "logps", batch, self.config.temperature, entropy, **head
+                    "logps", batch, entropy, execution=execution, logits_dtype=logits_dtype
                 )
             if part:
                 logps[where, : part_logps.shape[1]] = part_logps

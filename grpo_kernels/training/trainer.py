@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,10 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from .. import group_advantages
+from ..arguments import to_device
+from ..execution import Execution
 from ..hf_head import check_logits
-from ..layout import to_device
-from ..row_plan import ran_out_of_memory
+from ..retry import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Course, Problem, PromptEncoder, short_enough
@@ -37,7 +38,7 @@ from .rollout import (
     check_has_logps,
     check_rollout,
     make_rollout,
-    words_of,
+    vocabulary_of,
 )
 from .run_log import RunLog
 from .samples import Samples, completion_mask, sampling_logps
@@ -102,7 +103,7 @@ class Trainer:
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
-            self.encode, config, self.accelerator, words_of(model),
+            self.encode, config, self.accelerator, vocabulary_of(model),
         )  # fmt: skip
         self.interruptions = Interruptions(self.accelerator)
         self.scorer = Scorer(
@@ -283,12 +284,11 @@ class Trainer:
         self, samples: Samples, number: int, rows: list[int]
     ) -> tuple[dict[str, float], Tensor]:
         """Adds up the gradient of an update, part by part; its metrics and its loss."""
-        config, accelerator = self.config, self.accelerator
+        accelerator = self.accelerator
         plan = self.scorer.plan(samples, self.scorer.trained(samples, number, rows))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        world, loss_config = accelerator.num_processes, config.loss()
-        options = self._loss_options(samples)
-        options["num_items"] = num_items(loss_config, whole, world)
+        world, loss_config = accelerator.num_processes, self.scorer.loss(samples)
+        items = num_items(loss_config, whole, world)
         if samples.logps is None:
             samples.logps = torch.zeros(samples.mask.shape, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
@@ -298,8 +298,6 @@ class Trainer:
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
             T = batch.mask.shape[1]
             part_config = config_of_part(loss_config, samples.size(part), whole, world)
-            if config.backward == "sampled":
-                options["seed"] = self._seed(f"columns-{number}-{index}")
             last = index == len(plan) - 1
             # DeepSpeed steps within the backward in which gradients are to be synced.
             accelerator.sync_gradients = last
@@ -308,7 +306,8 @@ class Trainer:
                     with accelerator.autocast():
                         part_loss, part_metrics, logps = self.policy(
                             "loss", batch, samples.advantages[where], part_config,
-                            **samples.other_logps(where, T), **options,
+                            **samples.other_logps(where, T), num_items=items,
+                            execution=self._execution(f"columns-{number}-{index}"),
                         )  # fmt: skip
                     if not last:
                         accelerator.backward(part_loss)
@@ -316,7 +315,7 @@ class Trainer:
                 if last:
                     merged = metrics.merge_micro_batches(measured, self._gather)
                     if number == 0:
-                        dtype = getattr(self.sampler.rollout, "explained_by", None)
+                        dtype = getattr(self.sampler.rollout, "why_gap", None)
                         merged |= self.log.watch.sampler_gap(merged, dtype)
                     with interruptions.shared(waits=sharded or world > 1):
                         accelerator.backward(part_loss)
@@ -325,14 +324,14 @@ class Trainer:
                 samples.logps[where, :T] = logps
         return merged, loss
 
-    def _loss_options(self, samples: Samples) -> dict[str, Any]:
-        """Options of `fused_grpo_loss` for every micro-batch of an update."""
-        config, options = self.config, self.scorer.head_options()
-        if config.top_entropy_quantile < 1:
-            options["entropy_threshold"] = samples.entropy_threshold
-        if config.backward == "sampled":
-            options |= {"backward": "sampled", "tolerance": config.tolerance}
-        return options
+    def _execution(self, draw: str) -> Execution:
+        """The `Execution` of a micro-batch's loss; a sampled backward has the columns of a draw."""
+        execution = self.scorer.execution()
+        if self.config.backward == "exact":
+            return execution
+        from ..experimental import Sampled
+
+        return replace(execution, backward=Sampled(self.config.tolerance, self._seed(draw)))
 
     def _drop_gradients(self) -> None:
         ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
@@ -410,10 +409,10 @@ class Trainer:
         if found is not None:
             checkpoint.verify(self.accelerator, config.folder, found)
             state = checkpoint.state_of(found)
-            checkpoint.check_same(state, asdict(config), self.accelerator.num_processes)
+            checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes)
         self.accelerator.wait_for_everyone()
         self.log.open(state.get("step", -1))
-        sampler = getattr(self.sampler.rollout, "in_words", None)
+        sampler = getattr(self.sampler.rollout, "description", None)
         self.log.introduce(self.policy, len(self.train_problems), len(self.held_out), sampler)
         if found is not None:
             checkpoint.load(self.accelerator, found, self._refreshed_reference())
@@ -447,7 +446,7 @@ class Trainer:
             return
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
-            "config": asdict(self.config), "processes": self.accelerator.num_processes,
+            "config": self.config.as_json(), "processes": self.accelerator.num_processes,
             "course": self.course.state(), "watch": self.log.watch.state(),
             "memory": self.scorer.memory(), "sampling_memory": self.sampler.memory(),
         }  # fmt: skip
@@ -471,9 +470,7 @@ class Trainer:
     def _prepare(self, model: nn.Module) -> tuple[Any, Any]:
         """Wraps policy and optimizer for the processes."""
         config = self.config
-        policy = without_dropout(
-            Policy(model, share_prompts=config.share_prompts, head=config.head)
-        )
+        policy = without_dropout(Policy.of_run(model, config))
         check_logits(policy.model, torch.tensor([self.encode(self.train_problems[0])]))
         trained = [p for p in policy.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(

@@ -19,9 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..integrations import vllm as extension
+from ..integrations.generation import support_of
 from . import ranks
 from .config import TrainingConfig
-from .rollout import Completion, RolloutError, SamplingParams, Support, completion, end_tokens
+from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
 from .vllm_server import (
     ADAPTER,
     ENVIRONMENT,
@@ -75,10 +76,10 @@ class VLLMRollout:
             raise RolloutError(lost)
 
     @property
-    def explained_by(self) -> str | None:
+    def why_gap(self) -> str | None:
         """The dtype that explains a gap between the log-probs of vLLM and of the policy.
 
-        None where words explain it that were left out of one softmax and not of the other.
+        None where truncation explains it, as one of the two is over the whole vocabulary.
         """
         if self.config.truncates and not self.config.replay_support:
             return None
@@ -86,8 +87,8 @@ class VLLMRollout:
         return "bfloat16" if low else "float32"
 
     @property
-    def in_words(self) -> str:
-        """Which engine samples, and in which dtype."""
+    def description(self) -> str:
+        """The engine that samples, and its dtype."""
         about, config = self.engine.about, self.config
         colocated = config.vllm_mode == "colocate"
         where = "in this process" if colocated else f"at {config.vllm_server_base_url}"
@@ -150,9 +151,7 @@ class VLLMRollout:
         n = len(cut.token_ids)
         support = None
         if sampling.record_support and one.kept is not None:
-            counts = torch.tensor([0, *map(len, one.kept[:n])])
-            words = [word for words in one.kept[:n] for word in words]
-            support = Support(torch.tensor(words, dtype=torch.int32), counts.cumsum(0))
+            support = support_of(one.kept[:n])
         return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
 
     def _send_weights(self) -> str:
@@ -195,7 +194,7 @@ class VLLMRollout:
     def _try(
         self, work: Callable[[], str], before_again: Callable[[], object] = lambda: None
     ) -> None:
-        """Does work that returns how the server was lost, until it was not.
+        """Runs work that returns how the server was lost, or '', until it was not.
 
         Raises:
             RolloutError: it is lost every time, or does not come back.
@@ -210,18 +209,18 @@ class VLLMRollout:
         raise RolloutError(f"{lost} ({_ATTEMPTS} times in a row)")
 
     def _in_all_processes(self, work: Callable[[], object]) -> str:
-        """Does the work; returns how the server was lost in any process, the same in all.
+        """Runs `work` on every rank; returns the first rank's `ServerLost` message, or ''.
 
         Raises:
             RolloutError: in every process, where another error came in one.
         """
         lost = ""
-        with ranks.alike(self.accelerator, RolloutError, others=""):
+        with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others=""):
             try:
                 work()
             except ServerLost as found:
                 lost = str(found)
-        return ranks.reduce(self.accelerator, lost, lambda texts: max(texts, key=len))
+        return ranks.reduce(self.accelerator, lost, lambda texts: next(filter(None, texts), ""))
 
     def _check(self) -> None:
         """Refuses an engine that would sample from another policy than this one."""
@@ -367,7 +366,7 @@ def _explain(error: Exception, config: TrainingConfig) -> str:
     text = f"vLLM does not start: {error}"
     if config.records_support and "sampling" in str(error):
         text += (
-            "\nreplay_support wants the words that top_k, top_p or min_p leave, which this vLLM "
+            "\nreplay_support wants the sets that top_k, top_p or min_p keep, which this vLLM "
             "does not return: --no_replay_support trains over the whole softmax, --rollout "
             "generate records them"
         )

@@ -53,7 +53,7 @@ class Sampled(NamedTuple):
 
     token_ids: list[int]
     logps: list[float] | None
-    kept: list[list[int]] | None  # words that each token was sampled from
+    kept: list[list[int]] | None  # the set that each token was sampled from
 
 
 class ServerLost(Exception):
@@ -98,11 +98,11 @@ class Server:
         # Under a new name: with load_inplace vLLM reads the files again at later requests.
         new = f"{ADAPTER}-{tag}"
         body = {"lora_name": new, "lora_path": folder}
-        self._call("/v1/load_lora_adapter", body, in_words=True)
+        self._call("/v1/load_lora_adapter", body, as_text=True)
         for model in self._call("/v1/models")["data"]:
             name = model["id"]
             if name.startswith(f"{ADAPTER}-") and name != new:
-                self._call("/v1/unload_lora_adapter", {"lora_name": name}, in_words=True)
+                self._call("/v1/unload_lora_adapter", {"lora_name": name}, as_text=True)
         self._rpc("grpo_kernels_tag", tag)
         self._reset_cache()
 
@@ -216,9 +216,9 @@ class Server:
         return self._call("/collective_rpc", body, timeout)["results"][0]
 
     def _call(
-        self, path: str, body: Any = None, timeout: float | None = None, in_words: bool = False
+        self, path: str, body: Any = None, timeout: float | None = None, as_text: bool = False
     ) -> Any:
-        """The answer to a GET, or to a POST of a body, as JSON or in words.
+        """The answer to a GET, or to a POST of a body, as JSON or as text.
 
         Raises:
             ServerLost: no answer.
@@ -231,7 +231,7 @@ class Server:
         try:
             with self._open(request, timeout=timeout) as answer:
                 text = answer.read()
-            return text.decode() if in_words else json.loads(text) if text else None
+            return text.decode() if as_text else json.loads(text) if text else None
         except urllib.error.HTTPError as error:
             said = f"{url} answers {error.code} {error.read().decode(errors='replace')[:500]}"
             if path == "/health":

@@ -40,7 +40,7 @@ class Watch:
         self.first_gap: float | None = None
 
     def sampler_gap(self, row: Mapping[str, float], dtype: str | None) -> dict[str, float]:
-        """How far the sampler's log-probs are from the policy's, before its first update.
+        """The gap between the log-probs of sampler and policy, before the policy's first update.
 
         Args:
             row: metrics of the loss.
@@ -112,7 +112,7 @@ class Watch:
             )
         if self.config.records_support and "support/mean" not in row:
             found["support"] = (
-                "top_k, top_p or min_p is set, and the rollout does not say which words they left: "
+                "top_k, top_p or min_p is set, and the rollout does not say what they kept: "
                 "the loss is over the whole softmax, which is not what sampled. Return completions "
                 "with a support, or turn replay_support off"
             )
@@ -178,7 +178,7 @@ class Watch:
 
 
 def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[float, str]:
-    """The token whose log-prob moved the most from `against`, `[B, T]`: how far, and in words."""
+    """The token whose log-prob moved the most from `against`, `[B, T]`: how far, and a text."""
     if samples.logps is None:
         return 0.0, ""
     seen = (samples.mask != 0) & (samples.logps != 0)
@@ -186,8 +186,8 @@ def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[floa
     i, t = divmod(int(gaps.argmax()), gaps.shape[1])
     ids = samples.completions[i].token_ids
     token, before = (tokenizer.decode(some) for some in ([ids[t]], ids[max(0, t - 8) : t]))
-    words = (
+    text = (
         f"token {t} {token!r} after {before!r}: log-prob {float(against[i, t]):.2f} -> "
         f"{float(samples.logps[i, t]):.2f}"
     )
-    return float(gaps[i, t]), words
+    return float(gaps[i, t]), text

@@ -9,7 +9,7 @@ import examples
 from benchmarks import training_studies
 from examples import custom_reward, multi_iteration, train_additions, train_gsm8k
 from grpo_kernels.training import demo_model, rewards
-from tests.support.tiny_models import make_model
+from tests.helpers.tiny_models import make_model
 
 SMALL = (
     "--steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--eval_size", "3",
@@ -157,7 +157,7 @@ def test_training_with_and_without_replay_compared(tiny_model, tmp_path, noisy_r
     (replayed,), (whole,) = (runs[name] for name in ("replayed", "whole softmax"))
     assert replayed["ratio_to_sampler"] == [1, 1] and replayed["outside"] == [0, 0]
     assert max(whole["ratio_to_sampler"]) < 0.97 and min(whole["outside"]) > 0.3
-    assert replayed["words"][0] == whole["words"][0] > 1
+    assert replayed["entries"][0] == whole["entries"][0] > 1
 
 
 def test_missing_model_package_says_what_to_install(monkeypatch):

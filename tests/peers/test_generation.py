@@ -13,7 +13,7 @@ from transformers import (
 
 from grpo_kernels import batch_support
 from grpo_kernels.integrations.generation import SupportRecorder
-from tests.support.tiny_models import make_model
+from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 STEPS = 6

@@ -7,12 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.batches import clean, make_batch, relative_error
+from tests.helpers.batches import clean, make_batch, relative_error
 
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import reference
+from grpo_kernels.execution import Execution
+from grpo_kernels.experimental import Sampled
+from grpo_kernels.head import LMHead
 from grpo_kernels.integrations import liger as integration
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.verl import linear_cross_entropy
@@ -105,13 +108,15 @@ def run_exactly(options, batch, head, call):
     """Ours on the definitions in float64 instead of on the fast calls."""
 
     def widened(function):
-        def wide(*args, **kwargs):
+        def wide(*args, execution, **kwargs):
             args = [widen(x) for x in args]
             return function(*args, **{name: widen(x) for name, x in kwargs.items()})
 
         return wide
 
     def widen(x):
+        if isinstance(x, LMHead):
+            return x.replace(weight=widen(x.weight), bias=widen(x.bias))
         return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +186,8 @@ def test_where_liger_is_wrong(loss_type):
 def test_sampled_and_half_precision():
     batch = make_batch(B=4, T=9)
     head = {"hidden": batch.hidden.bfloat16(), "weight": batch.weight.bfloat16(), "bias": None}
-    loss = FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, backward="sampled")
+    execution = Execution(backward=Sampled())
+    loss = FusedLinearGRPOLoss(beta=0.0, use_ref_model=False, execution=execution)
     value, (clipped,), gradients = run(loss, batch, head, {})
     assert value.isfinite() and clipped == 0 and gradients["weight"].dtype == torch.bfloat16
     assert not gradients["weight"].isnan().any()
@@ -198,6 +204,12 @@ def test_sampled_and_half_precision():
             "Sequence-level importance sampling is not supported for loss_type='sapo'",
         ),
         ({}, {}, "ref_per_token_logps: expected"),
+        ({"temperature": 0.0}, {}, "temperature: expected a number > 0"),
+        (
+            {"execution": Execution(backward=Sampled(seed=3))},
+            {},
+            "seed: expected a torch.Generator",
+        ),
         (
             {"use_ref_model": False},
             {"ref_per_token_logps": torch.zeros(4, 9)},
@@ -232,7 +244,8 @@ def test_verl_s_call(reduction):
     hidden, targets = batch.hidden.flatten(0, 1)[mask], batch.targets.flatten()[mask]
     leaves = [x.clone().requires_grad_() for x in (hidden, batch.weight)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    wanted = reference.linear_logprobs(*exact, targets, temperature=0.8)
+    head = LMHead(exact[1], temperature=0.8)
+    wanted = reference.linear_logprobs(exact[0], head, targets)
     logps = wanted.logps if reduction == "none" else getattr(wanted.logps, reduction)()
     (logps.sum() + 0.3 * wanted.entropy.sum()).backward()
     mine, entropy = linear_cross_entropy(*leaves, targets, 0.8, reduction)

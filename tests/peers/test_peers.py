@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss, group_advantages, grpo_loss, reference
-from tests.support.batches import Batch, Result, clean, config, make_batch, relative_error
+from grpo_kernels import group_advantages, grpo_loss
+from tests.helpers.batches import Batch, Result, clean, config, make_batch, relative_error
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from tests.helpers.flat_calls import fused_grpo_loss, reference
 
 SHARED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -88,7 +90,7 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
         loss_type=cfg.loss_type,
         beta=cfg.beta,
         epsilon_low=cfg.epsilon,
-        epsilon_high=cfg.upper_epsilon,
+        epsilon_high=(cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high),
         importance_sampling_level=cfg.importance_sampling_level,
         max_completion_length=cfg.max_completion_length,
         top_entropy_quantile=cfg.top_entropy_quantile,
@@ -326,7 +328,7 @@ def by_liger(cfg, batch, num_items=None, chunk_size=1) -> Result:
         use_ref_model=cfg.beta != 0,
         beta=cfg.beta,
         epsilon_low=cfg.epsilon,
-        epsilon_high=cfg.upper_epsilon,
+        epsilon_high=(cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high),
         loss_type=cfg.loss_type,
         max_completion_length=cfg.max_completion_length,
         importance_sampling_level=cfg.importance_sampling_level,

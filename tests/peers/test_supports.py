@@ -1,4 +1,4 @@
-"""The words that sampling kept, through each integration: what masked rows of logits give."""
+"""What sampling kept, through each integration: what masked rows of logits give."""
 
 from types import SimpleNamespace
 
@@ -8,14 +8,15 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'test'")
 
 from grpo_kernels import GRPOLossConfig
+from grpo_kernels.head import Support
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
-from tests.support.batches import make_batch, relative_error
-from tests.support.masked_logits import masked_logps
-from tests.support.model_families import family_model
-from tests.support.supports import make_support
-from tests.support.tiny_models import V
+from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.masked_logits import masked_logps
+from tests.helpers.model_families import family_model
+from tests.helpers.supports import make_support
+from tests.helpers.tiny_models import V
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 B, T = 4, 9
@@ -120,7 +121,7 @@ def test_transformers(asked, labels_as):
             torch.cat([x, x[:, -1:]], 1) for x in (logits, targets, own_mask)
         )
     own_mask = own_mask.clone()
-    own_mask[1, -4] = False  # a tool's word
+    own_mask[1, -4] = False  # a tool's token
     mask = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))[:, : targets.shape[1]]
     if labels_as == "kept":
         mask = labels[:, -6:] != -100
@@ -156,31 +157,22 @@ def test_transformers(asked, labels_as):
 
 @pytest.mark.parametrize("integration", ("transformers", "liger", "verl"))
 def test_targets_that_are_out(integration):
-    """An error, or the whole vocabulary for these tokens, as the caller chooses."""
+    """An error where the kept set lacks the target."""
     batch, _ = batch_with_support()
     mask = torch.ones_like(batch.mask)
     wrong = (batch.targets.flatten() + 1) % 101
-    support = (wrong, torch.arange(len(wrong) + 1))
-
-    def logps(**options):
-        if integration == "verl":
-            return linear_cross_entropy(
-                batch.hidden, batch.weight, batch.targets, support=support, **options
-            )[0]
-        if integration == "liger":
-            grpo = FusedLinearGRPOLoss(
-                beta=0.1, loss_type="grpo", use_bias_correction_kl=False, **options
-            )
-            zeros = torch.zeros(B, T)
-            return grpo(
-                batch.hidden, batch.weight, batch.targets, mask, zeros[:, 0],
-                ref_input=batch.hidden, ref_weight=batch.weight, support=support,
-            )[1][0]  # fmt: skip
-        model, inputs, labels = model_with_labels()
-        attach_fused_head(model, **options)
-        wrong = (labels[:, 1:].clamp(min=0).flatten() + 1) % V
-        objective = Objective(support=(wrong, torch.arange(len(wrong) + 1)))
-        return model(**inputs, labels=labels, fused_head=objective).logps
-
+    support = Support(wrong, torch.arange(len(wrong) + 1))
     with pytest.raises(ValueError, match="support"):
-        logps()
+        if integration == "verl":
+            linear_cross_entropy(batch.hidden, batch.weight, batch.targets, support=support)
+        elif integration == "liger":
+            FusedLinearGRPOLoss(beta=0.1, loss_type="grpo")(
+                batch.hidden, batch.weight, batch.targets, mask, torch.zeros(B),
+                ref_input=batch.hidden, ref_weight=batch.weight, support=support,
+            )  # fmt: skip
+        else:
+            model, inputs, labels = model_with_labels()
+            attach_fused_head(model)
+            wrong = (labels[:, 1:].clamp(min=0).flatten() + 1) % V
+            objective = Objective(support=Support(wrong, torch.arange(len(wrong) + 1)))
+            model(**inputs, labels=labels, fused_head=objective)

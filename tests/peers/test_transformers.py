@@ -8,14 +8,16 @@ import torch
 import transformers
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
+from grpo_kernels.execution import Execution
+from grpo_kernels.experimental import Sampled
 from grpo_kernels.hf_head import head_of
 from grpo_kernels.integrations.transformers import (
     Objective,
     attach_fused_head,
     detach_fused_head,
 )
-from tests.support.model_families import FAMILIES, LORAS, family_model, llava, with_lora
-from tests.support.tiny_models import V, make_model
+from tests.helpers.model_families import FAMILIES, LORAS, family_model, llava, with_lora
+from tests.helpers.tiny_models import V, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 T = 5
@@ -286,33 +288,33 @@ def test_two_loras_on_the_head():
 
 def test_lora_on_the_head_makes_no_weight():
     """Nothing has the size of the head but one chunk of logits."""
-    from grpo_kernels.head_gradients import HeadGradients
+    from grpo_kernels.dense import Gradients
 
     model = with_lora(family_model("qwen2"), **LORAS["head"])
     attach_fused_head(model)
     inputs, labels = batch_of()
     asked = []
-    original = HeadGradients.__init__
+    original = Gradients.__init__
 
-    def watched(self, head, backend, wanted, *rest, **options):
+    def watched(self, terms, wanted, **options):
         asked.append(tuple(wanted))
-        original(self, head, backend, wanted, *rest, **options)
+        original(self, terms, wanted, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadGradients, "__init__", watched)
+        patch.setattr(Gradients, "__init__", watched)
         model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
-    assert asked == [(True, False, False, True, True)]
+    assert asked == [(True, False, True, True)]
 
 
 def test_the_sampled_backward():
     model = make_model("llama")
     inputs, labels = batch_of()
     generator = torch.Generator().manual_seed(0)
-    attach_fused_head(model, backward="sampled", seed=generator, tolerance=0.1)
+    attach_fused_head(model, execution=Execution(backward=Sampled(0.1, generator)))
     advantages = torch.tensor([1.0, -1.0, 0.5])
     out = model(**inputs, labels=labels, fused_head=Objective(advantages))
     assert "gradient_noise" in out.metrics
-    other = Objective(advantages, backward="exact", seed=None, tolerance=None)
+    other = Objective(advantages, execution=Execution())
     exact = model(**inputs, labels=labels, fused_head=other)
     assert "gradient_noise" not in exact.metrics
     torch.testing.assert_close(out.loss, exact.loss)
@@ -353,13 +355,19 @@ class TestMistakes:
         with pytest.raises(TypeError, match="expected a model of transformers"):
             attach_fused_head(torch.nn.Linear(2, 2))
 
-    def test_unknown_option(self):
-        with pytest.raises(TypeError, match="temperatur: expected one of"):
-            attach_fused_head(make_model("llama"), temperatur=0.7)
-
-    def test_the_same_draw_in_every_call(self):
-        with pytest.raises(ValueError, match=r"seed: expected a torch\.Generator"):
-            attach_fused_head(make_model("llama"), backward="sampled", seed=3)
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        (
+            ({"temperature": 0.0}, ValueError, "temperature: expected a number > 0; got 0.0"),
+            ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
+            ({"execution": "torch"}, TypeError, "execution: expected an Execution; got 'torch'"),
+            ({"execution": Execution(backward=Sampled(seed=3))}, ValueError,
+             r"seed: expected a torch\.Generator"),
+        ),
+    )  # fmt: skip
+    def test_options(self, options, error, message):
+        with pytest.raises(error, match=message):
+            attach_fused_head(make_model("llama"), **options)
 
     def test_logits_of_another_kind(self):
         model = make_model("llama")
@@ -427,9 +435,7 @@ class TestMistakes:
         ("given", "error", "message"),
         (
             ({"old_logps": torch.zeros(1)}, ValueError, "advantages: expected a tensor, as old"),
-            ({"config": GRPOLossConfig(temperature=0.7), "advantages": torch.zeros(1)}, ValueError,
-             "config: expected temperature 1.0"),
-            ({"old_logp": torch.zeros(1)}, TypeError, "old_logp: expected one of temperature"),
+            ({"execution": {}}, TypeError, "execution: expected an Execution; got {}"),
         ),
     )  # fmt: skip
     def test_objectives(self, given, error, message):
@@ -462,7 +468,8 @@ class TestMistakes:
         ({"mask": [1] * 9}, "mask: expected a tensor; got list"),
         ({"mask": 0.5 * torch.ones(4, 9)}, "mask: expected 0 or 1; got other values"),
         ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
-        ({"skip_untrained": torch.ones(2)}, "skip_untrained: expected one of"),
+        ({"temperature": 0.0}, "temperature: expected a number > 0"),
+        ({"support": [torch.ones(2)]}, "support: expected"),
     ),
 )
 def test_what_an_objective_does_not_take(options, error):

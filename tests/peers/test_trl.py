@@ -7,17 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.model_families import LORAS
+from tests.helpers.model_families import LORAS
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
-from grpo_kernels import column_sampling
+from grpo_kernels.execution import Execution
+from grpo_kernels.experimental import Sampled, column_draw
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, check_version
-from tests.support.trl_runs import TWICE, assert_same_run, trained
+from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 # id: (options of GRPOConfig, whether the gradient is made in one pass)
@@ -93,8 +94,8 @@ def test_the_same_run(case, tmp_path, one_pass):
 def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path, one_pass):
     """Old log-probs by TRL, over another batch than the loss; the weights stand still."""
     options = {"learning_rate": 0.0, "per_device_train_batch_size": size, **TWICE}
-    head_options = {"batch_invariant": True}
-    trained(FusedGRPOTrainer, tmp_path, head_options=head_options, **options)
+    execution = Execution(batch_invariant=True)
+    trained(FusedGRPOTrainer, tmp_path, execution=execution, **options)
     metrics = [objective.output.metrics for objective in one_pass]
     assert len(metrics) >= 6
     assert all(of["ratio_max"] == of["ratio_mean"] == 1.0 for of in metrics)
@@ -177,15 +178,15 @@ def test_what_else_is_passed_on(loss_type, injected, tmp_path):
 
 
 def test_patched(tmp_path, monkeypatch):
-    # The small model's softmax is too flat to be worth sampling.
-    monkeypatch.setattr(column_sampling, "_FLAT_SHARE", 2.0)
+    # The small model's softmax is too flat for columns to be left out.
+    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)
     theirs = trained(GRPOTrainer, tmp_path / "a")
     own = GRPOTrainer._compute_loss
     with patch_trl():
         assert GRPOTrainer._compute_loss is not own
         assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
     assert GRPOTrainer._compute_loss is own
-    patched = patch_trl(backward="sampled", tolerance=0.5)
+    patched = patch_trl(execution=Execution(backward=Sampled(0.5)))
     losses, log, _ = trained(GRPOTrainer, tmp_path / "c")
     assert losses[0] == pytest.approx(theirs[0][0], abs=1e-5)
     assert log[0]["grad_norm"] != pytest.approx(theirs[1][0]["grad_norm"], rel=1e-4)
@@ -217,8 +218,8 @@ def test_a_trainer_made_before_the_patch_is_not_touched(tmp_path):
 def test_patched_twice():
     with patch_trl(), pytest.raises(RuntimeError, match="it is patched: undo"):
         patch_trl()
-    with pytest.raises(TypeError, match="backwards: expected one of"):
-        patch_trl(backwards="sampled")
+    with pytest.raises(TypeError, match="execution: expected an Execution"):
+        patch_trl(execution="sampled")
     assert "_patched_by_grpo_kernels" not in vars(GRPOTrainer)
 
 
@@ -271,14 +272,20 @@ def test_a_cast_of_an_adapted_head_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     (
-        ({"backwards": "sampled"}, TypeError, "backwards: expected one of"),
-        ({"temperature": 0.7}, TypeError, "temperature: expected it in GRPOConfig"),
-        ({"seed": 3}, ValueError, r"seed: expected a torch\.Generator"),
+        ({"execution": "sampled"}, TypeError, "execution: expected an Execution; got 'sampled'"),
+        ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
+        (
+            {"execution": Execution(backward=Sampled(seed=3))},
+            ValueError,
+            r"seed: expected a torch\.Generator",
+        ),
     ),
 )
 def test_options_of_the_head(options, error, message, tmp_path):
     with pytest.raises(error, match=message):
-        trained(FusedGRPOTrainer, tmp_path, head_options=options)
+        trained(FusedGRPOTrainer, tmp_path, **options)
+    with pytest.raises(error, match=message):
+        patch_trl(**options)
 
 
 def test_options_of_the_loss_are_looked_at_first(tmp_path):
@@ -332,7 +339,7 @@ else:
     import grpo_kernels.integrations.trl as integration
     from trl.trainer import grpo_trainer
     assert not hasattr(grpo_trainer, "BaseTunerLayer")
-    with integration._replace_lm_head({}):
+    with integration._replace_lm_head(integration.attach_fused_head):
         assert not hasattr(grpo_trainer, "BaseTunerLayer")
     print("refused")
 """

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
+from grpo_kernels.experimental import triton_column_scores
 from tests.ptx import EmulatedDriver, Settings
-from tests.tools.kernel_checks import some_words
+from tests.tools.kernel_checks import some_entries
 
 BARRIER = re.compile(r"^\s*bar\.(?:warp\.)?sync\b[^;]*;.*$", re.M)
 PLAIN = LogitTransform()
@@ -20,7 +21,7 @@ def launches():
     far[1, 3000] = 200.0  # out of the first anchor's reach: a second sweep
     half, some = torch.zeros(3, 5003, dtype=torch.bfloat16), torch.randn(6, 3)
     grads = RowGrads(5 + some[0].abs(), some[1], some[1], some[2], some[3].abs(), some[4])
-    words, W, h = some_words(9, [200, 3, 0, 40]), torch.randn(9, 50), torch.randn(4, 50)
+    entries, W, h = some_entries(9, [200, 3, 0, 40]), torch.randn(9, 50), torch.randn(4, 50)
     stats = partial(triton_backend.token_stats, targets=y, transform=PLAIN, entropy=True)
 
     def in_place():
@@ -28,15 +29,15 @@ def launches():
         return *stats(z, exps=z), z
 
     def dots():
-        out = torch.zeros(len(words))
-        triton_backend.word_dots(h, W, words, out)
+        out = torch.zeros(len(entries))
+        triton_backend.entry_dots(h, W, entries, out)
         return (out,)
 
     def sums(dtype):
         torch.manual_seed(1)
-        factors = torch.randn(len(words))
+        factors = torch.randn(len(entries))
         return (triton_backend.segment_sums(
-            factors, words.ids, words.offsets, W.to(dtype), dtype, None),)  # fmt: skip
+            factors, entries.ids, entries.offsets, W.to(dtype), dtype, None),)  # fmt: skip
 
     def to_half():
         out = torch.zeros_like(half)
@@ -56,11 +57,13 @@ def launches():
         "token_stats, in place": in_place,
         "logit_grads": to_half,
         "policy_loss": loss,
-        "column_scores": lambda: triton_backend.column_scores(x, y, PLAIN, grads, [slice(0, 3)]),
-        "column_level": lambda: (
-            triton_backend.column_level(x[0].abs(), torch.tensor(9.0), 2),
+        "column_scores": lambda: triton_column_scores.column_scores(
+            x, y, PLAIN, grads, [slice(0, 3)]
         ),
-        "word_dots": dots,
+        "column_level": lambda: (
+            triton_column_scores.column_level(x[0].abs(), torch.tensor(9.0), 2),
+        ),
+        "entry_dots": dots,
         "segment_sums": lambda: sums(torch.float32),
         "segment_sums, bf16": lambda: sums(torch.bfloat16),
     }  # fmt: skip

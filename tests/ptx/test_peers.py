@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
+from tests.helpers.batches import relative_error
 from tests.ptx import EmulatedDriver
-from tests.support.batches import relative_error
 
 pytest.importorskip("liger_kernel")
 pytest.importorskip("trl")

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from triton.runtime.autotuner import Autotuner
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
-from tests.support.batches import relative_error
-from tests.support.peers import (  # noqa: F401
+from tests.helpers.batches import relative_error
+from tests.helpers.peers import (  # noqa: F401
     WITHOUT_OTHER,
     B,
     V,

@@ -4,10 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss, linear_logprobs, reference
-from tests.ptx import EmulatedDriver
-from tests.support.batches import relative_error
-from tests.support.peers import (  # noqa: F401
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    reference,
+)
+from tests.helpers.batches import relative_error
+from tests.helpers.peers import (  # noqa: F401
     TEMPERATURE,
     WITHOUT_OTHER,
     B,
@@ -19,8 +26,10 @@ from tests.support.peers import (  # noqa: F401
     lenient,
     logps_of,
 )  # fmt: skip
+from tests.ptx import EmulatedDriver
 
 pytestmark = pytest.mark.usefixtures("lenient")
+TRITON = Execution(backend="triton")
 SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
@@ -119,18 +128,18 @@ def test_liger_grpo_is_ours_of_a_head():
         return liger_loss(F.pad(h @ w.T, (0, 0, 0, 1)), beta=0.1)
 
     def ours(h, w, call=fused_grpo_loss, **given):
-        cfg = GRPOLossConfig(epsilon_high=0.4, beta=0.1, use_bias_correction_kl=False,
-                             temperature=TEMPERATURE)  # fmt: skip
-        return call(h, w, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **given).loss
+        cfg = GRPOLossConfig(epsilon_high=0.4, beta=0.1, use_bias_correction_kl=False)
+        head = LMHead(w, temperature=TEMPERATURE)
+        return call(h, head, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **given).loss
 
     def plain(h, w):
-        return ours(h, w, reference.fused_grpo_loss, logits_dtype=torch.float64)
+        return ours(h, w, reference.fused_grpo_loss)
 
     # Ratios are far from 1 here, and log-probs of -40 are rounded.
     given = {"tolerance": 1e-5}
     operands = (torch.randn(B, T, 24) / 24**0.5, torch.randn(V, 24))
     actual = compare(theirs, plain, *operands, **given)
-    own = compare(lambda h, w: ours(h, w, backend="triton"), plain, *operands, **given)
+    own = compare(lambda h, w: ours(h, w, execution=TRITON), plain, *operands, **given)
     assert all(relative_error(a, b) <= 1e-5 for a, b in zip(actual, own, strict=True))
 
 
@@ -160,14 +169,14 @@ def test_trl_chunked_log_probs_are_ours(monkeypatch):
         return torch.stack(out[:2])
 
     def ours(h, w, b, call=linear_logprobs, **given):
-        out = call(h, w, ids, bias=b, temperature=TEMPERATURE, softcap=9.0, **given)
+        out = call(h, LMHead(w, b, temperature=TEMPERATURE, softcap=9.0), ids, **given)
         return torch.stack((out.logps, out.entropy))
 
     def plain(*head):
-        return ours(*head, reference.linear_logprobs, logits_dtype=torch.float64)
+        return ours(*head, reference.linear_logprobs)
 
     def own(*head):
-        return ours(*head, entropy=True, backend="triton")
+        return ours(*head, entropy=True, execution=TRITON)
 
     head = (torch.randn(11, 24), torch.randn(V, 24), torch.randn(V))
     pairs = zip(compare(theirs, plain, *head), compare(own, plain, *head), strict=True)

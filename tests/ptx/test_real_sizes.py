@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends import LogitTransform, RowGrads, Words, torch_backend, triton_backend
+from grpo_kernels.backends import Entries, LogitTransform, RowGrads, torch_backend, triton_backend
+from grpo_kernels.experimental import torch_column_scores, triton_column_scores
+from tests.helpers.batches import relative_error
 from tests.ptx import EmulatedDriver, SanitizerError
-from tests.support.batches import relative_error
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 N, V = 16_384, 151_936
@@ -63,10 +64,10 @@ def test_scores_of_columns(chunk, blocks):
     for _, b in pairs:
         x[pieces[b]] = (3 * torch.randn(16, V)).bfloat16()
     blocks(*pairs)
-    both = triton_backend.column_scores(x, y, LogitTransform(), grads, pieces)
+    both = triton_column_scores.column_scores(x, y, LogitTransform(), grads, pieces)
     for c, b in pairs:
         rows, columns = pieces[b], slice(c * 1024, (c + 1) * 1024)
-        truth = torch_backend.column_scores(
+        truth = torch_column_scores.column_scores(
             x[rows], y[rows], LogitTransform(), grads.at(rows), [slice(0, 16)]
         )
         for mine, true in zip(both, truth, strict=True):
@@ -85,9 +86,9 @@ def test_entries_of_a_large_head(blocks):
     offsets = torch.zeros(count + 1, dtype=torch.int64)
     offsets[1:] = torch.bincount(tokens, minlength=count).cumsum(0)
     W[ids], x[tokens] = torch.randn(E, K).bfloat16(), torch.randn(E, K).bfloat16()
-    words = Words(ids, tokens, offsets, torch.zeros(count, dtype=torch.int64), ids.argsort())
+    entries = Entries(ids, tokens, offsets, torch.zeros(count, dtype=torch.int64), ids.argsort())
     out = torch.zeros(E)
-    triton_backend.word_dots(x, W, words, out)
+    triton_backend.entry_dots(x, W, entries, out)
     assert relative_error(out, (x[tokens].double() * W[ids].double()).sum(1)) <= 1e-6
     segments, factors = tokens.unique(), torch.randn(E)
     blocks(*[(s, c) for s in segments.tolist() for c in range(K // 1024)])

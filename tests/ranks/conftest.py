@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.support.ranks import WORLD, Ranks
+from tests.helpers.ranks import WORLD, Ranks
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """Runs a job on two ranks; see `tests/support/ranks.py`."""
+    """Runs a job on two ranks; see `tests/helpers/ranks.py`."""
     session = Ranks(tmp_path_factory.mktemp("ranks"))
     yield session
     assert session.close() in ([], [0] * WORLD), session.printed()

@@ -7,9 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import fused_grpo_loss
+from grpo_kernels.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
-from tests.support.model_families import LORAS, family_model, with_lora
-from tests.support.ranks import WORLD
+from tests.helpers.model_families import LORAS, family_model, with_lora
+from tests.helpers.ranks import WORLD
 
 
 def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
@@ -79,8 +80,9 @@ class HeadAlone(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(400, 64, generator=g) / 8)
 
     def forward(self, hidden, targets, advantages):
+        execution = Execution(chunk_bytes=4 * 400 * 10)
         return fused_grpo_loss(
-            hidden, self.weight, targets, advantages, num_items=50, chunk_bytes=4 * 400 * 10
+            hidden, self.weight, targets, advantages, num_items=50, execution=execution
         ).loss
 
 
@@ -133,8 +135,8 @@ def train(model: str, output: str, options: dict) -> tuple[list, dict[str, torch
     Completions depend on their prompt alone, so that any number sees the same.
     """
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
-    from tests.support.tiny_models import make_tokenizer
-    from tests.support.trl_runs import arguments_of, noise, prompts
+    from tests.helpers.tiny_models import make_tokenizer
+    from tests.helpers.trl_runs import arguments_of, noise, prompts
 
     class SameForAnyRanks(FusedGRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):

@@ -1,12 +1,13 @@
-"""Jobs of ranks that have parts of the same sequences: log-probs apart, the loss over all."""
+"""Jobs of ranks that have parts of the same sequences: log-probs of each, a loss over all."""
 
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import gather_tokens, grpo_loss, linear_logprobs
-from tests.support.batches import Result, make_batch, packed, with_cross_entropy
+from grpo_kernels import gather_tokens, grpo_loss
+from tests.helpers.batches import Result, make_batch, packed, with_cross_entropy
+from tests.helpers.flat_calls import linear_logprobs
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
 CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")

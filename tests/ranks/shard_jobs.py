@@ -7,20 +7,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import grpo_kernels
-from grpo_kernels import fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels import Support, VocabRanks
+from grpo_kernels.experimental import Sampled
 from grpo_kernels.integrations.verl import linear_cross_entropy
-from tests.support.batches import (
+from tests.helpers import flat_calls
+from tests.helpers.batches import (
     config,
     exact_batch,
     make_batch,
     run_fused,
     with_cross_entropy,
 )
-from tests.support.supports import make_support, with_logps_of_call
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.supports import make_support, with_logps_of_call
 
 
-def with_words(options: dict[str, Any]):
+def on_rank(options: dict[str, Any]) -> dict[str, Any]:
+    """A case's options, with the `VocabRanks` of this rank for its `layout` and `starts`."""
+    rest = {name: x for name, x in options.items() if name not in ("layout", "starts")}
+    starts, layout = options.get("starts"), options.get("layout", "replicated")
+    start = None if starts is None else starts[dist.get_rank()]
+    return {**rest, "ranks": VocabRanks(dist.group.WORLD, start, layout)}
+
+
+def with_kept_sets(options: dict[str, Any]):
     """The batch and the options of a case in which most tokens have a support."""
     batch = make_batch()
     kept = make_support(batch, without=options["without"])
@@ -32,13 +42,12 @@ def with_support(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
     """The result of every case, in which most tokens have a support."""
     found = []
     for cuts, options in cases:
-        batch, options = with_words(options)
-        part = part_of(batch, cuts)
-        found.append(run_fused(part, exact=False, vocab_group=dist.group.WORLD, **options))
+        batch, options = with_kept_sets(options)
+        found.append(run_fused(part_of(batch, cuts), exact=False, **on_rank(options)))
     return found
 
 
-def logprobs_of_words(cuts) -> dict[str, torch.Tensor]:
+def logprobs_of_kept_sets(cuts) -> dict[str, torch.Tensor]:
     """The results of `linear_logprobs` over supports, and all gradients."""
     support = make_support(make_batch(), without=0.3)
     return logprobs(cuts, {"support": support, "low_rank": True, "bias": True, "softcap": 6.0})
@@ -62,9 +71,9 @@ def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
 
 def loss(cuts, options):
     batch = part_of(batch_of(options), cuts)
-    run_fused(batch, exact=False, vocab_group=dist.group.WORLD, **options)  # the ranks meet
+    run_fused(batch, exact=False, **on_rank(options))  # the ranks meet
     with Counted() as counted:
-        result = run_fused(batch, exact=False, vocab_group=dist.group.WORLD, **options)
+        result = run_fused(batch, exact=False, **on_rank(options))
     return result, counted.calls
 
 
@@ -83,45 +92,43 @@ def own_rows(cases):
     found = []
     for cuts, places, options in cases:
         batch = sequences_of(batch_of(options), places[dist.get_rank()])
-        part = part_of(batch, cuts)
-        found.append(run_fused(part, exact=False, vocab_group=dist.group.WORLD, **options))
+        found.append(run_fused(part_of(batch, cuts), exact=False, **on_rank(options)))
     return found
 
 
-def own_logprobs(cuts, places, layout, options):
+def sequences_of_head(head, places):
+    """What `head_of` returns, of some sequences."""
+    mine, head = list(places), dict(head)
+    for name in ("hidden", "a_out"):
+        head[name] = head[name].detach()[mine].requires_grad_()
+    head |= {name: head[name][mine] for name in ("targets", "mask")}
+    return head | {"weights": head["weights"][:, mine]}
+
+
+def own_logprobs(cuts, places, options):
     """`linear_logprobs` over tokens that this rank alone has, and the gradients."""
-    batch, options = sequences_of(make_batch(), places[dist.get_rank()]), dict(options)
-    part = part_of(batch, cuts)
-    leaves = {
-        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0), "weight": part.weight,
-        "bias": part.bias,
-    }  # fmt: skip
-    leaves = {k: x.detach().clone().requires_grad_() for k, x in leaves.items()}
-    bias = leaves["bias"] if options.pop("bias", False) else None
-    out = linear_logprobs(
-        leaves["hidden"], leaves["weight"], batch.targets, mask=batch.mask, bias=bias, entropy=True,
-        vocab_group=dist.group.WORLD, hidden_layout=layout, **options,
-    )  # fmt: skip
-    (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum().backward()
-    return {
-        "logps": out.logps.detach(), "entropy": out.entropy.detach(),
-        **{f"d_{k}": x.grad for k, x in leaves.items() if x.grad is not None},
-    }  # fmt: skip
+    head = sequences_of_head(head_of(cuts), places[dist.get_rank()])
+    return scored(linear_logprobs, head, on_rank(options))
 
 
-def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
+def bytes_of_rows(tokens: list[int], low_rank: int, biased: bool) -> dict[str, int]:
     """Bytes that a call on tokens of this rank alone gets from others, by the shape of a row."""
     H, V, rank, world = 64, 400, dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens[rank], H, generator=g).requires_grad_()
     weight = torch.randn(V // world, H, generator=g).requires_grad_()
     targets = torch.randint(V, (tokens[rank],), generator=g)
+    options: dict[str, Any] = {"layout": "data", "chunk_bytes": 4 * V * 50}
+    if low_rank:
+        parts = torch.randn(tokens[rank] + V // world, low_rank, generator=g)
+        options["low_rank"] = tuple(
+            x.clone().requires_grad_() for x in parts.split([tokens[rank], V // world])
+        )
+    if biased:
+        options["bias"] = torch.randn(V // world, generator=g).requires_grad_()
     found: dict[str, int] = {}
-    name = (
-        "reduce_scatter_single"
-        if hasattr(dist, "reduce_scatter_single")
-        else ("reduce_scatter_tensor")
-    )
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")
+    name = next(name for name in names if hasattr(dist, name))
     gather, scatter = dist.all_gather, getattr(dist, name)
 
     def note(kind: str, rows: torch.Tensor) -> None:
@@ -140,10 +147,8 @@ def bytes_of_rows(tokens: list[int]) -> dict[str, int]:
     setattr(dist, name, reduce_scatter)
     try:
         advantages = torch.randn(tokens[rank], generator=g)
-        fused_grpo_loss(
-            hidden, weight, targets, advantages, vocab_group=dist.group.WORLD,
-            hidden_layout="data", chunk_bytes=4 * V * 50,
-        ).loss.backward()  # fmt: skip
+        out = fused_grpo_loss(hidden, weight, targets, advantages, **on_rank(options))
+        out.loss.backward()
     finally:
         dist.all_gather = gather
         setattr(dist, name, scatter)
@@ -157,9 +162,8 @@ def entropy_of_one() -> list:
     hidden = torch.where(part.mask[..., None], part.hidden, 0.0).requires_grad_()
     weight = part.weight.clone().requires_grad_()
     out = linear_logprobs(
-        hidden, weight, part.targets, mask=part.mask, entropy=True,
-        vocab_group=dist.group.WORLD, hidden_layout="sequence",
-    )  # fmt: skip
+        hidden, weight, part.targets, part.mask, entropy=True, **on_rank({"layout": "sequence"})
+    )
     (out.logps + (0.5 * out.entropy if rank else 0.0)).sum().backward()
     return [hidden.grad, weight.grad]
 
@@ -170,9 +174,8 @@ def scales_apart() -> str:
     part = part_of(sequences_of(batch, [(0, 1), (2, 3)][rank]), (0, 300, 1003))
     weight = part.weight.clone().requires_grad_()
     out = fused_grpo_loss(
-        part.hidden, weight, part.targets, part.advantages, part.mask,
-        vocab_group=dist.group.WORLD, hidden_layout="data",
-    )  # fmt: skip
+        part.hidden, weight, part.targets, part.advantages, part.mask, **on_rank({"layout": "data"})
+    )
     try:
         (out.loss * (1 + rank)).backward()
     except RuntimeError as error:
@@ -202,17 +205,13 @@ class Counted:
         return counting
 
 
-def logprobs(cuts, options, start=None) -> dict[str, torch.Tensor]:
+def logprobs(cuts, options) -> dict[str, torch.Tensor]:
     """The results of `linear_logprobs` and all gradients of a loss over them."""
-    head, options = head_of(cuts), dict(options)
-    given = {"vocab_group": dist.group.WORLD} if start is None else {
-        "vocab_group": dist.group.WORLD, "vocab_start": start[dist.get_rank()]
-    }  # fmt: skip
-    return scored(linear_logprobs, head, {**options, **given})
+    return scored(linear_logprobs, head_of(cuts), on_rank(options))
 
 
 def scored(call, head, options):
-    weights = head.pop("weights")
+    weights, options = head.pop("weights"), dict(options)
     low_rank = (head["a_out"], head["b"]) if options.pop("low_rank", False) else None
     bias = head["bias"] if options.pop("bias", False) else None
     if call is linear_logprobs:
@@ -251,9 +250,7 @@ def sizes(all_cuts) -> list[int]:
     for cuts in all_cuts:
         part = part_of(batch, cuts)
         try:
-            linear_logprobs(
-                batch.hidden, part.weight, targets, mask=batch.mask, vocab_group=dist.group.WORLD
-            )
+            linear_logprobs(batch.hidden, part.weight, targets, batch.mask, **on_rank({}))
         except ValueError as error:
             found.append(int(str(error).split("[0, ")[1].split(")")[0]))
     return found
@@ -273,14 +270,13 @@ def masked_columns(call: str, masked: float, whole: bool = False) -> dict[str, t
     )  # fmt: skip
     targets = torch.where(batch.mask & (batch.targets >= 350), batch.targets, 777)
     options: dict[str, Any] = {"bias": bias, "mask": batch.mask}
+    module = reference if whole else flat_calls
     if not whole:
-        options["vocab_group"] = dist.group.WORLD
+        options = on_rank(options)
     if call == "loss":
-        module = reference if whole else grpo_kernels
         out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages, **options)
         total = out.loss
     else:
-        module = reference if whole else grpo_kernels
         options |= {} if whole else {"entropy": True}
         out = module.linear_logprobs(hidden, weight, targets, **options)
         total = (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum()
@@ -293,29 +289,39 @@ def masked_columns(call: str, masked: float, whole: bool = False) -> dict[str, t
 
 def partial() -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of rows, added up in the call and not."""
-    cuts, found = (0, 300, 1003), {}
-    for layout in ("replicated", "partial"):
-        head, batch = head_of(cuts), make_batch()
-        fused_grpo_loss(
-            head["hidden"], head["weight"], head["targets"], batch.advantages, head["mask"],
-            low_rank=(head["a_out"], head["b"]), vocab_group=dist.group.WORLD,
-            hidden_layout=layout,
-        ).loss.backward()  # fmt: skip
-        name = "whole" if layout == "replicated" else "part"
-        found[name] = {"hidden": head["hidden"].grad, "a_out": head["a_out"].grad}
-    return found
+    layouts = ("replicated", "partial")
+    return {name: of_adapted_head((0, 300, 1003), layout=name) for name in layouts}
 
 
-def of_dtensor() -> dict[str, torch.Tensor]:
-    """As `logprobs`, from DTensors; gradients are DTensors, too."""
+def of_adapted_head(cuts, dtype=torch.float32, **options) -> dict[str, torch.Tensor]:
+    """The gradients of a loss over a head with a LoRA and a bias; without cuts exact."""
+    head, batch = head_of(cuts, dtype), make_batch()
+    options |= {"low_rank": (head["a_out"], head["b"]), "bias": head["bias"]}
+    module = reference if cuts is None else flat_calls
+    module.fused_grpo_loss(
+        head["hidden"], head["weight"], head["targets"], batch.advantages.to(dtype), head["mask"],
+        **(options if cuts is None else on_rank(options)),
+    ).loss.backward()  # fmt: skip
+    return {name: head[name].grad for name in ("hidden", "a_out", "weight", "bias", "b")}
+
+
+def of_dtensors(places) -> dict[str, torch.Tensor]:
+    """As `logprobs`, from DTensors; gradients are DTensors, too.
+
+    `places`: the sequences that each rank alone has, whose losses are of one batch; None: all have
+    all of them.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    head = head_of()
+    head, options = head_of(), {"low_rank": True, "bias": True}
     for name in ("weight", "bias", "b"):
         whole = head[name].detach()
         head[name] = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
-    found = scored(linear_logprobs, head, {"low_rank": True, "bias": True})
+    if places is not None:
+        head = sequences_of_head(head, places[dist.get_rank()])
+        options["ranks"] = VocabRanks(hidden="data")
+    found = scored(linear_logprobs, head, options)
     for name in ("d_weight", "d_bias", "d_b"):
         assert found[name].placements == (Shard(0),)
         found[name] = found[name].full_tensor()
@@ -344,18 +350,25 @@ def refused(kind: str) -> str:
     rank, batch = dist.get_rank(), make_batch()
     weight, targets = batch.weight.chunk(2)[rank], batch.targets
     hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
-    options: dict[str, Any] = {"vocab_group": dist.group.WORLD}
+    ranks: dict[str, Any] | None = {"group": dist.group.WORLD}
+    options: dict[str, Any] = {}
     trained = True
     if kind == "overlap":
-        options["vocab_start"] = [0, 400][rank]
+        ranks["start"] = [0, 400][rank]
     elif kind == "hole":
-        options["vocab_start"] = [0, 600][rank]
+        ranks["start"] = [0, 600][rank]
     elif kind == "start on one":
-        options |= {"vocab_start": 502} if rank else {}
+        ranks |= {"start": 502} if rank else {}
+    elif kind == "start":
+        ranks["start"] = 0.5
     elif kind == "dtype":
         weight = weight.to([torch.float32, torch.bfloat16][rank])
     elif kind == "bias":
         options |= {"bias": batch.bias.chunk(2)[rank]} if rank else {}
+    elif kind.startswith("low_rank"):
+        r = 2 + rank * (kind == "low_rank's rank")
+        parts = torch.zeros(*targets.shape, r), torch.zeros(len(weight), r)
+        options |= {} if kind == "low_rank on one" and not rank else {"low_rank": parts}
     elif kind == "width":
         weight = torch.nn.functional.pad(weight, (0, rank))
         hidden = torch.nn.functional.pad(hidden, (0, rank))
@@ -380,57 +393,62 @@ def refused(kind: str) -> str:
         hidden, targets = hidden[rank:], targets[rank:]
         options["mask"] = batch.mask[rank:]
     elif kind == "group":
-        options["vocab_group"] = "tensor"
+        ranks["group"] = "tensor"
     elif kind == "no group":
-        options = {"vocab_start": 3}
+        ranks = {"start": 3}
+    elif kind == "layout alone":
+        ranks = {"hidden": "partial"}
+    elif kind == "no ranks":
+        options["ranks"] = dist.group.WORLD
     elif kind == "layout":
-        options["hidden_layout"] = "tokens"
+        ranks["hidden"] = "tokens"
     elif kind == "layouts":
-        options["hidden_layout"] = ["data", "replicated"][rank]
+        ranks["hidden"] = ["data", "replicated"][rank]
     elif kind in ("temperature", "logit_scale", "softcap"):
-        options |= {"hidden_layout": "data", kind: 1.0 + rank}
+        ranks["hidden"], options[kind] = "data", 1.0 + rank
+    elif kind == "softcap on one":
+        options |= {"softcap": 2.5} if rank else {}
     elif kind == "logits_dtype":
         hidden, weight = hidden.bfloat16(), weight.bfloat16()
-        options |= {"hidden_layout": "data", kind: ["fp32", "model"][rank]}
+        ranks["hidden"], options[kind] = "data", ["fp32", "model"][rank]
     elif kind == "temperature per token":
         options |= {"temperature": torch.ones(4, 9)} if rank else {}
+    elif kind == "batch_invariant":
+        options[kind] = bool(rank)
     elif kind == "entropy_coef":
         options["config"] = config(entropy_coef=0.1 * rank)
     elif kind == "passes":
         options |= {"config": config(loss_type="gspo")} if rank else {}
     elif kind == "gradient":
-        options["hidden_layout"] = "data"
-        trained = bool(rank)
+        ranks["hidden"], trained = "data", bool(rank)
     elif kind == "a rank refused":
-        options["hidden_layout"] = "data"
+        ranks["hidden"] = "data"
         targets = targets.clamp(min=0) + 2000 * rank
-    elif kind == "layout alone":
-        options = {"hidden_layout": "partial"}
     elif kind == "sampled":
-        options["backward"] = "sampled"
+        options["backward"] = Sampled()
     elif kind == "capturable":
         options["capturable"] = True
     elif kind.startswith("support"):
-        ids = targets.clamp(min=0).flatten()
-        options["support"] = ids, torch.arange(len(ids) + 1)
-        if kind == "supports":  # one word more on one rank
-            words = torch.cat([(ids[:rank] + 1) % 1003, ids])
-            options["support"] = words, torch.arange(len(ids) + 1)
-            options["support"][1][1:] += rank
+        ids, sizes = targets.clamp(min=0).flatten(), torch.arange(targets.numel() + 1)
+        if kind == "supports":  # one entry more on one rank
+            ids = torch.cat([(ids[:rank] + 1) % 1003, ids])
+            sizes[1:] += rank
         else:
-            options["hidden_layout"] = "data"
+            ranks["hidden"] = "data"
+        options["support"] = Support(ids, sizes)
     else:
         mesh = dist.init_device_mesh("cpu", (2,))
         placement = {"columns": Shard(1), "replicated": Replicate()}.get(kind, Shard(0))
         weight = distribute_tensor(batch.weight, mesh, [placement])
         if kind != "dtensor and group":
-            del options["vocab_group"]
+            ranks = None
         if kind == "plain bias":
             options["bias"] = batch.bias
     mask = options.pop("mask", batch.mask)
     advantages = options.pop("advantages", batch.advantages)[-len(hidden) :]
     weight = weight.detach().requires_grad_(trained)
     try:
+        options = {"ranks": None if ranks is None else VocabRanks(**ranks), **options}
         fused_grpo_loss(hidden, weight, targets, advantages, mask, **options)
     except (ValueError, TypeError) as error:
         return str(error)
@@ -444,7 +462,7 @@ def raises_alone() -> str:
     if dist.get_rank():
         return "gone"
     try:
-        run_fused(batch, exact=False, vocab_group=group)
+        run_fused(batch, exact=False, ranks=VocabRanks(group))
     except RuntimeError as error:
         return str(error)
     return "nothing"

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from grpo_kernels import fused_grpo_loss
-from tests.support.batches import config, make_batch, relative_error
-from tests.support.ranks import WORLD
+from tests.helpers.batches import config, make_batch, relative_error
+from tests.helpers.ranks import WORLD
 
 
 class Policy(nn.Module):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from grpo_kernels.integrations.transformers import Objective
+from tests.helpers.batches import relative_error
 from tests.ranks.head_jobs import HeadAlone, case, scored, tokens_of, train
-from tests.support.batches import relative_error
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -50,7 +50,7 @@ def test_fsdp_moves_the_head_once(ranks):
     "options", ({"loss_type": "dapo", "num_iterations": 2}, {"loss_type": "grpo", "beta": 0.1})
 )
 def test_trl(options, ranks, tmp_path):
-    from tests.support.trl_runs import folder_of
+    from tests.helpers.trl_runs import folder_of
 
     model, one, two = folder_of("qwen2"), tmp_path / "one", tmp_path / "two"
     log, weights = train(model, str(one), options | {"per_device_train_batch_size": 8})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from tests.support.trainer_runs import config_of, no_curves, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -21,7 +21,7 @@ RUN = """
 import time
 from pathlib import Path
 from tests.ranks.test_killed_run import count
-from tests.support.trainer_runs import config_of, no_curves, noise, trainer_of
+from tests.helpers.trainer_runs import config_of, no_curves, noise, trainer_of
 
 def patient(*args, **columns):
     while count(Path({output!r}, "t")) >= {patience!r}:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import leave
+from tests.helpers.ranks import leave
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
@@ -66,8 +66,8 @@ def main(fault: str, lost: int, model: str, output: str, rank: int) -> None:
     import torch.distributed as dist
 
     from grpo_kernels.training import Trainer, load_model, load_problems
+    from tests.helpers.trainer_runs import config_of, no_curves, noise
     from tests.ranks.training_jobs import SameForAnyRanks
-    from tests.support.trainer_runs import config_of, no_curves, noise
 
     def happens(row, samples):
         if rank != lost or row["step"] != 2:

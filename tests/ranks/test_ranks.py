@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import RankFailed, Ranks
+from tests.helpers.ranks import RankFailed, Ranks
 
 
 def raise_on_one():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.batches import OBJECTIVES, Result, assert_matches, config, run_fused
+from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
-from tests.support.batches import OBJECTIVES, Result, assert_matches, config, run_fused
-from tests.support.head_options import objective_options
 
 # Of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)

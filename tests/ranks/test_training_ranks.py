@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.ranks import JOB_S
+from tests.helpers.tiny_models import make_model, make_tokenizer
+from tests.helpers.trainer_runs import assert_same_rows, rows_of
 from tests.ranks.training_jobs import train
-from tests.support.ranks import JOB_S
-from tests.support.tiny_models import make_model, make_tokenizer
-from tests.support.trainer_runs import assert_same_rows, rows_of
 
 ROOT = Path(__file__).parents[2]
 

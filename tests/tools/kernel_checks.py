@@ -28,18 +28,18 @@ if not INTERPRETED:
     EmulatedDriver.activate(90, strict=False)
 
 from grpo_kernels.backends import (  # noqa: E402
+    Entries,
     LogitTransform,
     RowGrads,
     TokenStats,
-    Words,
     torch_backend,
     triton_backend,
 )
-from grpo_kernels.config import GRPOLossConfig  # noqa: E402
-from grpo_kernels.grpo_loss import policy_loss as objective  # noqa: E402
-from grpo_kernels.objective import LossInputs  # noqa: E402
+from grpo_kernels.experimental import torch_column_scores, triton_column_scores  # noqa: E402
+from tests.helpers.policy_losses import exact_policy_loss  # noqa: E402
 
 PLAIN = LogitTransform()
+COLUMN_SCORES = (triton_column_scores, torch_column_scores)
 untouched = torch.empty
 # Of the kernel, of torch, and the largest difference allowed, relative to the largest value.
 Compared = Iterator[tuple[Tensor, Tensor, float]]
@@ -55,12 +55,12 @@ def row_grads(count: int) -> RowGrads:
     return RowGrads(5 + some[0].abs(), some[1], some[1], some[2], some[3].abs(), some[4])
 
 
-def some_words(V: int, counts: list[int]) -> Words:
+def some_entries(V: int, counts: list[int]) -> Entries:
     tokens = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     ids = torch.randint(0, V, (len(tokens),))
     offsets = torch.nn.functional.pad(torch.tensor(counts).cumsum(0), (1, 0))
     places = torch.zeros(len(counts), dtype=torch.int64)
-    return Words(ids, tokens, offsets, places, ids.argsort(stable=True))
+    return Entries(ids, tokens, offsets, places, ids.argsort(stable=True))
 
 
 def compared_stats(x: Tensor, y: Tensor, **options) -> Compared:
@@ -123,6 +123,25 @@ def logit_grads() -> Compared:
         yield out, expected, 1e-5 if dtype == torch.float32 else 5e-3
 
 
+def banned() -> Compared:
+    """Entries at -inf under a softcap: some, all of a row's first block, and a target."""
+    capped = LogitTransform(softcap=8.0)
+    x, y = rows(4, 5003)
+    x[:, ::3], x[1, :3000], x[2, y[2]] = -math.inf, -math.inf, -math.inf
+    results = []
+    for backend in (triton_backend, torch_backend):
+        exps, out = torch.zeros(4, 5003), torch.zeros(4, 5003)
+        stats = backend.token_stats(x.clone(), y, capped, entropy=True, exps=exps)
+        backend.logit_grads_(x.clone(), y, capped, row_grads_of(stats), out)
+        results.append((*stats[:3], exps / stats.total[:, None], out))
+    yield from ((mine, true, 1e-5) for mine, true in zip(*results, strict=True))
+
+
+def row_grads_of(stats: TokenStats) -> RowGrads:
+    some = torch.linspace(-1.0, 2.0, len(stats.logps))
+    return RowGrads.of(stats, some, d_entropy=some.flip(0))
+
+
 def rows_move_up() -> Compared:
     """The gradient of row r goes where row r - 1 was: right if programs run one by one."""
     x, y = rows(7, 1003)
@@ -138,15 +157,13 @@ def policy_loss(nan: bool = False) -> Compared:
     mask = torch.rand(N) < 0.7
     if nan:
         logps[mask.nonzero()[7]] = float("nan")
-    inputs = LossInputs(
-        advantages=torch.randn(N), weights=mask / mask.sum(), count=mask.sum().float(),
-        mask=mask, old_logps=-torch.rand(N) - 0.5,
-    )  # fmt: skip
-    config = GRPOLossConfig(entropy_coef=0.01)
-    mine, truth = (
-        objective(config, inputs, logps, entropy, backend, grad=True)
-        for backend in (triton_backend, torch_backend)
-    )
+    given = {
+        "advantages": torch.randn(N), "weights": mask / mask.sum(), "count": mask.sum().float(),
+        "mask": mask, "old_logps": -torch.rand(N) - 0.5,
+        "surrogate": "clip", "low": 0.8, "high": 1.2, "entropy_coef": 0.01,
+    }  # fmt: skip
+    mine = triton_backend.policy_loss(logps, entropy, grad=True, **given)
+    truth = exact_policy_loss(logps, entropy, **given)
     yield from ((a, b, 1e-5) for a, b in zip(mine, truth, strict=True))
 
 
@@ -157,22 +174,22 @@ def policy_loss_of_nan() -> Compared:
 def column_scores() -> Compared:
     x, y = rows(33, 2500, torch.bfloat16, 12)
     grads, blocks = row_grads(33), [slice(i, min(i + 16, 33)) for i in range(0, 33, 16)]
-    both = (b.column_scores(x, y, PLAIN, grads, blocks) for b in (triton_backend, torch_backend))
+    both = (m.column_scores(x, y, PLAIN, grads, blocks) for m in COLUMN_SCORES)
     yield from ((mine, true, 1e-5) for mine, true in zip(*both, strict=True))
 
 
 def column_level() -> Compared:
     norms, allowed = torch.rand(2 * 5000)[::2], torch.tensor(100.0)
-    mine, true = (b.column_level(norms, allowed, 2) for b in (triton_backend, torch_backend))
+    mine, true = (m.column_level(norms, allowed, 2) for m in COLUMN_SCORES)
     yield mine, true, 1e-5
 
 
-def words() -> Compared:
-    chosen = some_words(40, [0, 200, 1, *torch.randint(0, 9, (20,)).tolist(), 700])
+def entries() -> Compared:
+    chosen = some_entries(40, [0, 200, 1, *torch.randint(0, 9, (20,)).tolist(), 700])
     x, W = (torch.randn(n, 103)[:, :50] for n in (24, 40))
     begin, factors = torch.randn(len(chosen)), torch.randn(len(chosen))
     out = begin.clone()
-    triton_backend.word_dots(x, W, chosen, out)
+    triton_backend.entry_dots(x, W, chosen, out)
     yield out, begin.double() + (x[chosen.tokens] * W[chosen.ids]).double().sum(1), 1e-5
     added = factors[:, None] * W[chosen.ids]
     for into in (None, torch.randn(24, 103)[:, :50]):
@@ -183,7 +200,7 @@ def words() -> Compared:
     stats = [TokenStats(*torch.zeros(3, 24)) for _ in range(2)]
     logits = 3 * torch.randn(len(chosen))
     for backend, into in zip((triton_backend, torch_backend), stats, strict=True):
-        backend.word_stats(logits, chosen, PLAIN, into)
+        backend.entry_stats(logits, chosen, PLAIN, into)
     yield from ((mine, true, 1e-5) for mine, true in zip(stats[0][:3], stats[1][:3], strict=True))
 
 
@@ -209,12 +226,14 @@ def real_size() -> Compared:
     blocks, last = [slice(i, i + 16) for i in range(0, N, 16)], slice(N - 16, N)
     x[last] = (3 * torch.randn(16, V)).bfloat16()
     choose([(3, len(blocks) - 1, 0)])
-    sums = triton_backend.column_scores(x, y, PLAIN, grads, blocks)[1]
-    true = torch_backend.column_scores(x[last], y[last], PLAIN, grads.at(last), [slice(0, 16)])[1]
+    sums = triton_column_scores.column_scores(x, y, PLAIN, grads, blocks)[1]
+    true = torch_column_scores.column_scores(
+        x[last], y[last], PLAIN, grads.at(last), [slice(0, 16)]
+    )[1]
     yield sums[-1, 3072:4096], true[0, 3072:4096], 1e-5
 
 
-def real_words() -> Compared:
+def real_entries() -> Compared:
     """Sums to tokens beyond 2^31 elements."""
     N, K, E = 300_000, 8192, 4
     out, W = untouched(N, K, dtype=torch.bfloat16), torch.randn(9, K)
@@ -229,8 +248,8 @@ def real_words() -> Compared:
 
 CHECKS = (
     token_stats, odd_rows, second_sweep, kept_exps, few_columns_in_place, same_bits, logit_grads,
-    rows_move_up, policy_loss, policy_loss_of_nan, column_scores, column_level, words, real_size,
-    real_words,
+    banned, rows_move_up, policy_loss, policy_loss_of_nan, column_scores, column_level, entries,
+    real_size, real_entries,
 )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ class Judges:
             tree = Path(folder)
             copy_to(tree)
             for old, new in damage.changes:
-                source = tree / "grpo_kernels/backends" / damage.path
+                source = tree / "grpo_kernels" / damage.path
                 change = Damage(damage.what, damage.path, old, new, ())
                 source.write_text(damaged(source.read_text(), change))
             emulated = self.emulate(tree, damage.check)

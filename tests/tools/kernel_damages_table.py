@@ -36,7 +36,7 @@ _WIDE = "    row_ptr = logits_ptr + row * stride_logits_n\n    "
 
 DAMAGES = [
     *_in(
-        "triton_logits.py", _STATS,
+        "backends/triton_logits.py", _STATS,
         ("the logits are loaded without a mask", "token_stats", (
             ("u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0)",
              "u = tl.load(row_ptr + offs_v)"),
@@ -68,12 +68,18 @@ DAMAGES = [
         ("invariant sums are taken in the order of the layout", "same_bits", (
             ("    if INVARIANT:\n        # As", "    if False:\n        # As"),
         )),
-        ("more threads than columns, in place", "few_columns_in_place", (
-            ("min(launch.num_warps, block_v // 64)", "launch.num_warps"),
-        )),
-        ("rows without words are not left", "words", (
+        ("rows without entries are not left", "entries", (
             ("if V == 0:\n            return\n    if HAS_TEMPERATURE",
              "if V < 0:\n            return\n    if HAS_TEMPERATURE"),
+        )),
+        ("an entry at -inf has the softcap's least logit", "banned", (
+            ("u = tl.minimum(softcap * tanh, u + _LARGEST)", "u = softcap * tanh"),
+        )),
+    ),
+    *_in(
+        "backends/triton_common.py", _STATS,
+        ("more threads than columns, in place", "few_columns_in_place", (
+            ("min(launch.num_warps, block_v // 64)", "launch.num_warps"),
         )),
         ("logits are loaded one by one", "token_stats", (
             ('do_not_specialize=["N", "rows_per_block"]',
@@ -81,7 +87,7 @@ DAMAGES = [
         )),
     ),
     *_in(
-        "triton_logits.py", _GRADS,
+        "backends/triton_logits.py", _GRADS,
         ("gradients are stored without a mask", "logit_grads", (
             ("d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)",
              "d_logits.to(out_row_ptr.dtype.element_ty))"),
@@ -98,7 +104,7 @@ DAMAGES = [
     ),
     KernelDamage("rows are written where the next program reads", "a launch", "rows_move_up"),
     *_in(
-        "triton_policy_loss.py", "policy_loss_kernel",
+        "backends/triton_policy_loss.py", "policy_loss_kernel",
         ("a masked load has no value for the masked", "policy_loss", (
             ("weights = tl.load(weights_ptr + offs_n, mask=mask_n, other=0.0)",
              "weights = tl.load(weights_ptr + offs_n, mask=mask_n)"),
@@ -128,7 +134,7 @@ DAMAGES = [
         )),
     ),
     *_in(
-        "triton_column_scores.py", "column_scores_kernel",
+        "experimental/triton_column_scores.py", "column_scores_kernel",
         ("rows of the sums of columns are counted in 32 bits", "real_size", (
             ("row = tl.cast(index, tl.int64)", "row = index"),
         )),
@@ -140,41 +146,41 @@ DAMAGES = [
         )),
     ),
     *_in(
-        "triton_column_scores.py", "column_level_kernel",
+        "experimental/triton_column_scores.py", "column_level_kernel",
         ("norms past the last one are 0.1", "column_level", (
             ("mask=offs_k < K, other=0.0)", "mask=offs_k < K, other=0.1)"),
         )),
     ),
     *_in(
-        "triton_words.py", "word_dots_kernel",
-        ("rows of words are loaded without a mask", "words", (
+        "backends/triton_entries.py", "entry_dots_kernel",
+        ("rows of entries are loaded without a mask", "entries", (
             ("rows = tl.load(rows_ptrs, mask=mask, other=0.0)", "rows = tl.load(rows_ptrs)"),
         )),
-        ("dots are stored without a mask", "words", (
+        ("dots are stored without a mask", "entries", (
             ("tl.store(out_ptr + offs_e, z, mask=mask_e)", "tl.store(out_ptr + offs_e, z)"),
         )),
     ),
     *_in(
-        "triton_words.py", "segment_sums_kernel part_sums_kernel sum_parts_kernel",
-        ("sums of words are added to memory that nobody wrote", "words", (
+        "backends/triton_entries.py", "segment_sums_kernel part_sums_kernel sum_parts_kernel",
+        ("sums of entries are added to memory that nobody wrote", "entries", (
             ("ADDS=out is not None, PART=PART, BLOCK_E=block_e",
              "ADDS=True, PART=PART, BLOCK_E=block_e"),
         )),
-        ("sums of words are stored without a mask", "words", (
+        ("sums of entries are stored without a mask", "entries", (
             ("tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty), mask=mask_k)",
              "tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty))"),
         )),
-        ("rows of sums are counted in 32 bits", "real_words", (
+        ("rows of sums are counted in 32 bits", "real_entries", (
             ("segment = tl.program_id(0).to(tl.int64)", "segment = tl.program_id(0)"),
         )),
-        ("every part of a long segment stores its sum", "words", (
+        ("every part of a long segment stores its sum", "entries", (
             (" | (part != tl.cdiv(begin, PART))", ""),
         )),
-        ("factors of words behind the segment are 1", "words", (
+        ("factors of entries behind the segment are 1", "entries", (
             ("factors = tl.load(factors_ptr + offs_e, mask=mask_e, other=0.0)",
              "factors = tl.load(factors_ptr + offs_e, mask=mask_e, other=1.0)"),
         )),
-        ("a part before the first, which nobody wrote, is added", "words", (
+        ("a part before the first, which nobody wrote, is added", "entries", (
             ("for first in range(part, end_part, BLOCK_P):",
              "for first in range(part - 1, end_part, BLOCK_P):"),
         )),

@@ -1,11 +1,12 @@
-"""Damages the sources, one line at a time, and expects the fast tier to object.
+"""Damages the sources, one line at a time, and expects tests to object.
 
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
     python -m tests.tools.mutants --only softcap  those with the word in description or path
     python -m tests.tools.mutants --write         puts the table into docs/testing.md, too
 
-Each damage is made in a copy of the tree. The test modules that are named with it run first; the
-whole fast tier, if these saw nothing. Undamaged, the tier must be green.
+Each damage is made in a copy of the tree. The test modules that are named with it run first, those
+of several ranks among them; the whole fast tier, if these saw nothing. Undamaged, the tier must be
+green.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.tools.tables import write_table
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
-PYTEST = ("-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+FAST = ("-m", "not slow")
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others are errors of its own
 NOT_SEEN = "NOT SEEN"
 
@@ -91,8 +93,11 @@ def run(damage: Damage) -> Result:
         copy_to(tree)
         source = tree / "grpo_kernels" / damage.path
         source.write_text(damaged(source.read_text(), damage))
-        for modules in ([f"tests/{name}.py" for name in damage.tests], fast_tier()):
-            done = tests_of(tree, *modules)
+        # What is in folders is slow by its place alone.
+        marks = ("-m", "not nightly") if any("/" in name for name in damage.tests) else FAST
+        named = [f"tests/{name}.py" for name in damage.tests]
+        for arguments in ((*marks, *named), (*FAST, *fast_tier())):
+            done = tests_of(tree, *arguments)
             seconds = time.monotonic() - start
             if done.returncode == FAILED:
                 first = re.search(r"^(?:FAILED|ERROR) tests/([^\s\[]+)", done.stdout, re.M)
@@ -106,7 +111,7 @@ def undamaged_is_green(workers: int) -> bool:
     """True if the tier passes on an undamaged copy; one that never passes sees everything."""
     with tempfile.TemporaryDirectory() as folder:
         copy_to(Path(folder))
-        done = tests_of(Path(folder), "-n", str(workers), *fast_tier())
+        done = tests_of(Path(folder), *FAST, "-n", str(workers), *fast_tier())
     if done.returncode != PASSED:
         print(done.stdout[-4000:], done.stderr[-2000:])
     return done.returncode == PASSED

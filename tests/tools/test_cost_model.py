@@ -12,10 +12,10 @@ from benchmarks.gpu_costs import (
     METHODS,
     Step,
     device_of,
+    entries_like_exact,
     fill,
     gemm_ms,
     replay,
-    words_like_exact,
 )
 
 PAGES = Path(__file__).parents[2] / "docs"
@@ -69,9 +69,9 @@ def test_few_tokens_wait_for_the_cpu():
 
 def test_replay_is_as_slow_as_exact_where_the_table_says():
     device, shape = DEVICES["H200"], cost_model.REPLAY
-    words = words_like_exact(device, *shape)
+    entries = entries_like_exact(device, *shape)
     exact = predict(device, shape, METHODS["exact"])
-    near, far = (sum(replay(Step(device, *shape), n).values()) for n in (words, 1.1 * words))
+    near, far = (sum(replay(Step(device, *shape), n).values()) for n in (entries, 1.1 * entries))
     assert near == pytest.approx(exact, rel=0.01) and far > 1.05 * exact
 
 

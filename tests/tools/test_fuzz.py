@@ -1,30 +1,75 @@
-"""Inputs that fuzzing drew: those that found something, and some more."""
+"""The fuzzer draws all that there is to draw; inputs that found something, and some more."""
+
+import random
+from dataclasses import fields
 
 import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
-from tests.tools.fuzz import Call, fuzz, verdict
+from tests.helpers.batches import config
+from tests.tools.fuzz import Call, DropIn, fuzz, one_rank, verdict
+from tests.tools.fuzz_inputs import (
+    CONFIG_FIELDS,
+    DROP_INS,
+    FIELDS,
+    FUNCTIONS,
+    GENERATORS,
+    OURS,
+    Built,
+    Valid,
+    parameters,
+)
 
-# What was wrong is beside each.
-FOUND = {
-    # An entropy bonus without a mask: an expanded gradient was scaled in place.
-    105863: "not compared: the reference is not finite",
-    113187: "not compared: the reference is not finite",
-    3773: "refused",  # num_items complex
-    10846: "refused",
-    8220: "refused",  # tensors on the meta device
-    1074792: "refused",
-    1030836: "refused",  # entropy a tensor
-}
+# Calls that were not refused in words: what was given.
+FOUND = [
+    ("grpo_loss", "num_items", torch.tensor(1j)),
+    ("linear_logprobs", "entropy", torch.tensor(1.0)),
+    ("linear_logprobs", "targets", torch.zeros(4, 5, dtype=torch.int64, device="meta")),
+    ("selective_log_softmax", "logits", torch.zeros(4, 5, device="meta")),
+    ("grpo_loss", "config", Built(config, {"vespo_lambda_neg": torch.ones(3)})),
+    ("liger", "epsilon_low", "x"),
+]
+
+# Of what is refused in the end.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found(seed):
-    assert verdict(Call(seed)) == FOUND[seed]
+@pytest.fixture(autouse=True, scope="module")
+def shared_by_one():
+    with one_rank():
+        yield
+
+
+def test_every_option_has_a_generator():
+    names = {OURS.get(name, name) for call in FUNCTIONS for name in parameters(call)}
+    assert names - CONFIG_FIELDS == GENERATORS.keys() - CONFIG_FIELDS
+    for held, generators in FIELDS.items():
+        assert {field.name for field in fields(held)} == generators.keys()
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_a_valid_call_is_right(call):
+    """As drawn, nearly all are; else the pairs that cannot be computed are refused."""
+    told = []
+    for seed in range(25):
+        drawn = (DropIn if call in DROP_INS else Call)(0)
+        drawn.name = call
+        drawn.given = drawn._valid(Valid(call, random.Random(seed)))
+        told.append(verdict(drawn))
+    assert sum(x.startswith("equal") for x in told) >= 15, told
+
+
+@pytest.mark.parametrize(("call", "name", "value"), FOUND)
+def test_what_was_found(call, name, value):
+    drawn = (DropIn if call in DROP_INS else Call)(0)
+    drawn.name = call
+    drawn.given = drawn._valid(Valid(call, random.Random(0))) | {name: value}
+    assert verdict(drawn) == "refused"
 
 
 def test_an_entropy_bonus_without_a_mask():
+    """An expanded gradient was scaled in place."""
     logps, entropy = -torch.rand(4, 2) - 1, torch.rand(4, 2)
     grads = []
     for given in ({}, {"mask": torch.ones(4, 2, dtype=torch.bool)}):

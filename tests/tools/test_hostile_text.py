@@ -10,7 +10,7 @@ import time
 import pytest
 
 from grpo_kernels.training import report, rewards
-from tests.support.trainer_runs import config_of, trainer_of
+from tests.helpers.trainer_runs import config_of, trainer_of
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

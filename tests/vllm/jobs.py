@@ -4,8 +4,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.support.trainer_runs import no_curves, trainer_of, untimed
-from tests.support.vllm_runs import vllm_config
+from tests.helpers.trainer_runs import no_curves, trainer_of, untimed
+from tests.helpers.vllm_runs import vllm_config
 
 
 def train(kind, model, output, options):

@@ -1,6 +1,6 @@
 """TRL with a real vLLM in its process: the runs of `FusedGRPOTrainer` are those of TRL's trainer.
 
-Two processes run them, of which one has vLLM's sampling masks (`tests/support/vllm_masks.py`).
+Two processes run them, of which one has vLLM's sampling masks (`tests/helpers/vllm_masks.py`).
 """
 
 import multiprocessing
@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig
 
-from tests.support import trl_vllm
-from tests.support.model_families import LORAS
-from tests.support.trl_runs import TWICE, assert_same_run
+from tests.helpers import trl_vllm
+from tests.helpers.model_families import LORAS
+from tests.helpers.trl_runs import TWICE, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 TRL, FUSED = "trl:GRPOTrainer", "grpo_kernels.integrations.trl:FusedGRPOTrainer"
-MASKED = "tests.support.masked_trainer:MaskedGRPOTrainer"
+MASKED = "tests.helpers.masked_trainer:MaskedGRPOTrainer"
 GAP = "sampling/sampling_logp_difference/max"
 CLOSE = 1e-4
 # New weights before each of the steps.

@@ -9,11 +9,11 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from grpo_kernels.training.interruptions import RESUME
+from tests.helpers.ranks import WORLD, Ranks
+from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
+from tests.helpers.vllm_runs import hears_interrupts, vllm_config, vllm_model
 from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
 from tests.ranks.test_training_ranks import KINDS, environment_of
-from tests.support.ranks import WORLD, Ranks
-from tests.support.trainer_runs import no_curves, rows_of, trainer_of
-from tests.support.vllm_runs import hears_interrupts, vllm_config, vllm_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 OPTIONS = {"rollout": "vllm", "eval_size": 3, "eval_every": 2, "save_every": 1}

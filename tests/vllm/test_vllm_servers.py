@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_kernels.training.checkpoint import latest
 from grpo_kernels.training.rollout import RolloutError
-from tests.ranks.test_killed_run import ROOT
-from tests.support.trainer_runs import rows_of, trainer_of
-from tests.support.vllm_runs import (
+from tests.helpers.trainer_runs import rows_of, trainer_of
+from tests.helpers.vllm_runs import (
     gap,
     hears_interrupts,
     rollout_of,
@@ -24,6 +23,7 @@ from tests.support.vllm_runs import (
     vllm_config,
     vllm_model,
 )
+from tests.ranks.test_killed_run import ROOT
 
 pytestmark = [pytest.mark.usefixtures("real_memory"), pytest.mark.nightly]
 MOVE, CLOSE = 0.02, 2e-4

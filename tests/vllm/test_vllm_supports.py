@@ -5,9 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.support.trainer_runs import no_curves, rows_of, trainer_of
-from tests.support.vllm_masks import enable_masks
-from tests.support.vllm_runs import vllm_config, vllm_model
+from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
+from tests.helpers.vllm_masks import enable_masks
+from tests.helpers.vllm_runs import vllm_config, vllm_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 CLOSE = 1e-4

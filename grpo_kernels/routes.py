@@ -1,0 +1,202 @@
+"""The routes that the tokens of a call take; the one file that knows all of them.
+
+Most calls have one, `Dense`. A support adds one for the tokens that have a kept set; ranks that
+share the vocabulary and a sampled backward take the place of `Dense`. Each is imported where it is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .arguments import HeadCall, check_target_ids
+from .checks import ValueChecks
+from .dense import Dense
+from .head import LMHead
+from .products import INVARIANT_ROWS
+from .row_plan import Buffers, RowPlan, every_row, plan_rows
+
+if TYPE_CHECKING:
+    from .support import Kept, KeptSets
+    from .vocab_shard import VocabShard
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How the tokens of a call are scored.
+
+    Args:
+        call: without its tensors, and with the tokens that have a kept set out of its mask.
+        plan: the rows that take part over the whole vocabulary.
+        tokens: bool `[N]`, all that take part; None: every one.
+        sets: the kept sets of the others.
+        shard: this rank's part of the vocabulary.
+    """
+
+    call: HeadCall
+    plan: RowPlan
+    tokens: Tensor | None
+    sets: KeptSets | None = None
+    shard: VocabShard | None = None
+
+    def of(
+        self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool, draws: bool
+    ) -> list[Dense | Kept]:
+        """The routes over `tensors`, those of the call's terms; see `Dense` for the rest.
+
+        `draws`: whether a sampled backward that is asked for is to be made.
+        """
+        call, dense = self.call.of(tensors), Dense
+        if self.shard is not None:
+            from .vocab_parallel import VocabParallel
+
+            dense = partial(VocabParallel, self.shard)  # type: ignore[assignment]
+        elif draws and call.execution.backward is not None:
+            from .experimental.sampled import SampledDense as dense
+        routes: list[Dense | Kept] = [dense(call, plan, entropy=entropy, keeps=keeps)]
+        if self.sets is None:
+            return routes
+        from .support import Kept
+
+        kept = Kept
+        if self.shard is not None:
+            from .vocab_parallel import KeptOnRanks
+
+            kept = partial(KeptOnRanks, self.shard)  # type: ignore[assignment]
+        return [*routes, kept(call, self.sets, entropy=entropy)]
+
+    @property
+    def makes_logits(self) -> bool:
+        """True if there are tokens that are scored over the whole vocabulary."""
+        return self.sets is None or self.plan.num_rows > 0
+
+    def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
+        """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
+        call = replace(self.call, checks=ValueChecks())
+        if self.sets is not None:
+            needed = needed & ~self.sets.tokens
+        return _plan(call, self.shard, weight, needed, None, _buffers(call, weight, True, True))
+
+    @property
+    def factors(self) -> Callable[[Tensor, Tensor, int], list[Tensor]]:
+        """Takes the gradient of a loss, a scale and a number of tensors.
+
+        Returns what their gradients are multiplied with.
+        """
+        return _factors if self.shard is None else self.shard.factors
+
+    def shares(self, factor: Tensor, count: int) -> list[Tensor]:
+        """What the gradients of `count` tensors are multiplied with, where it is `factor`."""
+        return [factor] * count if self.shard is None else self.shard.shares(factor, count)
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """`x`, 0-d, or where ranks have tokens of their own the smallest of theirs."""
+        return x if self.shard is None else self.shard.least(x)
+
+    def limits(self) -> dict[str, Any]:
+        """What `with_fewer_rows` has to keep to."""
+        execution = self.call.execution
+        fixed = execution.chunk_bytes is not None or execution.capturable
+        drawn = execution.backward is not None
+        return {
+            "fixed": fixed or self.shard is not None,
+            "multiple": INVARIANT_ROWS if execution.batch_invariant else 1,
+            "result": "other columns are drawn" if drawn else "the result is the same",
+        }
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Metrics of the kept sets."""
+        if self.sets is None:
+            return {}
+        return self.sets.metrics(None if self.tokens is None else self.tokens.sum())
+
+
+def local_head(head: Tensor | LMHead) -> LMHead:
+    """The head, of plain tensors: of DTensors this rank's parts."""
+    head = LMHead.of(head)
+    tensors = (head.weight, head.bias, head.low_rank and head.low_rank[1])
+    if not any(hasattr(x, "full_tensor") for x in tensors):
+        return head
+    from .vocab_shard import local_parts
+
+    return local_parts(head)
+
+
+def routes_of(
+    call: HeadCall,
+    support: object,
+    tokens_with_grad: Callable[[], Tensor | None] | None,
+    *,
+    gradients: bool,
+    keeps: bool,
+    logsumexp: bool = False,
+    agreed: Mapping[str, float],
+) -> Routes:
+    """Finds the routes of a call; reads its checks and row counts, in one transfer.
+
+    Args:
+        call: checked.
+        support: the kept sets, or None.
+        tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
+        gradients: whether the first pass makes gradients.
+        keeps: whether one sweep is enough for them.
+        logsumexp: whether the logsumexp is a result.
+        agreed: numbers that all ranks have to have alike.
+    """
+    weight, tokens, shard, sets = call.terms[0].y, call.mask, None, None
+    V = len(weight)
+    if call.head.ranks is not None:
+        from .vocab_shard import shard_of
+
+        shard = shard_of(call, agreed)
+        V = shard.size
+    check_target_ids(call.targets, call.mask, V, call.checks)
+    if support is not None:
+        if shard is not None:
+            from .vocab_parallel import kept_sets_of_ranks
+
+            sets = kept_sets_of_ranks(shard, call, support, logsumexp=logsumexp)
+        else:
+            from .support import KeptSets
+
+            sets = KeptSets(call, support, call.targets, V, logsumexp=logsumexp)
+        others = ~sets.tokens
+        call = replace(call, mask=others if call.mask is None else call.mask & others)
+    # A sampled backward scores the columns of a whole chunk.
+    strips = keeps and call.execution.backward is None
+    buffers = _buffers(call, weight, gradients, strips)
+    with_grad = None
+    if tokens_with_grad is not None and not call.execution.capturable:
+        with_grad = tokens_with_grad()
+    plan = _plan(call, shard, weight, call.mask, with_grad, buffers)
+    return Routes(call.without_tensors(), plan, tokens, sets, shard)
+
+
+def _factors(d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
+    return [d_loss / scale] * count
+
+
+def _buffers(call: HeadCall, weight: Tensor, gradients: bool, strips: bool) -> Buffers:
+    if not gradients or call.dtype == torch.float32:
+        return Buffers(len(weight))
+    return Buffers(len(weight), call.dtype.itemsize, strips and call.execution.backward is None)
+
+
+def _plan(
+    call: HeadCall, shard: VocabShard | None, weight: Tensor, active: Tensor | None,
+    with_grad: Tensor | None, buffers: Buffers,
+) -> RowPlan:  # fmt: skip
+    N, chunk_bytes = call.layout.num_tokens, call.execution.chunk_bytes
+    if shard is not None:
+        from .vocab_parallel import plan_of_ranks
+
+        return plan_of_ranks(shard, call, weight, active, with_grad, buffers)
+    if call.execution.capturable:
+        return every_row(call.checks, weight, N, buffers, chunk_bytes)
+    return plan_rows(active, with_grad, call.checks, weight, N, buffers, chunk_bytes)

@@ -1,0 +1,365 @@
+"""Ranks that share the vocabulary: what each has, and what they tell each other.
+
+Every rank sweeps its own logits. One gather of 12 bytes per token then tells all of them
+
+    lse_r      log-sum-exp of the rank's columns
+    E_r        entropy within them
+    l_r        log-prob of the target within them, where the rank has it
+
+from which each merges, in the order of the ranks and thus to the same bits,
+
+    lse = log sum_r e^(lse_r),    w_r = e^(lse_r - lse)
+    l   = l_r + log w_r           of the rank that has the target
+    E   = sum_r w_r (E_r - log w_r)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from .arguments import HeadCall
+from .backends import LogitTransform, RowGrads, TokenStats
+from .checks import HEAD_DTYPES, ValueChecks, name_of
+from .head import HIDDEN_LAYOUTS, LMHead, VocabRanks
+
+# The least share of a row's softmax that a rank with the target is taken to have, so that the
+# entry of the target stays finite. By less it is too much than float32 resolves.
+_LEAST_SHARE = 2.0**-24
+# Of the layouts those in which each rank has rows of its own.
+_OWN_ROWS = ("sequence", "data")
+# Rows with a gradient, and all that take part, of each rank.
+Counts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns of the vocabulary that this rank has, of those of a group.
+
+    Args:
+        group: whose ranks have the others.
+        start: the vocabulary's id of this rank's first column.
+        columns: of this rank.
+        size: columns of all ranks.
+        most: columns of the rank that has the most.
+        layout: of the rows, one of `HIDDEN_LAYOUTS`.
+        biased: whether the last term of the raw logits is a bias, which alone may be -inf.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    columns: int
+    size: int
+    most: int
+    layout: str
+    biased: bool
+
+    @property
+    def own_rows(self) -> bool:
+        """True if each rank has rows of its own."""
+        return self.layout in _OWN_ROWS
+
+    def factors(self, d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
+        """What gradients of `count` tensors, x and y in turns, are multiplied with.
+
+        With rows of its own each rank's loss is a part of one sum: all have to scale it alike.
+        """
+        factor = d_loss / scale
+        if not self.own_rows:
+            return [factor] * count
+        equal = (_gathered(d_loss[None], self.group) == d_loss).all()
+        torch._assert_async(
+            equal, "ranks.hidden: expected all ranks to scale the loss alike; some do not"
+        )
+        return self.shares(factor, count)
+
+    def shares(self, factor: Tensor, count: int) -> list[Tensor]:
+        """`factor` for an x; for a y, whose gradient may be a mean over batches, of it as well."""
+        of_head = factor / self.group.size() if self.layout == "data" else factor
+        return [factor, of_head] * (count // 2)
+
+    def check_equal(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
+        """Asks whether all ranks have the same of `given`, `[N]` each."""
+        device = next(x.device for x in given if x is not None)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        mine = torch.stack([_checksum(none if x is None else x) for x in given])
+        checks.add((_gathered(mine, self.group) != mine).any(1), what)
+
+    def agree(
+        self, grad_rows: int, rows: int, sizes: tuple[int, int], device: torch.device, *,
+        failed: bool,
+    ) -> tuple[Counts, tuple[int, int]]:  # fmt: skip
+        """What each rank has of rows with a gradient and of all; the smallest `sizes` of chunks.
+
+        Raises:
+            ValueError: on all ranks but it, if one has failed.
+        """
+        mine = torch.tensor([grad_rows, rows, *sizes, failed], device=device)
+        of_ranks = _gathered(mine, self.group).tolist()
+        lost = [rank for rank, row in enumerate(of_ranks) if row[4]]
+        if lost and not failed:
+            raise ValueError(f"ranks: expected all ranks to call; rank {lost[0]} refused")
+        smallest = min(row[2] for row in of_ranks), min(row[3] for row in of_ranks)
+        return tuple((row[0], row[1]) for row in of_ranks), smallest
+
+    def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The rows of all ranks, `[M, ...]`, from this one's; `sizes` has how many each has."""
+        if len(set(sizes)) == 1:
+            return _gathered(x.contiguous(), self.group).flatten(0, 1)
+        padded = x.new_zeros((max(sizes), *x.shape[1:]))
+        padded[: len(x)] = x
+        ranks = _gathered(padded, self.group)
+        return torch.cat([ranks[rank, :size] for rank, size in enumerate(sizes)])
+
+    def least(self, x: Tensor) -> Tensor:
+        """The smallest of the ranks' values, 0-d, where each has rows of its own; else `x`."""
+        return x if not self.own_rows else _gathered(x[None], self.group).amin()
+
+    def place(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Places of targets among this rank's columns, and whether they are there.
+
+        The first column stands for those that are not.
+        """
+        places = targets - self.start
+        here = (places >= 0) & (places < columns)
+        return torch.where(here, places, 0), here
+
+    def merge(self, stats: TokenStats, here: Tensor) -> TokenStats:
+        """The statistics of whole rows, from those of this rank's columns.
+
+        Args:
+            stats: of rows `[C]` of this rank's logits.
+            here: bool `[C]`, whether the rank has the target.
+
+        Returns:
+            The statistics as one rank with all columns has them. `total` is such that p = X / total
+            for this rank's X.
+        """
+        # Columns that are -inf throughout have no share, whatever they are among themselves.
+        absent = stats.logsumexp == -torch.inf
+        told = [stats.logsumexp, stats.logps.masked_fill(~here | absent, -torch.inf)]
+        if stats.entropy is not None:
+            told.append(stats.entropy.masked_fill(absent, 0.0))
+        ranks = _gathered(torch.stack(told), self.group)
+        logsumexps, of_targets = ranks[:, 0], ranks[:, 1]
+        peak = logsumexps.amax(0)
+        shifted = logsumexps - peak
+        log_total = shifted.exp().sum(0).log()
+        log_shares = shifted - log_total
+        logps = (of_targets + log_shares).amax(0)
+        entropy = total = None
+        if stats.entropy is not None:
+            terms = log_shares.exp() * (ranks[:, 2] - log_shares)
+            entropy = torch.where(log_shares == -torch.inf, 0.0, terms).sum(0)
+        log_share = log_shares[self.group.rank()]
+        if stats.total is not None:
+            share = log_share.exp()
+            share = torch.where(here, share.clamp(min=_LEAST_SHARE), share)
+            # Where the share is 0 the total is inf, and the gradient 0.
+            total = torch.where(absent, torch.inf, stats.total / share)
+        return TokenStats(logps, peak + log_total, entropy, total)
+
+    def mend(
+        self, exps: Tensor, places: Tensor, transform: LogitTransform, here: Tensor,
+        stats: TokenStats, whole: TokenStats,
+    ) -> None:  # fmt: skip
+        """Sets the targets' entries in `exps [C, V]` to those of whole rows.
+
+        Args:
+            exps: as the sweep over this rank's columns has left it.
+            places: of the targets `[C]`, as `place` gives them.
+            transform: of the logits.
+            here: bool `[C]`, whether the rank has the target.
+            stats: of this rank's columns.
+            whole: those that `merge` made of them.
+        """
+        assert whole.total is not None and stats.total is not None
+        elsewhere = stats.total * stats.logps.exp()
+        values = torch.where(here, whole.total * whole.logps.expm1(), elsewhere)
+        if transform.softcap is not None:
+            z = (stats.logps + stats.logsumexp) * transform.temperature
+            values = values * (1 - (z / transform.softcap).square())
+        exps.scatter_(1, places[:, None], values.to(exps.dtype)[:, None])
+        if self.biased:
+            exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
+
+    def sum(self, share: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, dist.Work]:
+        """Begins to add up the ranks' shares in a gradient of rows; returns where the sum will be.
+
+        `sizes`: where each rank has rows of its own, how many; it gets the sum of these alone.
+        """
+        if sizes is None:
+            return share, _begun(dist.all_reduce(share, group=self.group, async_op=True))
+        parts = share.view(len(sizes), -1, share.shape[1]) if len(set(sizes)) == 1 else None
+        if parts is None:
+            parts, begin = share.new_zeros((len(sizes), max(sizes), share.shape[1])), 0
+            for rank, size in enumerate(sizes):
+                parts[rank, :size] = share[begin : begin + size]
+                begin += size
+        mine = torch.empty_like(parts[0])
+        # Newer versions of torch have it under the first name.
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work = scatter(mine, parts.flatten(0, 1), group=self.group, async_op=True)
+        return mine[: sizes[self.group.rank()]], _begun(work)
+
+    def stand_ins(
+        self, grads: RowGrads, transform: LogitTransform, logits: Tensor, here: Tensor
+    ) -> RowGrads:
+        """The gradient of rows, some of whose targets other ranks have.
+
+        Args:
+            grads: of rows that have their targets here.
+            transform: of the logits.
+            logits: raw `[C, V]`; the first column stands for targets elsewhere.
+            here: bool `[C]`, whether the rank has the target.
+        """
+        first = transform.apply(logits[:, :1]).squeeze(1)
+        stats = TokenStats(first - grads.logsumexp, grads.logsumexp, grads.entropy)
+        nothing = torch.zeros_like(grads.d_logps)
+        other = RowGrads.of(stats, nothing, grads.d_softmax, grads.d_entropy)
+        return grads._replace(
+            d_logps=torch.where(here, grads.d_logps, 0.0),
+            at_target=torch.where(here, grads.at_target, other.at_target),
+        )
+
+
+def local_parts(head: LMHead) -> LMHead:
+    """This rank's parts of a head that is given as DTensors."""
+    b = None if head.low_rank is None else head.low_rank[1]
+    parts = {"weight": head.weight, "bias": head.bias, "low_rank[1]": b}
+    local: dict[str, Any] = {}
+    for name, x in parts.items():
+        if x is None:
+            continue
+        if not isinstance(x, DTensor):
+            raise TypeError(
+                f"{name}: expected a DTensor, as another tensor of the head is one; got "
+                f"{type(x).__name__}"
+            )
+        if x.device_mesh.ndim != 1 or x.placements != (Shard(0),):
+            raise ValueError(
+                f"{name}: expected a DTensor with Shard(0) on a mesh of one dimension, or a plain "
+                f"tensor, whole; got {x.placements}: pass {name}.full_tensor(), or call this "
+                "inside the wrapped module's forward"
+            )
+        local[name] = x.to_local()
+    ranks = head.ranks or VocabRanks()
+    if ranks.group is not None:
+        raise ValueError("ranks.group: expected None with a DTensor, which has its own; got one")
+    assert isinstance(head.weight, DTensor)
+    low_rank = None if head.low_rank is None else (head.low_rank[0], local["low_rank[1]"])
+    return head.replace(
+        weight=local["weight"], bias=local.get("bias"), low_rank=low_rank,
+        ranks=replace(ranks, group=head.weight.device_mesh.get_group()),
+    )  # fmt: skip
+
+
+def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
+    """Which of the vocabulary's columns this rank has; asks the other ranks.
+
+    `agreed`: numbers of the caller's that have to be the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
+            would not compute the same.
+    """
+    ranks, execution, head = call.head.ranks, call.execution, call.head
+    assert ranks is not None
+    if ranks.group is None:
+        raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
+    for name, off in (("backward", None), ("capturable", False)):
+        if getattr(execution, name) != off:
+            raise ValueError(
+                f"{name}: expected {off!r} where ranks share the vocabulary; got "
+                f"{getattr(execution, name)!r}"
+            )
+    wanted, own_rows = call.wants_grad(), ranks.hidden in _OWN_ROWS
+    per_token = isinstance(head.temperature, Tensor)
+    if own_rows:  # their losses may weigh an entropy differently
+        agreed = {name: float(x != 0) for name, x in agreed.items()}
+    flags = {
+        "ranks.start": ranks.start is not None, "bias": head.bias is not None,
+        "low_rank": head.low_rank is not None, "gradient of hidden": wanted[0],
+        "gradient of low_rank[0]": head.low_rank is not None and wanted[2],
+        "gradient": any(wanted), "temperature per token": per_token,
+        "logits_dtype='model'": call.rounding is not None,
+        "batch_invariant": execution.batch_invariant,
+    }  # fmt: skip
+    dtypes = {"weight's dtype": head.weight.dtype, "dtype of the GEMMs": call.dtype}
+    numbers = {
+        "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
+        "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
+        "tokens": 0 if own_rows else len(call.targets),
+        "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
+        "softcap (0: none)": head.softcap or 0.0, **agreed,
+    }  # fmt: skip
+    # Whole numbers below 2^53 as well.
+    mine = [
+        ranks.start or 0, len(head.weight), *flags.values(),
+        *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
+    ]  # fmt: skip
+    device = call.targets.device
+    ids = _checksum(call.targets[:0] if own_rows else call.targets)[None]
+    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=device).view(torch.int64)
+    told = _gathered(torch.cat([mine_tensor, ids]), ranks.group).cpu()
+    begins, counts, *columns = told[:, :-1].view(torch.float64).T.tolist()
+    for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
+        if len(set(values)) == 1:
+            continue
+        if name in flags:
+            having = [rank for rank, value in enumerate(values) if value]
+            raise ValueError(f"{name}: expected on all ranks or on none; got it on ranks {having}")
+        if name in dtypes:
+            values = [name_of(HEAD_DTYPES[int(x)]) for x in values]
+        elif name == "ranks.hidden":
+            values = [HIDDEN_LAYOUTS[int(x)] for x in values]
+        else:
+            values = [int(x) if x.is_integer() else x for x in values]
+        raise ValueError(f"{name}: expected the same on all ranks; got {values}")
+    if len(set(told[:, -1].tolist())) > 1:
+        raise ValueError(
+            "targets: expected the same on all ranks that share the vocabulary, as each has other "
+            "columns for the same tokens; got others. Ranks with tokens of their own say so: "
+            "VocabRanks(hidden='data') or 'sequence'. A weight that FSDP shards is whole inside "
+            "the wrapped module's forward: call this there"
+        )
+    begins, counts = [int(x) for x in begins], [int(x) for x in counts]
+    if min(counts) < 1:
+        raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
+    if ranks.start is None:
+        begins = [sum(counts[:place]) for place in range(len(counts))]
+    spans = sorted(zip(begins, counts, strict=True))
+    if [begin for begin, _ in spans] != [0, *(begin + count for begin, count in spans)][:-1]:
+        raise ValueError(
+            "ranks.start: expected every column on one rank; got columns "
+            + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
+        )
+    rank = ranks.group.rank()
+    return VocabShard(
+        ranks.group, begins[rank], counts[rank], sum(counts), max(counts), ranks.hidden,
+        head.bias is not None,
+    )  # fmt: skip
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number, int64 0-d, that changes with any value `[N]`, its place, and N."""
+    bits = x.float().view(torch.int32).long() if x.is_floating_point() else x.long()
+    return ((bits + 1) * torch.arange(1, len(x) + 1, device=x.device)).sum() + len(x)
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What each rank has, in the order of the ranks: `[R, ...]`."""
+    ranks = mine.new_empty((group.size(), *mine.shape))
+    dist.all_gather([*ranks], mine, group=group)
+    return ranks

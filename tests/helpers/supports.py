@@ -1,0 +1,73 @@
+"""Supports of a batch's tokens, as samplers leave them: ragged, with singletons and without any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from grpo_kernels import Support
+from tests.helpers.batches import Batch
+from tests.helpers.flat_calls import reference
+
+_HEAD = ("bias", "logit_scale", "softcap", "temperature")
+
+
+def make_support(batch: Batch, *, seed: int = 0, without: float = 0.2, most: int = 60) -> Support:
+    """A set for each token: singletons, some words, many; a share `without` any.
+
+    The target is in it, in any place; masked tokens have words that do not exist.
+    """
+    g = torch.Generator().manual_seed(seed)
+    V, N = len(batch.weight), batch.targets.numel()
+    sets: list[list[int]] = []
+    kinds = torch.rand(N, generator=g).tolist()
+    targets, masked = batch.targets.reshape(-1).tolist(), (~batch.mask).reshape(-1).tolist()
+    for kind, target, hidden in zip(kinds, targets, masked, strict=True):
+        if hidden:
+            sets.append([-7, V + 3, V + 3][: int(3 * kind)])
+            continue
+        if kind < without:
+            sets.append([])
+            continue
+        count = 1 if kind < without + 0.2 else int(torch.randint(2, most, (1,), generator=g))
+        if kind > 0.95:
+            count = V // 2
+        others = [w for w in torch.randperm(V, generator=g)[:count].tolist() if w != target]
+        words = [*others[: count - 1], target]
+        sets.append([words[i] for i in torch.randperm(len(words), generator=g).tolist()])
+    return csr(sets)
+
+
+def csr(sets: list[list[int]]) -> Support:
+    ids = torch.tensor([w for words in sets for w in words], dtype=torch.int32)
+    offsets = torch.tensor([0, *(len(words) for words in sets)]).cumsum(0)
+    return Support(ids, offsets)
+
+
+def everything(batch: Batch) -> Support:
+    """The whole vocabulary for each token."""
+    V, N = len(batch.weight), batch.targets.numel()
+    return Support(torch.arange(V).repeat(N), torch.arange(N + 1) * V)
+
+
+def with_logps_of(batch: Batch, support: Support, **head: object) -> Batch:
+    """The batch with old, reference and sampler's log-probs around those of the support."""
+    mask = batch.mask
+    kwargs = {name: getattr(batch, name) if x is True else x for name, x in head.items()}
+    both = [
+        reference.linear_logprobs(
+            batch.hidden.double(), batch.weight.double(), batch.targets, mask=mask, support=s,
+            **kwargs,
+        ).logps
+        for s in (None, support)
+    ]  # fmt: skip
+    shift = (both[1] - both[0]).float()
+    names = ("old_logps", "ref_logps", "sampling_logps")
+    return replace(batch, **{name: getattr(batch, name) + shift for name in names})
+
+
+def with_logps_of_call(batch: Batch, support: Support, options: dict) -> Batch:
+    """The same for the options of a call."""
+    head = {name: options[name] for name in _HEAD if name in options}
+    return with_logps_of(batch, support, **head)

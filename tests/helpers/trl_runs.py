@@ -1,0 +1,126 @@
+"""Helpers that runs of TRL's trainer share."""
+
+import functools
+import tempfile
+
+import datasets
+import torch
+import transformers
+from trl import GRPOConfig
+
+from tests.helpers.model_families import family_model, llava
+from tests.helpers.tiny_models import make_tokenizer
+
+STEPS = 3
+TOLERANCE = 1e-5
+CLOCK = ("runtime", "per_second", "time", "flos")
+# Two updates of each batch, so that ratios are clipped; two micro-batches an update.
+TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 2}
+
+
+def noise(completions, **_):
+    """Depends on the words alone, and seldom twice the same."""
+    return [float(sum(map(ord, text)) % 17) for text in completions]
+
+
+def arguments_of(folder, **options):
+    return GRPOConfig(**{
+        "output_dir": str(folder), "max_steps": STEPS, "use_cpu": True, "bf16": False,
+        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 4,
+        "max_completion_length": 6, "learning_rate": 0.05, "optim": "sgd", "logging_steps": 1,
+        "lr_scheduler_type": "constant", "save_strategy": "no", "disable_tqdm": True,
+        "gradient_checkpointing": False, "max_grad_norm": 1.0, "seed": 0, **options,
+    })  # fmt: skip
+
+
+def prompts(count=24):
+    return datasets.Dataset.from_list([{"prompt": f"{i} + {i % 5} ="} for i in range(count)])
+
+
+def decided_model(family):
+    """A model with favourite tokens, the end of a completion among them."""
+    model = llava() if family == "llava" else family_model(family)
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head.mul_(3.0)
+        head[0].mul_(8.0)
+    return model
+
+
+@functools.cache
+def folder_of(family):
+    """The folder of the stored model, from which TRL loads its reference."""
+    folder = tempfile.mkdtemp()
+    model = decided_model(family)
+    # With it generate fails, in transformers; TRL asks for the routers' logits itself.
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False
+    model.save_pretrained(folder)
+    return folder
+
+
+# Options of `trained` for the trainer, not for its configuration.
+_OF_THE_TRAINER = ("peft_config", "execution", "logits_dtype", "replay_support")
+
+
+def trained(
+    trainer_class, folder, *, family="qwen2", stored=None, injected=None, evaluate=False, **options
+):
+    """The rows that a run logged, the losses unrounded, and the weights it ends with.
+
+    The model is the one of the family, or that of the folder `stored`.
+    """
+    given = {k: options.pop(k) for k in _OF_THE_TRAINER if k in options}
+    losses = []
+
+    class Watched(trainer_class):
+        def _compute_loss(self, model, inputs):
+            use_vllm = self.use_vllm
+            if injected is not None:
+                inputs = inputs | injected(self, inputs)
+            try:
+                loss = super()._compute_loss(model, inputs)
+            finally:
+                self.use_vllm = use_vllm
+            losses.append(loss.item())
+            return loss
+
+    kind = transformers.AutoModelForCausalLM
+    if family == "llava":
+        kind = transformers.AutoModelForImageTextToText
+    model = kind.from_pretrained(stored or folder_of(family), dtype=torch.float32)
+    arguments = arguments_of(folder, **options)
+    if evaluate:
+        arguments.eval_strategy, arguments.eval_steps = "steps", 1
+        given["eval_dataset"] = prompts(4)
+    torch.manual_seed(0)
+    trainer = Watched(
+        model, reward_funcs=noise, args=arguments, train_dataset=prompts(),
+        processing_class=make_tokenizer(), **given,
+    )  # fmt: skip
+    trainer.train()
+    weights = {k: p.detach().clone() for k, p in trainer.model.named_parameters()}
+    return losses, trainer.state.log_history, weights
+
+
+def assert_same_run(mine, theirs):
+    (losses, log, weights), (wanted_losses, wanted_log, wanted_weights) = mine, theirs
+    assert len(losses) == len(wanted_losses) >= STEPS
+    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
+    assert len(log) == len(wanted_log)
+    compared = 0
+    for row, wanted in zip(log, wanted_log, strict=True):
+        assert row.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if any(word in name for word in CLOCK):
+                continue
+            if value is None or value != value:
+                assert str(row[name]) == str(value), name
+                continue
+            error = abs(row[name] - value) / max(1.0, abs(value))
+            assert error <= TOLERANCE, (name, row[name], value)
+            compared += 1
+    assert compared > 10 * STEPS
+    assert any(row.get("grad_norm", 0) > 1e-3 for row in log)
+    for name, weight in wanted_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)

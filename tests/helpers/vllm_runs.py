@@ -1,0 +1,80 @@
+"""Tiny models that vLLM runs on a CPU, its engine, and the gap between its log-probs and theirs."""
+
+import signal
+
+import torch
+from accelerate import Accelerator
+
+from grpo_kernels.training.rollout import SamplingParams
+from grpo_kernels.training.vllm_rollout import VLLMRollout
+from tests.helpers.tiny_models import V, make_tokenizer
+from tests.helpers.trainer_runs import config_of
+
+# Longer than a block of vLLM's cache, 128 tokens on a CPU, so that its prefix is kept.
+PROMPT = 140
+
+
+def vllm_model(folder, family="llama", *, tied=True):
+    """Saves a model with heads of 32, the smallest that vLLM has, and its tokenizer."""
+    import transformers
+
+    kind = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[family]
+    config = getattr(transformers, kind)(
+        vocab_size=V, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, tie_word_embeddings=tied, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    shake(model, 0.1)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def shake(model, size):
+    """Moves every weight that is trained."""
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += size * torch.randn(parameter.shape, generator=draw)
+
+
+def vllm_config(folder, output, **options):
+    defaults = dict(
+        rollout="vllm", max_prompt_length=160, prompts_per_step=2, max_completion_length=8
+    )
+    return config_of(folder, output, **{**defaults, **options})
+
+
+def rollout_of(config, model):
+    return VLLMRollout(config, model, make_tokenizer(), Accelerator(cpu=True))
+
+
+def prompts(count=2):
+    draw = torch.Generator().manual_seed(2)
+    return torch.randint(33, 90, (count, PROMPT), generator=draw).tolist()
+
+
+def sample(rollout, count=4, **options):
+    sampling = SamplingParams(rollout.config.max_completion_length, **options)
+    return rollout(prompts(), count, sampling)
+
+
+@torch.no_grad()
+def gap(rollout, model, temperature=1.0, **options):
+    """The largest |log-prob of vLLM - log-prob of the model| of completions that vLLM samples."""
+    done, largest = sample(rollout, temperature=temperature, **options), 0.0
+    for i, one in enumerate(done):
+        prompt = prompts()[i * 2 // len(done)]
+        ids = torch.tensor([prompt + one.token_ids])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
+        logps = logits.log_softmax(-1)[range(len(one.token_ids)), one.token_ids]
+        largest = max(largest, float((logps - torch.tensor(one.logps)).abs().max()))
+    return largest
+
+
+def hears_interrupts():
+    """Lets a process be interrupted even if the tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

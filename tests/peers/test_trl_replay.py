@@ -1,0 +1,199 @@
+"""TRL with `replay_support`: the run of a trainer that masks whole rows of logits."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the extra 'test'")
+from peft import LoraConfig
+from trl import GRPOTrainer
+from trl.generation import vllm_generation
+
+from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+from grpo_kernels.integrations.trl_replay import _check_source, _mask_supports
+from tests.helpers.fake_vllm import FakeLLM
+from tests.helpers.masked_trainer import MaskedGRPOTrainer
+from tests.helpers.model_families import LORAS
+from tests.helpers.trl_runs import TWICE, assert_same_run, trained
+
+pytestmark = pytest.mark.usefixtures("real_memory")
+TOP_P = {"top_p": 0.8}
+FOUR = {"steps_per_generation": 4, **TWICE}
+
+
+def compare(tmp_path, **options):
+    theirs = trained(MaskedGRPOTrainer, tmp_path / "theirs", **options)
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", replay_support=True, **options)
+    assert_same_run(mine, theirs)
+    return mine
+
+
+CASES = {
+    "on_policy": TOP_P,
+    "twice": TOP_P | FOUR,
+    "top_k": {"top_k": 12, "temperature": 0.7, **FOUR},
+    "min_p": {"min_p": 0.1, "loss_type": "grpo", **TWICE},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "temperature": 1.2, "loss_type": "bnpo"},
+    "kl": TOP_P | {"beta": 0.1, **FOUR},
+    "entropy_bonus": TOP_P | {"entropy_coef": 0.1, **TWICE},
+    "cut": TOP_P | {"mask_truncated_completions": True, **FOUR},
+    "cispo": TOP_P | {"loss_type": "cispo", "epsilon_high": 1.5, **TWICE},
+    # Through log-probs that are differentiated.
+    "vespo": TOP_P | {"loss_type": "vespo", **FOUR},
+    "top_entropy": TOP_P | {"top_entropy_quantile": 0.4, "beta": 0.1, **FOUR},
+    "sequence": TOP_P | {"importance_sampling_level": "sequence", "loss_type": "grpo", **TWICE},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_run(case, tmp_path):
+    compare(tmp_path, **CASES[case])
+
+
+def test_evaluation(tmp_path):
+    """It samples in between the steps that one generation serves."""
+    _, log, _ = compare(tmp_path, evaluate=True, **TOP_P, **FOUR)
+    assert any("eval_loss" in row for row in log)
+
+
+def test_lora(tmp_path):
+    """The reference is the model with its adapters off."""
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
+    compare(tmp_path, peft_config=lora, beta=0.1, **TOP_P, **TWICE)
+
+
+def test_patched(tmp_path):
+    options = TOP_P | FOUR
+    expected = trained(FusedGRPOTrainer, tmp_path / "a", replay_support=True, **options)
+    dense = trained(FusedGRPOTrainer, tmp_path / "b", **options)
+    assert dense[0][0] == pytest.approx(expected[0][0], abs=1e-5)  # both on-policy
+    assert dense[1][0]["entropy"] > expected[1][0]["entropy"] + 0.01
+    with patch_trl(replay_support=True):
+        assert_same_run(trained(GRPOTrainer, tmp_path / "c", **options), expected)
+
+
+def test_the_first_ratio_is_one(tmp_path, monkeypatch):
+    """For every row of every micro-batch, until the first update."""
+    differences = []
+
+    class Watched(FusedGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            difference = made[-1].output.logps - inputs["old_per_token_logps"]
+            differences.append(float((difference * inputs["completion_mask"]).abs().max()))
+            return loss
+
+    made, own = [], integration._objective
+
+    def noted(*args):
+        objective, scale = own(*args)
+        made.append(objective)
+        return objective, scale
+
+    monkeypatch.setattr(integration, "_objective", noted)
+    trained(Watched, tmp_path, replay_support=True, **TOP_P, **FOUR)
+    first, later = differences[:2], differences[2:]
+    assert max(first) < 1e-5 < 1e-2 < max(later)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A vLLM in this process, of a version that returns its masks."""
+    installed = SimpleNamespace(__version__="0.28.0")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # TRL writes ranks into it
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", FakeLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", installed)
+    return installed
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7}
+
+
+def test_masks_of_vllm(vllm, tmp_path):
+    """Its log-probs are over what it kept, and so are ours."""
+    options = VLLM | {"beta": 0.1, "learning_rate": 0.01, **TWICE}
+    logs = {
+        replay: trained(FusedGRPOTrainer, tmp_path / str(replay), replay_support=replay, **options)
+        for replay in (True, False)
+    }
+    assert vllm_generation.LLM is FakeLLM
+    difference = "sampling/sampling_logp_difference/max"
+    losses, log, _ = logs[True]
+    assert all(row[difference] < 1e-4 for row in log if difference in row)
+    assert max(row.get(difference, 0) for row in logs[False][1]) > 0.05
+    assert losses != logs[False][0]
+
+
+def test_the_same_run_with_masks_of_vllm(vllm, tmp_path):
+    compare(tmp_path, **VLLM | TOP_P | {"min_p": 0.05, "learning_rate": 0.01, **FOUR})
+
+
+def test_outputs_of_a_group_of_ranks():
+    """Each has the outputs of all, in the order of the ranks."""
+    outputs = [
+        SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=kept))
+        for kept in ([[1]], [[2]], [[3, 4], [5]], [[6]])
+    ]
+    (first, second) = _mask_supports(outputs, [[4, 5], [6]], rank=1)
+    assert first[0].tolist() == [3, 4, 5] and first[1].tolist() == [0, 2, 3]
+    assert second[0].tolist() == [6] and second[1].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="sampling_mask: expected the kept sets of 3 tokens"):
+        _mask_supports(outputs, [[4, 5, 6], [6]], rank=1)
+
+
+def test_an_older_vllm_is_refused(vllm, tmp_path):
+    vllm.__version__ = "0.27.2"
+    with pytest.raises(ValueError, match=r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM)
+
+
+def test_vllm_without_top_k_is_refused(vllm, tmp_path):
+    with pytest.raises(ValueError, match=r"top_k: expected a number > 0 .* vLLM .*; got 0"):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | {"top_k": 0, **TOP_P})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    (
+        ("vllm_mode", "server", "'colocate'"),
+        ("rollout_func", print, "None"),
+        ("tools", [print], "None"),
+        ("environment_factories", {None: print}, "None"),
+    ),
+)
+def test_supports_that_nobody_reports(name, value, expected):
+    trainer = SimpleNamespace(
+        use_vllm=name == "vllm_mode", vllm_mode="colocate", tools=[], rollout_func=None,
+        environment_factories=None, use_transformers_continuous_batching=False,
+    )  # fmt: skip
+    setattr(trainer, name, value)
+    name = name.replace("factories", "factory")
+    with pytest.raises(ValueError, match=f"{name}: expected {expected} with replay_support=True"):
+        _check_source(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({}, "replay_support: expected top_p < 1, top_k > 0 or min_p > 0 in GRPOConfig; got none"),
+        (
+            TOP_P | {"use_transformers_continuous_batching": True},
+            "use_transformers_continuous_batching: expected False with replay_support=True",
+        ),
+        (TOP_P | {"repetition_penalty": 1.1}, "repetition_penalty: expected 1.0 .* got 1.1"),
+        (TOP_P | {"generation_kwargs": {"typical_p": 0.9}}, "typical_p: expected 1.0 .* got 0.9"),
+        (TOP_P | {"generation_kwargs": {"num_beams": 2}}, "num_beams: expected 1 .* got 2"),
+        (
+            TOP_P | {"generation_kwargs": {"temperature": 0.5}},
+            r"temperature: expected GRPOConfig's, 1.0, .* got 0.5 from generation_kwargs",
+        ),
+    ),
+)
+def test_what_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **options)

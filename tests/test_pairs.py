@@ -1,0 +1,212 @@
+"""Every pair of options equals the float64 reference, or is refused by name.
+
+The options are the fields of `LMHead`, `Execution` and the calls' own arguments; a field that has
+no value here fails the first test.
+"""
+
+import inspect
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import grpo_kernels
+from grpo_kernels import Execution, LMHead, VocabRanks
+from grpo_kernels import reference as exact
+from grpo_kernels.experimental import Sampled
+from tests.helpers.batches import (
+    config,
+    exact_batch,
+    packed,
+    relative_error,
+    with_cross_entropy,
+)
+from tests.helpers.supports import make_support
+
+R = 4
+CHUNK = 4 * 211 * 7  # seven rows of logits
+
+
+def rounding_matmul(a, b):
+    """The product of a sampler of its own."""
+    return torch.mm(a, b)
+
+
+def scored(batch):
+    """The batch with all tokens that take part in its mask."""
+    rows = batch.mask if batch.ce_weights is None else batch.mask | (batch.ce_weights != 0)
+    return replace(batch, mask=rows)
+
+
+# Values of each field, by the field's name and what it is here: functions of the batch.
+OF_HEAD = {
+    "bias": {"bias": lambda b: b.bias},
+    "low_rank": {"low_rank": lambda b: (b.hidden[..., :R] / 4, b.weight[:, -R:] / 4)},
+    "logit_scale": {"logit_scale": lambda b: 0.75},
+    "softcap": {"softcap": lambda b: 8.0},
+    "temperature": {"temperature": lambda b: 0.5, "temperatures": lambda b: b.temperature},
+    "logits_dtype": {"logits_dtype": lambda b: "model"},
+    "ranks": {
+        "ranks": lambda b: VocabRanks(dist.group.WORLD),
+        "own_tokens": lambda b: VocabRanks(dist.group.WORLD, hidden="data"),
+    },
+}
+OF_EXECUTION = {
+    "backend": {"triton": lambda b: "triton"},
+    "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
+    "batch_invariant": {"batch_invariant": lambda b: True},
+    "matmul": {"matmul": lambda b: rounding_matmul},
+    "capturable": {"capturable": lambda b: True},
+    "backward": {"sampled": lambda b: Sampled(1e-3, seed=0)},
+}
+OF_CALL = {
+    "old_logps": {"old_logps": lambda b: b.old_logps},
+    "ref_logps": {"ref_logps": lambda b: b.ref_logps},
+    "sampling_logps": {"sampling_logps": lambda b: b.sampling_logps},
+    "ce_weights": {"ce_weights": lambda b: b.ce_weights},
+    "support": {"support": lambda b: make_support(scored(b))},
+    "num_items": {"num_items": lambda b: 31},
+    "config": {
+        "entropy_bonus": lambda b: config(entropy_coef=0.1),
+        "two_passes": lambda b: config(loss_type="gspo", epsilon=0.05),
+        "per_sequence": lambda b: config(loss_type="grpo", epsilon=0.05),
+    },
+    "cu_seqlens": {"packed": None},
+}
+NAMED = {
+    name: (where, field, value)
+    for where, table in (("head", OF_HEAD), ("execution", OF_EXECUTION), ("call", OF_CALL))
+    for field, values in table.items()
+    for name, value in values.items()
+}
+# What cannot be computed: the argument that is named, and why.
+REFUSED = {
+    ("sampled", "batch_invariant"): "backward",  # which columns are drawn depends on the batch
+    ("sampled", "matmul"): "backward",
+    ("sampled", "capturable"): "backward",  # how many columns are kept is read
+    ("support", "batch_invariant"): "support",  # which entries are gathered depends on the batch
+    ("support", "matmul"): "support",
+    ("support", "capturable"): "support",  # how many entries there are is read
+    ("ranks", "sampled"): "backward",  # each rank would draw its own columns
+    ("own_tokens", "sampled"): "backward",
+    ("ranks", "capturable"): "capturable",  # what the ranks have is read
+    ("own_tokens", "capturable"): "capturable",
+    ("own_tokens", "support"): "support",  # other ranks do not have the sets
+}
+PAIRS = [
+    pair for pair in itertools.combinations(NAMED, 2) if NAMED[pair[0]][:2] != NAMED[pair[1]][:2]
+]
+
+
+def refused(pair):
+    return REFUSED.get(pair) or REFUSED.get(pair[::-1])
+
+
+def test_every_option_is_here():
+    of_call = inspect.signature(grpo_kernels.fused_grpo_loss).parameters
+    positional = {"hidden", "head", "targets", "advantages", "mask", "execution"}
+    assert set(OF_HEAD) == {field.name for field in fields(LMHead)} - {"weight"}
+    assert set(OF_EXECUTION) == {field.name for field in fields(Execution)}
+    assert set(OF_CALL) == set(of_call) - positional
+    assert all(name in NAMED for pair in REFUSED for name in pair)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """A process group of this process alone."""
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    if made:
+        dist.destroy_process_group()
+
+
+def batch_of(pair):
+    """Sums without a rounding where logits are rounded, so that both round to the same."""
+    dtype = torch.bfloat16 if "logits_dtype" in pair else torch.float32
+    batch = exact_batch(dtype, B=4, T=9, H=32, V=211)
+    if "ce_weights" in pair:
+        batch = with_cross_entropy(batch)
+        hidden = (batch.hidden.float() * 16).round().clamp(-64, 64) / 16
+        batch = replace(batch, hidden=hidden.to(dtype))
+    return packed(batch) if "packed" in pair or "per_sequence" in pair else batch
+
+
+def run(batch, pair, *, truth, call):
+    """Value and gradients of a call with the two options."""
+    leaves = {name: getattr(batch, name).detach() for name in ("hidden", "weight")}
+    given = {"head": {}, "execution": {}, "call": {}}
+    for name in pair:
+        where, field, value = NAMED[name]
+        if value is not None:
+            given[where][field] = value(batch)
+    head, low_rank = given["head"], given["head"].get("low_rank")
+    leaves |= {"bias": head["bias"]} if "bias" in head else {}
+    if low_rank is not None:
+        leaves |= {"a_out": low_rank[0].detach(), "lora_b": low_rank[1].detach()}
+    leaves = {
+        name: (x.double() if truth else x.clone()).requires_grad_() for name, x in leaves.items()
+    }
+    if "bias" in head:
+        head["bias"] = leaves["bias"]
+    if low_rank is not None:
+        head["low_rank"] = (leaves["a_out"], leaves["lora_b"])
+    options = given["call"]
+    if batch.cu_seqlens is not None:
+        options["cu_seqlens"] = batch.cu_seqlens
+    if truth:
+        head.pop("ranks", None)
+        if head.pop("logits_dtype", None):
+            options["rounded_to"] = batch.hidden.dtype
+        options |= {
+            name: x.double()
+            for name, x in options.items()
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+        }
+    else:
+        options["execution"] = Execution(**given["execution"])
+    head = LMHead(leaves["weight"], **head) if head else leaves["weight"]
+    package = exact if truth else grpo_kernels
+    if call == "logps":
+        names = ("support", "execution", "rounded_to")
+        options = {name: x for name, x in options.items() if name in names}
+        if not truth:
+            options["entropy"] = True
+        rows = scored(batch).mask
+        out = package.linear_logprobs(leaves["hidden"], head, batch.targets, rows, **options)
+        value = (out.logps * 0.3).sum() + 0.1 * out.entropy.sum() + 0.2 * out.logsumexp.sum()
+    else:
+        out = package.fused_grpo_loss(
+            leaves["hidden"], head, batch.targets, batch.advantages, batch.mask, **options
+        )
+        value = out.loss
+    value.backward()
+    return value.detach(), out.logps, {name: x.grad for name, x in leaves.items()}
+
+
+OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
+CASES = [(pair, call) for pair in PAIRS for call in ("loss", "logps")
+         if call == "loss" or not OF_LOSS & set(pair)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pair", "call"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
+def test_pair(pair, call):
+    batch = batch_of(pair)
+    if reason := refused(pair):
+        with pytest.raises(ValueError, match=rf"^{reason}: expected .*; got "):
+            run(batch, pair, truth=False, call=call)
+        return
+    expected = run(batch, pair, truth=True, call=call)
+    actual = run(batch, pair, truth=False, call=call)
+    half = batch.hidden.dtype != torch.float32
+    tolerance = 2e-2 if "sampled" in pair else 3e-3 if half else 3e-5
+    assert (actual[1].double() - expected[1]).abs().max() <= (5e-4 if half else 1e-4)
+    assert abs(actual[0].item() - expected[0].item()) <= 1e-4 * max(1, abs(expected[0].item()))
+    for name, gradient in expected[2].items():
+        assert gradient.norm() > 0, name
+        assert relative_error(actual[2][name], gradient) <= tolerance, name

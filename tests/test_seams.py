@@ -1,0 +1,126 @@
+"""What the main path may know: a capability is one file behind one seam."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import grpo_kernels
+from grpo_kernels import Execution, LMHead, reference
+from grpo_kernels.dense import Dense
+from grpo_kernels.fused_grpo_loss import _OnePass
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+from grpo_kernels.integrations.verl import linear_cross_entropy
+from grpo_kernels.linear_logprobs import _gradients, _TwoPasses
+from grpo_kernels.support import Kept
+
+PACKAGE = Path(grpo_kernels.__file__).parent
+CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
+OPTIONAL = re.compile(r"support|vocab|experimental|sampled|column|training|integrations|reference")
+# An exact call, with whatever is loaded along the way.
+EXACT_CALL = """
+import sys, torch
+from grpo_kernels import fused_grpo_loss, linear_logprobs
+h, w = (torch.randn(n, 8, requires_grad=True) for n in (6, 50))
+fused_grpo_loss(h, w, torch.arange(6), torch.randn(6)).loss.backward()
+linear_logprobs(h, w, torch.arange(6)).logps.sum().backward()
+print(*[m for m in sys.modules if m.startswith("grpo_kernels")])
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    ("dense.py", _OnePass.forward, _TwoPasses, _gradients),
+    ids=("dense", "one", "two", "back"),
+)
+def test_the_loop_names_no_capability(place):
+    source = (PACKAGE / place).read_text() if isinstance(place, str) else inspect.getsource(place)
+    assert not CAPABILITIES.findall(source)
+
+
+def test_an_exact_call_loads_nothing_else():
+    done = subprocess.run(
+        [sys.executable, "-c", EXACT_CALL], capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.split()
+    assert "grpo_kernels.dense" in loaded
+    assert [name for name in loaded if OPTIONAL.search(name.removeprefix("grpo_kernels"))] == []
+    names = [name for name in loaded if ".backends" not in name and "." in name]
+    lines = sum(
+        len((PACKAGE / f"{name.removeprefix('grpo_kernels.')}.py").read_text().splitlines())
+        for name in names
+    )
+    assert lines <= 4500
+
+
+def test_routes_alone_know_the_capabilities():
+    """Of the files that an exact call loads; and only inside of functions."""
+    optional = {"support", "vocab_parallel", "vocab_shard", "experimental", "experimental.sampled"}
+    for path in PACKAGE.glob("*.py"):
+        if path.stem in (*optional, "doctor"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level and node.module in optional:
+                # The package's `__getattr__` asks for what is public.
+                assert path.stem in ("routes", "__init__"), path
+                assert node.col_offset > 0, path
+
+
+def test_a_second_route_has_the_methods_of_the_first():
+    for name in ("chunks", "sweep", "resume", "add", "finish", "metrics"):
+        ours, theirs = (inspect.signature(getattr(x, name)) for x in (Dense, Kept))
+        assert str(ours) == str(theirs), name
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    (("fused_grpo_loss", 14), ("linear_logprobs", 7), ("grpo_loss", 12),
+     ("selective_log_softmax", 4)),
+)  # fmt: skip
+def test_the_calls_have_few_parameters(call, most):
+    assert len(inspect.signature(getattr(grpo_kernels, call)).parameters) <= most
+
+
+@pytest.mark.parametrize("call", ("fused_grpo_loss", "linear_logprobs", "grpo_loss"))
+def test_the_reference_takes_what_the_call_takes(call):
+    """But for how it is computed, and for the dtype that a rounding has."""
+    ours, theirs = (
+        inspect.signature(getattr(x, call)).parameters for x in (grpo_kernels, reference)
+    )
+    assert set(ours) - set(theirs) <= {"execution", "backend", "entropy"}
+    assert set(theirs) - set(ours) <= {"rounded_to"}
+
+
+@pytest.mark.parametrize(
+    "drop_in",
+    (attach_fused_head, Objective, FusedLinearGRPOLoss, FusedGRPOTrainer, patch_trl,
+     linear_cross_entropy),
+    ids=lambda x: x.__name__,
+)  # fmt: skip
+def test_a_drop_in_hands_on_an_execution(drop_in):
+    """No list of its fields is written a second time."""
+    parameters = set(inspect.signature(drop_in).parameters)
+    assert "execution" in parameters
+    assert not parameters & {field.name for field in fields(Execution)}
+
+
+@pytest.mark.parametrize("described", (LMHead, Execution), ids=lambda x: x.__name__)
+def test_every_field_is_described(described):
+    args = (inspect.getdoc(described) or "").split("Args:")[1].split("Raises:")[0]
+    named = re.findall(r"^    (\w+): ", args, re.MULTILINE)
+    assert named == [field.name for field in fields(described)]
+
+
+@pytest.mark.parametrize("call", ("fused_grpo_loss", "linear_logprobs", "grpo_loss"))
+def test_every_parameter_is_described(call):
+    function = getattr(grpo_kernels, call)
+    args = (inspect.getdoc(function) or "").split("Args:")[1].split("Returns:")[0]
+    named = re.findall(r"^    (\w+): ", args, re.MULTILINE)
+    assert named == list(inspect.signature(function).parameters)

@@ -1,0 +1,248 @@
+"""The functions on entries against float64, at the sizes that bite."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from grpo_kernels.backends import (
+    Entries,
+    LogitTransform,
+    RowGrads,
+    TokenStats,
+    torch_backend,
+    triton_backend,
+    triton_entries,
+)
+from tests.helpers.batches import relative_error
+from tests.helpers.tiers import INTERPRETED
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+DTYPES = (torch.float32, torch.bfloat16)
+# Of a LoRA and a bias; one more than two blocks of a sum; rows that begin anywhere.
+WIDTHS = (1, 16, 50, 4097)
+
+
+@functools.cache
+def some_entries(V=40, N=23):
+    """Tokens of none, one, some and 200 entries; id 3 is common, others have none at all."""
+    g = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 9, (N,), generator=g)
+    counts[:3] = torch.tensor([0, 200, 1])
+    tokens = torch.arange(N).repeat_interleave(counts)
+    ids = torch.randint(0, V // 2, (len(tokens),), generator=g)
+    ids[::2] = 3
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    positions = torch.div(counts, 2, rounding_mode="floor")
+    return Entries(ids, tokens, offsets, positions, ids.argsort(stable=True))
+
+
+def on(device, entries):
+    return Entries(*(getattr(entries, name).to(device) for name in entries.__dataclass_fields__))
+
+
+def operands(K, device, dtype, V=40, N=23):
+    g = torch.Generator().manual_seed(K)
+    # Rows of a wider tensor.
+    x, rows = (torch.randn(n, K + 3, generator=g).to(device, dtype)[:, :K] for n in (N, V))
+    return x, rows
+
+
+@pytest.mark.parametrize("K", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_dots(device, dtype, K):
+    entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
+    begin = torch.randn(len(entries), device=device)
+    expected = begin.double() + (x[entries.tokens].double() * rows[entries.ids].double()).sum(1)
+    for backend in (torch_backend, triton_backend):
+        out = begin.clone()
+        backend.entry_dots(x, rows, entries, out)
+        assert relative_error(out, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dots_with_a_banned_id(device):
+    """A bias of -inf is a term of the sum: -inf, and no other entry sees it."""
+    entries = on(device, some_entries())
+    bias = torch.randn(40, 1, device=device)
+    bias[3] = -math.inf
+    begin = torch.randn(len(entries), device=device)
+    for backend in (torch_backend, triton_backend):
+        out = begin.clone()
+        backend.entry_dots(torch.ones(23, 1, device=device), bias, entries, out)
+        torch.testing.assert_close(out, begin + bias[entries.ids, 0])
+
+
+TRANSFORMS = {
+    "plain": {},
+    "softcap": {"softcap": 8.0},
+    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
+    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
+}
+
+
+def exact(logits, entries, transform, weights):
+    """Statistics of each token and the gradient of its raw logits, in float64, by torch."""
+    u = logits.double().requires_grad_()
+    stats = torch.full((3, len(entries.positions)), math.nan, dtype=torch.float64)
+    stats, total = stats.to(logits.device), 0.0
+    for i, (begin, end) in enumerate(zip(entries.offsets[:-1], entries.offsets[1:], strict=True)):
+        if begin == end:
+            continue
+        local, raw = transform.at(slice(i, i + 1)), logits[begin:end]
+        z = local.logit_scale * u[begin:end]
+        if local.softcap is not None:
+            z = local.softcap * (z / local.softcap).tanh()
+            z = z.masked_fill(raw == -math.inf, -math.inf)
+        log_p = (z / local.temperature).log_softmax(0)
+        entropy = -(log_p.exp() * log_p.masked_fill(raw == -math.inf, 0.0)).sum()
+        lse = (z / local.temperature).logsumexp(0)
+        of_token = torch.stack([log_p[entries.positions[i]], lse, entropy])
+        stats[:, i] = of_token.detach()
+        total = total + (of_token * weights[:, i]).sum()
+    return stats, torch.autograd.grad(total, u)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of_all", (False, True), ids=("of_logps", "of_all"))
+@pytest.mark.parametrize("banned", (False, True), ids=("free", "banned"))
+@pytest.mark.parametrize("option", TRANSFORMS)
+def test_statistics_and_gradients(option, banned, of_all, device):
+    entries, g = some_entries(), torch.Generator().manual_seed(3)
+    count, options = len(entries.positions), dict(TRANSFORMS[option])
+    logits = 3 * torch.randn(len(entries), generator=g)
+    places = (entries.offsets[:-1] + entries.positions)[entries.offsets.diff() > 0]
+    logits[places] += 4.0
+    ban = torch.zeros(len(entries), dtype=torch.bool)
+    if banned:
+        ban = torch.rand(len(entries), generator=g) < 0.4
+        ban[2:130] = True  # the first block of the longest set, but for two of its entries
+        ban[places] = False
+        logits[ban] = -math.inf
+    if options.get("temperature"):
+        options["temperature"] = (0.5 + torch.rand(count, generator=g)).to(device)
+    entries, logits, ban = on(device, entries), logits.to(device), ban.to(device)
+    transform = LogitTransform(**options)
+    weights = torch.randn(3, count, generator=g).to(device)
+    weights *= torch.tensor([1.0, of_all, of_all], device=device)[:, None]
+    truth, expected = exact(logits, entries, transform, weights.double())
+    d_logps, d_lse, d_entropy = weights
+    for backend in (torch_backend, triton_backend):
+        stats = TokenStats(*torch.full((3, count), math.nan, device=device))
+        backend.entry_stats(logits, entries, transform, stats)
+        for mine, true in zip(stats[:3], truth, strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=1e-5, equal_nan=True)
+        others = (d_logps - d_lse, d_entropy) if of_all else ()
+        grads = RowGrads.of(stats, d_logps, *others)
+        d_logits = backend.entry_grads(logits, entries, transform, grads)
+        assert d_logits.norm() > 0 and (d_logits[ban] == 0).all()
+        torch.testing.assert_close(d_logits.double(), expected, rtol=2e-5, atol=2e-6)
+        without = TokenStats(*torch.full((2, count), math.nan, device=device))
+        backend.entry_stats(logits, entries, transform, without)
+        torch.testing.assert_close(without.logps, stats.logps, equal_nan=True)
+
+
+@pytest.mark.parametrize("K", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("into", ("new", "float32", "own"))
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_over_tokens_and_over_ids(device, into, dtype, K):
+    entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
+    g = torch.Generator().manual_seed(0)
+    factors = torch.randn(len(entries), generator=g).to(device)
+    factors[::5] = 0.0
+    begins = entries.begins_of(torch.arange(len(rows) + 1, device=device))
+    groups = (
+        (factors, entries.ids, entries.offsets, rows, entries.tokens, len(x)),
+        (
+            factors[entries.order],
+            entries.tokens_by_id,
+            begins,
+            x,
+            entries.ids[entries.order],
+            len(rows),
+        ),
+    )
+    for weights, index, offsets, given, segments, count in groups:
+        expected = torch.zeros(count, K, dtype=torch.float64, device=device)
+        out, wanted = None, torch.float32 if into == "float32" else dtype
+        if into != "new":
+            out = torch.randn(count, K, device=device).to(wanted)
+            expected += out
+        expected.index_add_(0, segments, weights[:, None].double() * given[index].double())
+        result = triton_backend.segment_sums(weights, index, offsets, given, wanted, out)
+        assert result.dtype == wanted and (out is None or result is out)
+        # Rounded once; the interpreter cuts digits off.
+        unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
+        assert expected.norm() > 0
+        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=2e-5)
+
+
+# A long segment is one of more than 2 * PART entries. Some begin or end at a multiple of PART,
+# others one before or behind it.
+PART = triton_entries.PART
+SIZES = (0, 1, 2 * PART - 1, 2 * PART, 2 * PART + 1, 1000)
+ORDERS = {
+    "rising": SIZES,
+    "falling": SIZES[::-1],
+    "neighbours": (3 * PART, 0, 3 * PART - 1, 2, 2 * PART + 1, 0, 2 * PART + 1, 0),
+    "one": (5 * PART + 3,),
+    "around_nothing": (0, 0, 8 * PART, 0, 0),
+}
+
+
+def long_segments(sizes, device, dtype, K):
+    g = torch.Generator().manual_seed(sum(sizes))
+    factors = torch.randn(sum(sizes), generator=g)
+    index = torch.randint(9, factors.shape, generator=g)
+    factors[::7] = 0.0
+    rows = torch.randn(9, K, generator=g).to(device, dtype)
+    offsets = torch.tensor((0, *sizes)).cumsum(0)
+    return factors.to(device), index.to(device), offsets.to(device), rows
+
+
+@pytest.mark.parametrize("into", ("new", "float32", "own"))
+@pytest.mark.parametrize("sizes", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_long_segments(device, dtype, sizes, into):
+    factors, index, offsets, rows = long_segments(sizes, device, dtype, K=50)
+    segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+    wanted = torch.float32 if into == "float32" else dtype
+    before = None if into == "new" else torch.randn(len(sizes), 50, device=device).to(wanted)
+    expected = torch.zeros(len(sizes), 50, dtype=torch.float64, device=device)
+    expected.index_add_(0, segments, factors[:, None].double() * rows[index].double())
+    results = []
+    for backend in (triton_backend, triton_backend, torch_backend):
+        out = None if before is None else before.clone()
+        results.append(backend.segment_sums(factors, index, offsets, rows, wanted, out))
+        assert results[-1].dtype == wanted and (out is None or results[-1] is out)
+    assert results[0].equal(results[1])
+    expected += 0.0 if before is None else before
+    unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
+    for result in results:
+        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_long_segments_of_wide_rows(device):
+    """More columns than a block of entries or of parts has, and more parts than one."""
+    factors, index, offsets, rows = long_segments((3, 9 * PART), device, torch.float32, K=2050)
+    result = triton_backend.segment_sums(factors, index, offsets, rows, rows.dtype, None)
+    products = factors[:, None].double() * rows[index].double()
+    expected = torch.stack([products[:3].sum(0), products[3:].sum(0)])
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_entries_without_a_gradient_are_not_read(device):
+    entries, (_, rows) = on(device, some_entries()), operands(16, device, torch.float32)
+    factors = torch.ones(len(entries), device=device)
+    factors[entries.ids == 3] = 0.0
+    rows[3] = float("nan")
+    result = triton_backend.segment_sums(
+        factors, entries.ids, entries.offsets, rows, rows.dtype, None
+    )
+    assert result.isfinite().all() and result.norm() > 0
