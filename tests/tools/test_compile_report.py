@@ -173,7 +173,7 @@ policy = next(x for x in launches if x.kernel == "policy_loss_kernel")
 for ptx, problem in (("min.f32 %f1", "hides NaN"), ("max.NaN.f32 %f1", "")):
     found = report.judged(clean, "sm_90", policy, ptx).problem
     assert problem in found and bool(problem) == bool(found)
-for stack, in_loops, fine in ((0, 0, True), (16, 2, True), (8, 3, False), (40, 0, False)):
+for stack, in_loops, fine in ((0, 0, True), (16, 2, True), (8, 3, False), (48, 0, False)):
     usage = replace(clean, stack=stack, spilled_in_loops=in_loops)
     assert bool(report.judged(usage, "gfx942", policy).problem) != fine
 sys.exit(0)
