@@ -131,7 +131,7 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), sweep
     for dtype, entropy in itertools.product(halves, (False, True)):
         out = torch.empty(N, V, dtype=dtype, device=device)
-        grads = RowGrads.of(stats, weights, d_entropy=weights if entropy else None)
+        grads = RowGrads.of(stats, weights, weights if entropy else None)
 
         def write(out: Tensor = out, grads: RowGrads = grads, **setting: Any) -> Tensor:
             backend.logit_grads_(logits, targets, transform, grads, out, **setting)

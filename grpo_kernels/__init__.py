@@ -1,5 +1,6 @@
 """GRPO loss and gradients directly from hidden states, without ever holding the logits."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .advantages import group_advantages, per_token_kl
@@ -10,11 +11,11 @@ from .grpo_loss import grpo_loss
 from .head import LMHead, Support, VocabRanks
 from .linear_logprobs import linear_logprobs
 from .outputs import GRPOLossOutput, LogprobOutput
-from .sampler_check import SamplerCheck, check_sampler
 from .selective_log_softmax import selective_log_softmax
 from .sequences import gather_tokens
 
 if TYPE_CHECKING:
+    from .sampler_check import SamplerCheck, check_sampler
     from .support import batch_support
 
 __version__ = "0.3.0.dev0"
@@ -39,10 +40,15 @@ __all__ = [
     "selective_log_softmax",
 ]
 
+# What an exact call does not load, and where it is.
+_NOT_OF_A_CALL = {
+    "batch_support": "support",
+    "SamplerCheck": "sampler_check",
+    "check_sampler": "sampler_check",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "batch_support":  # what an exact call does not load
-        from .support import batch_support
-
-        return batch_support
+    if name in _NOT_OF_A_CALL:
+        return getattr(import_module(f".{_NOT_OF_A_CALL[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

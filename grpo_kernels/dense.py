@@ -215,8 +215,7 @@ class Dense:
     ) -> Tensor:
         """D of the rows in flight, `[C, V]`, which may lie on their logits."""
         out = self.gradient_rows(len(self.targets))
-        d_softmax = None if d_logsumexp is None else d_logps - d_logsumexp
-        grads = RowGrads.of(self.stats, d_logps, d_softmax, d_entropy)
+        grads = RowGrads.of(self.stats, d_logps, d_entropy, d_logsumexp)
         for part in self.strips():
             logits = self.strip[part] if self.at_hand else self.logits(part)
             self.logit_grads(part, logits, grads.at(part), out[part])
@@ -288,7 +287,7 @@ class Dense:
 
 
 def row_factors(stats: TokenStats, d_logps: Tensor, transform: LogitTransform) -> Tensor:
-    """What each row's exponentials X have to be multiplied with to be D, float32 `[C]`."""
+    """The factor per row that makes D of its exponentials X, float32 `[C]`."""
     assert stats.total is not None
     return d_logps * (-transform.logit_scale / transform.temperature) / stats.total
 

@@ -48,7 +48,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a call is computed: the same results up to rounding (with `Sampled`, on average).
+    """The way a call is computed: results are the same up to rounding (with `Sampled`, on average).
 
     Args:
         backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.

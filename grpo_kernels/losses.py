@@ -123,7 +123,7 @@ class Loss:
         return {}
 
     def kernel(self) -> KernelOptions | None:
-        """What the policy-loss kernel takes; None if it does not have this loss."""
+        """The arguments of the policy-loss kernel; None if it does not have this loss."""
         return None
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """How the tokens of a call are scored.
+    """The routes of a call, planned, before they are given tensors.
 
     Args:
         call: without its tensors, and with the tokens that have a kept set out of its mask.
@@ -92,7 +92,7 @@ class Routes:
         return _factors if self.shard is None else self.shard.factors
 
     def shares(self, factor: Tensor, count: int) -> list[Tensor]:
-        """What the gradients of `count` tensors are multiplied with, where it is `factor`."""
+        """Factors of the gradients of `count` tensors: `factor`, or on ranks their shares of it."""
         return [factor] * count if self.shard is None else self.shard.shares(factor, count)
 
     def agreed(self, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Routes:
         return x if self.shard is None else self.shard.least(x)
 
     def limits(self) -> dict[str, Any]:
-        """What `with_fewer_rows` has to keep to."""
+        """The options of `with_fewer_rows`."""
         execution = self.call.execution
         fixed = execution.chunk_bytes is not None or execution.capturable
         drawn = execution.backward is not None
@@ -168,9 +168,7 @@ def routes_of(
             sets = KeptSets(call, support, call.targets, V, logsumexp=logsumexp)
         others = ~sets.tokens
         call = replace(call, mask=others if call.mask is None else call.mask & others)
-    # A sampled backward scores the columns of a whole chunk.
-    strips = keeps and call.execution.backward is None
-    buffers = _buffers(call, weight, gradients, strips)
+    buffers = _buffers(call, weight, gradients, keeps)
     with_grad = None
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
@@ -185,6 +183,7 @@ def _factors(d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
 def _buffers(call: HeadCall, weight: Tensor, gradients: bool, strips: bool) -> Buffers:
     if not gradients or call.dtype == torch.float32:
         return Buffers(len(weight))
+    # A sampled backward scores the columns of a whole chunk.
     return Buffers(len(weight), call.dtype.itemsize, strips and call.execution.backward is None)
 
 

@@ -135,7 +135,7 @@ def _even_step(count: int, most: int) -> int:
 
 
 class Buffers(NamedTuple):
-    """What a row takes of the budget, and how.
+    """The bytes that a row takes of the budget, and for what.
 
     Args:
         columns: of a row of logits.

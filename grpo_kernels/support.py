@@ -139,7 +139,7 @@ class KeptSets:
 
     @property
     def count(self) -> int:
-        """How many tokens have a set."""
+        """The number of tokens that have a set."""
         return self._sizes.numbers[1]
 
     @cached_property
@@ -219,10 +219,7 @@ class Kept:
         given = [
             None if x is None else _spread(x, rows, N) for x in (d_logps, d_entropy, d_logsumexp)
         ]
-        g, e, d_lse = given
-        assert g is not None
-        d_softmax = None if d_lse is None else g - d_lse
-        row_grads = RowGrads.of(self.stats, g, d_softmax, e)
+        row_grads = RowGrads.of(self.stats, *given)  # type: ignore[arg-type]
         d = self.backend.entry_grads(self.sets.logits, entries, self.call.transform, row_grads)
         needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
         # Tokens without a gradient have no part in any product, whatever their states hold.
@@ -358,14 +355,14 @@ def _intervals(
 def _compared(
     ids: Tensor, places: Tensor, tokens: Tensor, of_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which entries belong to their token, and are its target; from begins, ends and targets."""
+    """Masks of the entries that belong to their token, and that are its target."""
     begin, end, target = of_tokens[:, tokens]
     belongs = (places >= begin) & (places < end)
     return belongs, belongs & (ids == target)
 
 
 def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """How often each token's entries hit, and the place of the one that does, from its begin."""
+    """Counts each token's hits, and finds the place of an only one, from its begin."""
     sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
     found, place = sums[:, ends] - sums[:, begins]
     return found, place - begins

@@ -66,7 +66,7 @@ class VocabShard:
         return self.layout in _OWN_ROWS
 
     def factors(self, d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
-        """What gradients of `count` tensors, x and y in turns, are multiplied with.
+        """Factors of the gradients of `count` tensors, x and y in turns.
 
         With rows of its own each rank's loss is a part of one sum: all have to scale it alike.
         """
@@ -95,7 +95,7 @@ class VocabShard:
         self, grad_rows: int, rows: int, sizes: tuple[int, int], device: torch.device, *,
         failed: bool,
     ) -> tuple[Counts, tuple[int, int]]:  # fmt: skip
-        """What each rank has of rows with a gradient and of all; the smallest `sizes` of chunks.
+        """Gathers each rank's rows with a gradient, and of all; and the smallest `sizes` of chunks.
 
         Raises:
             ValueError: on all ranks but it, if one has failed.
@@ -222,7 +222,7 @@ class VocabShard:
         first = transform.apply(logits[:, :1]).squeeze(1)
         stats = TokenStats(first - grads.logsumexp, grads.logsumexp, grads.entropy)
         nothing = torch.zeros_like(grads.d_logps)
-        other = RowGrads.of(stats, nothing, grads.d_softmax, grads.d_entropy)
+        other = RowGrads.of(stats, nothing, grads.d_entropy, -grads.d_softmax)
         return grads._replace(
             d_logps=torch.where(here, grads.d_logps, 0.0),
             at_target=torch.where(here, grads.at_target, other.at_target),
@@ -261,7 +261,7 @@ def local_parts(head: LMHead) -> LMHead:
 
 
 def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
-    """Which of the vocabulary's columns this rank has; asks the other ranks.
+    """Finds this rank's columns of the vocabulary; asks the other ranks.
 
     `agreed`: numbers of the caller's that have to be the same on all ranks.
 
@@ -359,7 +359,7 @@ def _checksum(x: Tensor) -> Tensor:
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What each rank has, in the order of the ranks: `[R, ...]`."""
+    """The values of all ranks, in their order: `[R, ...]`."""
     ranks = mine.new_empty((group.size(), *mine.shape))
     dist.all_gather([*ranks], mine, group=group)
     return ranks

@@ -50,7 +50,9 @@ def assert_backends_agree(logits, targets, transform, *, entropy):
     g = torch.Generator().manual_seed(0)
     d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
     d_logps[::3] = 0.0
-    grads = RowGrads.of(truth, d_logps, d_logps - 0.1, d_entropy if entropy else None)
+    grads = RowGrads.of(
+        truth, d_logps, d_entropy if entropy else None, torch.full_like(d_logps, 0.1)
+    )
     outs = []
     for backend in (torch_backend, triton_backend):
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -260,8 +262,8 @@ def test_banned_entries(backend, V, option, device):
         grads = RowGrads.of(
             stats,
             d_logps,
-            d_logps - d_lse if of_lse else None,
             d_entropy if of_entropy else None,
+            d_lse if of_lse else None,
         )
         out = torch.empty_like(logits)
         backend.logit_grads_(logits, targets, transform, grads, out)
@@ -316,7 +318,7 @@ def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
     stats = triton_backend.token_stats(logits, targets, plain, entropy=True, exps=exps)
     d_logps, d_entropy = torch.randn(2, C, generator=g, device=device)
     d_logits = torch.empty(C, V, dtype=dtype, device=device)
-    grads = RowGrads.of(stats, d_logps, d_entropy=d_entropy)
+    grads = RowGrads.of(stats, d_logps, d_entropy)
     triton_backend.logit_grads_(logits, targets, plain, grads, d_logits)
     for first in range(0, C, 128):
         rows = slice(first, first + 128)

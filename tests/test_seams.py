@@ -23,7 +23,9 @@ from grpo_kernels.support import Kept
 
 PACKAGE = Path(grpo_kernels.__file__).parent
 CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
-OPTIONAL = re.compile(r"support|vocab|experimental|sampled|column|training|integrations|reference")
+OPTIONAL = re.compile(
+    r"support|vocab|experimental|sampled|column|sampler|training|integrations|reference"
+)
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
 import sys, torch

@@ -104,16 +104,15 @@ class RowGrads(NamedTuple):
     def of(
         stats: TokenStats,
         d_logps: Tensor,
-        d_softmax: Tensor | None = None,
         d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None,
     ) -> RowGrads:
-        """The parts, from a loss's gradients; `d_softmax` None: as `d_logps`."""
+        """The parts, from a loss's gradients by a row's statistics."""
         # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
-        at_target = -d_logps * stats.logps.expm1()
-        if d_softmax is None:
-            d_softmax = d_logps
-        else:
-            at_target += (d_logps - d_softmax) * stats.logps.exp()
+        at_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
+        if d_logsumexp is not None:
+            d_softmax = d_logps - d_logsumexp
+            at_target += d_logsumexp * stats.logps.exp()
         if d_entropy is not None:
             assert stats.entropy is not None
             surprise = stats.logps.clamp(min=-1e4) + stats.entropy

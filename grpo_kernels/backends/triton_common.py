@@ -75,7 +75,7 @@ def transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:
 
 
 def transform_flags(transform: LogitTransform) -> dict[str, bool]:
-    """What of a transform the kernels are compiled for."""
+    """The flags that kernels are compiled with for a transform."""
     return {
         "HAS_SOFTCAP": transform.softcap is not None,
         "HAS_TEMPERATURE": isinstance(transform.temperature, Tensor),

@@ -62,7 +62,7 @@ def _tanh(x):
 
 @triton.jit
 def _scale(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
-    """What maps `_load_logits` to logits; differences of these then go to units of ln 2."""
+    """The factor from `_load_logits` to logits; differences of these then go to units of ln 2."""
     factor = 1.0 / temperature
     return factor if HAS_SOFTCAP else factor * logit_scale
 

@@ -99,12 +99,11 @@ class SampledDense(Dense):
         d_logsumexp: Tensor | None = None,
     ) -> None:
         count = len(self.targets)
-        d_softmax = None if d_logsumexp is None else d_logps - d_logsumexp
         blocks = row_blocks(count, self.targets.device)
         if self._skips:
             super().add(rows, grads, d_logps, d_entropy, d_logsumexp)
             return
-        of_rows = RowGrads.of(self.stats, d_logps, d_softmax, d_entropy)
+        of_rows = RowGrads.of(self.stats, d_logps, d_entropy, d_logsumexp)
         if self.draw.looks_flat(blocks, of_rows):
             super().add(rows, grads, d_logps, d_entropy, d_logsumexp)
             return
@@ -206,7 +205,7 @@ class SampledDense(Dense):
                 _zeroed(grads, 2 * k + 1).addr_(self.column_sums, centre)
 
     def metrics(self) -> dict[str, Tensor]:
-        """What was kept, and the larger relative noise of the finished gradients."""
+        """Counts of what was kept, and the larger relative noise of the finished gradients."""
         grads, noise = self.finished, [self.squares.new_zeros(())]
         if grads is not None and self.column_sums is not None:
             of_y = grads.found[1] if grads.wanted[1] else grads.found[min(3, len(grads.found) - 1)]

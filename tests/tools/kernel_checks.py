@@ -139,7 +139,7 @@ def banned() -> Compared:
 
 def row_grads_of(stats: TokenStats) -> RowGrads:
     some = torch.linspace(-1.0, 2.0, len(stats.logps))
-    return RowGrads.of(stats, some, d_entropy=some.flip(0))
+    return RowGrads.of(stats, some, some.flip(0))
 
 
 def rows_move_up() -> Compared:
