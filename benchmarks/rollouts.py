@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import header, spread, write_json
-from benchmarks.trainers import MODEL, TASKS, config_of, in_a_process, ours, trl
-from grpo_kernels.training import resolve_model
+from benchmarks.trainers import TASKS, config_of, in_a_process, ours, trl
+from examples.demo_model import model_path
 
 # Prompts longer than the longest of the task are left out of none of the runs.
 _PROMPT = ["--max_prompt_length", "256"]
@@ -39,7 +39,6 @@ TASKS |= {
 }  # fmt: skip
 SAMPLERS: dict[str, list[str]] = {
     "generate": [],
-    "continuous_batching": ["--rollout", "continuous_batching"],
     "vllm colocate": ["--rollout", "vllm"],
     "vllm server": ["--rollout", "vllm", "--vllm_mode", "server"],
 }
@@ -50,7 +49,7 @@ _PORT = ["--vllm_server_base_url", "http://127.0.0.1:8437"]
 def server(task: str, log: Path) -> Iterator[None]:
     """Keeps a server of vLLM for a task, which the run that uses it waits for."""
     command = [sys.executable, "-m", "grpo_kernels.training.vllm_server"]
-    flags = ["--model", MODEL, *TASKS[task], *_PROMPT, *_PORT]
+    flags = ["--model", str(model_path()), *TASKS[task], *_PROMPT, *_PORT]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, *flags], stdout=file, stderr=file, start_new_session=True
@@ -78,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: expected at least 2, as the first is not counted")
-    resolve_model(MODEL)  # made before anything is timed
+    model_path()  # made before anything is timed
     result: dict[str, Any] = {**header("cpu"), "tasks": {}}
     for task in args.tasks:
         result["tasks"][task] = measure(task, args)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import header, write_json
+from examples.demo_model import model_path
 from grpo_kernels.training import Trainer, TrainingConfig, checkpoint, load_model, load_problems
 
 KINDS = ("kill", "rename", "signal", "reward", "disk")
@@ -45,8 +46,8 @@ WARM = 50
 def options_of(model: str, steps: int) -> dict[str, Any]:
     """The demo's task at its smallest."""
     return {
-        "model": model, "dataset": "additions", "rewards": ["noise"], "steps": steps,
-        "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4,
+        "model": model, "dataset": "examples.problems:additions", "rewards": ["noise"],
+        "steps": steps, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4,
         "micro_batch_size": 2, "epochs_per_rollout": 2, "eval_size": 4, "eval_every": 25,
         "save_every": 10, "learning_rate": 1e-6, "save_model": False, "show_every": 10**6,
     }  # fmt: skip
@@ -202,7 +203,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=20, help="steps from one fault to the next")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=str(model_path()))
     parser.add_argument("--trainable", default=None, help="a regular expression; none: all weights")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="is emptied first")
     parser.add_argument("--out", type=Path, help="a JSON file for the result")

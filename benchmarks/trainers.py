@@ -22,25 +22,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import header, spread, write_json
+from examples.demo_model import MODEL, model_path, resolved
 from grpo_kernels.training import (
     Trainer,
     TrainingConfig,
     load_model,
     load_problems,
     parse_config,
-    resolve_model,
     upper_half,
 )
-
-MODEL = "smollm2-135m"
 
 # The additions of the demo; and problems in words, with long completions and every weight trained.
 TASKS: dict[str, list[str]] = {
     "additions": [],
     "gsm_symbolic": [
-        "--dataset", "gsm_symbolic", "--rewards", "answer", "format", "--beta", "0",
-        "--max_completion_length", "128", "--micro_batch_size", "8", "--trainable", ".",
-        "--learning_rate", "1e-5",
+        "--dataset", "examples.problems:gsm_symbolic", "--rewards", "answer", "format",
+        "--beta", "0", "--max_completion_length", "128", "--micro_batch_size", "8",
+        "--trainable", ".", "--learning_rate", "1e-5",
     ],
 }  # fmt: skip
 
@@ -48,10 +46,12 @@ TASKS: dict[str, list[str]] = {
 def additions(argv: Sequence[str]) -> TrainingConfig:
     """The demo's settings, and options that override them."""
     config = parse_config(
-        argv, model=MODEL, dataset="additions", rewards=["addition"], steps=30, prompts_per_step=4,
-        num_generations=8, max_completion_length=16, eval_size=27, micro_batch_size=32,
-        learning_rate=2e-5, beta=0.01, save_model=False,
+        argv, model=MODEL, dataset="examples.problems:additions",
+        rewards=["examples.problems:addition"], steps=30, prompts_per_step=4, num_generations=8,
+        max_completion_length=16, eval_size=27, micro_batch_size=32, learning_rate=2e-5, beta=0.01,
+        save_model=False,
     )  # fmt: skip
+    config = resolved(config)
     return replace(config, trainable=config.trainable or upper_half(config.model))
 
 
@@ -156,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: expected at least 2, as the first is not counted")
-    resolve_model(MODEL)  # made before anything is timed
+    model_path()  # made before anything is timed
     result: dict[str, Any] = {**header("cpu"), "tasks": {}}
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as output:

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure import PeakMemory, header, write_json
+from examples.demo_model import model_path
 from grpo_kernels import fused_grpo_loss
-from grpo_kernels.training import Completion, Trainer, TrainingConfig, resolve_model
+from grpo_kernels.training import Completion, Trainer, TrainingConfig
 from grpo_kernels.training import policy as policy_module
 from grpo_kernels.training.loading import set_trainable
 from grpo_kernels.training.memory import predict
@@ -180,7 +181,7 @@ def main() -> None:
 
     # Freed tensors go back to the system at once, so that resident memory is held memory.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    model = resolve_model(args.model or "smollm2-135m")
+    model = args.model or str(model_path())
     columns = [
         "run",
         *(["part"] if args.parts else []),

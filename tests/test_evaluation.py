@@ -115,7 +115,7 @@ def test_pass_at_k_is_what_drawing_k_of_them_gives():
 def trained(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     options = {
-        "dataset": "word_problems",
+        "dataset": "examples.word_problems:all_levels",
         "eval_size": 6,
         "max_prompt_length": 1000,
         "save_model": True,
@@ -140,7 +140,7 @@ def test_the_command(trained, tmp_path, capsys):
         "--model",
         str(trained / "model"),
         "--dataset",
-        "word_problems",
+        "examples.word_problems:all_levels",
         "--eval_size",
         "6",
         "--max_prompt_length",
@@ -169,7 +169,10 @@ def test_runs_are_compared(trained, tiny_model, tmp_path, capsys):
     assert capsys.readouterr().out.strip().endswith(f"\n{path}")
     page = path.read_text()
     assert "&lt;other&gt;" in page and "<other>" not in page
-    assert "<td>dataset</td><td>additions</td><td>word_problems</td>" in page
+    assert (
+        "<td>dataset</td><td>examples.problems:additions</td><td>examples.word_problems:all_levels</td>"
+        in page
+    )
     assert "<td>learning_rate</td>" not in page and page.count("seconds per step") >= 2
     assert len(rows_of(other)) == 2
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from grpo_kernels.training.word_problems import word_problems
+from examples.word_problems import word_problems
 from tests.helpers.hub import COMMIT, Hub
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_tokenizer
@@ -67,11 +67,11 @@ def hub(repositories):
     served.close()
 
 
-def train(hub, home, output, *flags, **environment):
+def train(hub, home, output, *flags, data=f"{DATA}:main", **environment):
     """Runs the example; returns its status and what it printed."""
     run = subprocess.run(
-        [sys.executable, "examples/train_gsm8k.py", "--dataset", "gsm8k", "--model", MODEL,
-         "--chat", "--steps", "1", "--prompts_per_step", "2", "--num_generations", "2",
+        [sys.executable, "examples/train_gsm8k.py", "--dataset", data, "--model", MODEL, "--chat",
+         "--steps", "1", "--prompts_per_step", "2", "--num_generations", "2",
          "--max_completion_length", "4", "--max_prompt_length", "1024", "--eval_size", "4",
          "--output", str(output), *flags],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
@@ -112,8 +112,8 @@ def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
 
 
 def test_a_revision_is_pinned(hub, tmp_path):
-    flags = ("--revision", "v1", "--dataset_revision", "v1")
-    status, told = train(hub, tmp_path / "home", tmp_path, *flags)
+    flags = ("--revision", "v1")
+    status, told = train(hub, tmp_path / "home", tmp_path, *flags, data=f"{DATA}:main@v1")
     assert status == 0, told
     files = [path for _, path in hub.asked if "/resolve/" in path]
     assert files and all("/v1/" in path or COMMIT["v1"] in path for path in files)
@@ -125,9 +125,15 @@ def test_a_revision_is_pinned(hub, tmp_path):
         ("gated model", "model: 'Qwen/.*accept the terms on its page, then `hf auth login`"),
         ("no model", "model: 'Qwen/.*there is none of this name, or it is private"),
         ("no revision", "model: 'Qwen/.*it has no such revision"),
-        ("gated data", "dataset: gsm8k was neither.*accept the terms on its page"),
-        ("no data", "dataset: gsm8k was neither.*there is none of this name, or it is private"),
-        ("away", "(?s)dataset: gsm8k was neither cached nor downloaded.*Without the hub: word_pro"),
+        ("gated data", "dataset: openai/gsm8k was neither.*accept the terms on its page"),
+        (
+            "no data",
+            "dataset: openai/gsm8k was neither.*there is none of this name, or it is private",
+        ),
+        (
+            "away",
+            "(?s)dataset: openai/gsm8k was neither cached nor downloaded.*Without the hub: a .json",
+        ),
     ),
 )
 def test_what_is_not_there_is_said(fault, message, hub, repositories, tmp_path):

@@ -126,9 +126,9 @@ def test_a_server_is_counted_by_itself():
     lines = predicted.table().splitlines()
     peak = next(i for i, line in enumerate(lines) if line.startswith("peak"))
     assert [line.startswith("server") for line in lines[peak:]] == [0, 0, 1, 1, 0, 0]
-    lora = vllm_prediction(vllm_mode="server", lora_rank=4, vllm_lora="adapter")
-    assert lora.engine.sync_files == lora.gradients
-    assert lora.engine.weights == 2 * weights + lora.gradients
+    # Adapters are merged into what is sent.
+    lora = vllm_prediction(vllm_mode="server", lora_rank=4)
+    assert lora.engine.sync_files == lora.engine.weights == 2 * weights
 
 
 def test_the_command_says_what_vllm_leaves(tmp_path, capsys):

@@ -5,7 +5,6 @@ import random
 import peft
 import pytest
 import torch
-import transformers
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import (
@@ -15,13 +14,12 @@ from grpo_kernels.training import (
 )
 from grpo_kernels.training.policy import Batch, Policy, why_not_shared
 from grpo_kernels.training.rollout import (
-    ContinuousBatchingRollout,
     GenerateRollout,
     SamplingParams,
     completion,
 )
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.helpers.trainer_runs import assert_same_grads, config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import assert_same_grads, config_of, noise
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -164,18 +162,6 @@ def test_what_a_model_brings_for_generate_is_left_out(adapters):
     model.generation_config.update(**own)
     assert rollout([[7, 8, 9]], 2, sampling) == expected
     assert model.generation_config.num_beams == 2  # and is there again
-
-
-def test_continuous_batching_samples_the_same(tiny_model, tmp_path):
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
-    if not hasattr(transformers, "ContinuousBatchingConfig"):
-        pytest.skip("transformers is too old")
-    assert ContinuousBatchingRollout(model, tokenizer)(prompts, 2, sampling) == expected
-    config = config_of(tiny_model, tmp_path, rollout="continuous_batching", steps=1)
-    row = rows_of(trainer_of(config).train())[0]
-    assert row["grad_norm"] > 0 and row["completion_length"] > 1
 
 
 def test_why_not_shared_names_the_reason():

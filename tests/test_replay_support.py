@@ -5,7 +5,6 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-import transformers
 from transformers import GenerationConfig
 
 from grpo_kernels import batch_support
@@ -15,7 +14,6 @@ from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import equal_parts
 from grpo_kernels.training.policy import Policy
 from grpo_kernels.training.rollout import (
-    ContinuousBatchingRollout,
     GenerateRollout,
     SamplingParams,
     check_support,
@@ -89,18 +87,6 @@ def test_supports_are_cut_with_the_completion():
         T = len(cut.token_ids)
         assert kept_sets(cut.support) == kept_sets(whole.support)[:T]
         check_support("support", cut.support, T)
-
-
-def test_continuous_batching_does_not_record(tiny_model, tmp_path):
-    options = {"rollout": "continuous_batching", "top_p": 0.9}
-    with pytest.raises(ValueError, match="replay_support: expected false with continuous_batching"):
-        config_of(tiny_model, tmp_path, **options)
-    assert not config_of(tiny_model, tmp_path, **options, replay_support=False).records_support
-    if not hasattr(transformers, "ContinuousBatchingConfig"):
-        pytest.skip("transformers is too old")
-    rollout = ContinuousBatchingRollout(make_model("llama"), make_tokenizer())
-    with pytest.raises(ValueError, match="record_support: expected false with continuous"):
-        rollout(PROMPTS, 1, SamplingParams(4, top_p=0.9, record_support=True))
 
 
 @pytest.mark.parametrize(

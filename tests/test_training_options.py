@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels import training
 from grpo_kernels.experimental import column_draw
 from grpo_kernels.losses import Sapo
-from grpo_kernels.training import TrainingConfig, checkpoint, data, demo_model, parse_config
-from grpo_kernels.training.command_line import _OF_TRL
+from grpo_kernels.training import checkpoint, data, parse_config
 from grpo_kernels.training.metrics import Clock
 from grpo_kernels.training.requirements import NEEDED
 from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
@@ -24,63 +22,33 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("flag", "answer"),
     (
-        ("--stepz", "--stepz: did you mean --steps?"),
-        ("--step", "--step: did you mean --steps"),
-        ("--num-generation", "--num-generation: did you mean --num_generations?"),
-        ("--learning_rat=3", "--learning_rat: did you mean --learning_rate?"),
-        ("--no_share_promts", "--no_share_promts: did you mean --no_share_prompts?"),
-        ("--xyzzy", "--xyzzy: --help lists all options"),
-        ("--output_dir", "--output_dir is TRL's; here: a run is kept in output/name: --output"),
-        ("--model-name-or-path", "--model-name-or-path is TRL's; here: --model"),
-        ("--per_device_train_batch_size", "here: --micro_batch_size (completions in a forward"),
-        ("--gradient_accumulation_steps", "here: nothing to set"),
-        ("--num_train_epochs", "here: --steps (rollouts"),
-        ("--max_steps", "here: --steps (rollouts"),
-        ("--save_steps", "here: --save_every"),
-        ("--logging_steps", "here: every step is logged"),
-        ("--report_to", "here: --trackers"),
-        ("--use_vllm", "--use_vllm is TRL's; here: --rollout vllm"),
+        ("--stepz", "--steps INT"),
+        ("--step", "--steps INT"),
+        ("--num-generation", "--num_generations INT"),
+        ("--learning_rat=3", "--learning_rate FLOAT"),
+        ("--no_share_promts", "--share_prompts, --no_share_prompts"),
+        ("--xyzzy", "--help"),
     ),
 )
 def test_an_unknown_flag_is_answered(flag, answer, capsys):
     with pytest.raises(SystemExit) as exit:
         parse_config(["--model", "m", flag, "3"])
     text = capsys.readouterr().err
-    assert exit.value.code == 2 and answer in text and len(text.splitlines()) < 5
+    assert exit.value.code == 2 and flag in text and answer in text
+    assert len(text.splitlines()) < 25
 
 
 def test_a_key_of_a_file_is_answered(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    path.write_text("modell: m\noutput_dir: x\nsave_steps: 3\n")
+    path.write_text("modell: m\neval_evry: 3\n")
     with pytest.raises(SystemExit):
         parse_config([str(path)])
     text = capsys.readouterr().err
-    assert "modell: did you mean model?" in text
-    assert "save_steps is TRL's; here: save_every" in text and "output_dir is TRL's" in text
+    assert "--modell" in text and "--model STR" in text and "--eval_every INT" in text
     path.write_text("steps")
     with pytest.raises(SystemExit):
         parse_config([str(path)])
     assert "expected options, one per line as `steps: 100`; got 'steps'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_what_is_told_of_trls_options_is_so():
-    ours = set(TrainingConfig.__dataclass_fields__)
-    assert not ours & set(_OF_TRL)
-    pytest.importorskip("trl", reason="needs the extra 'peers'")
-    from trl import GRPOConfig, ModelConfig, ScriptArguments
-
-    theirs = {n for c in (GRPOConfig, ModelConfig, ScriptArguments) for n in c.__dataclass_fields__}
-    # Some are arguments of its trainer, or options of its older versions.
-    made_up = (
-        set(_OF_TRL) - theirs - {"reward_funcs", "torch_dtype", "use_liger_loss", "warmup_ratio"}
-    )
-    assert not made_up
-
-
-def test_trls_num_iterations_is_another():
-    with pytest.raises(ValueError, match=r"\(TRL's num_iterations is epochs_per_rollout here\)"):
-        TrainingConfig(model="m", num_iterations=2)
 
 
 def test_every_step_is_handed_out(tiny_model, tmp_path, real_memory):
@@ -110,16 +78,11 @@ def test_prompts_are_tokenized_once(tiny_model, tmp_path, real_memory):
     assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
 
 
-def test_the_demo_models_name_stands_for_its_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = demo_model.cache_folder()
-    folder.mkdir(parents=True)
-    assert training.resolve_model("smollm2-135m") == str(folder)
-    assert training.resolve_model("some/model") == "some/model"
-    config = {"model": "smollm2-135m", "steps": 3, "schedule": "constant", "num_iterations": 1}
+def test_a_checkpoint_is_for_the_options_it_was_made_with():
+    config = {"model": "m", "steps": 3, "schedule": "constant"}
     state = {"config": config, "processes": 1}
     checkpoint.check_same(state, config, 1)
-    with pytest.raises(ValueError, match="model: was 'smollm2-135m', is 'other'"):
+    with pytest.raises(ValueError, match="model: was 'm', is 'other'"):
         checkpoint.check_same(state, {**config, "model": "other"}, 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.training import TrainingConfig, load_model, parse_config
-from grpo_kernels.training.config import DEFAULTS, KINDS
+from grpo_kernels.training.config import DEFAULTS
 from grpo_kernels.training.ranks import make_accelerator
 from grpo_kernels.training.rollout import check_rollout
 
@@ -15,7 +15,6 @@ OPTIONS = {
     "vllm_mode": ("server", COLOCATE),
     "vllm_dtype": ("bf16", COLOCATE),
     "vllm_max_model_length": (4096, COLOCATE),
-    "vllm_lora": ("adapter", {**COLOCATE, "lora_rank": 8}),
     "vllm_gpu_memory_utilization": (0.5, COLOCATE),
     "vllm_enable_sleep_mode": (True, COLOCATE),
     "vllm_server_base_url": ("http://127.0.0.1:9000", SERVER),
@@ -30,26 +29,24 @@ def config_of(**options):
 
 
 def test_all_options_are_here():
-    assert set(OPTIONS) == {name for name in KINDS if name.startswith("vllm_")}
+    assert set(OPTIONS) == {name for name in DEFAULTS if name.startswith("vllm_")}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_acts_with_vllm_alone(name):
     value, others = OPTIONS[name]
     assert getattr(config_of(**{**others, name: value}), name) == value
-    more = {k: v for k, v in others.items() if k == "lora_rank"}
-    for rollout in ("generate", "continuous_batching"):
-        with pytest.raises(ValueError) as error:
-            config_of(rollout=rollout, **more, **{name: value})
-        assert str(error.value) == (
-            f"{name}: expected {DEFAULTS[name]!r} with rollout {rollout}; got {value!r}"
-        )
+    with pytest.raises(ValueError) as error:
+        config_of(rollout="generate", **{name: value})
+    assert str(error.value) == (
+        f"{name}: expected {DEFAULTS[name]!r} with rollout generate; got {value!r}"
+    )
 
 
 @pytest.mark.parametrize("name", [n for n, (_, o) in OPTIONS.items() if n != "vllm_mode"])
 def test_an_option_acts_in_its_mode_alone(name):
     value, others = OPTIONS[name]
-    in_both = {"vllm_dtype", "vllm_max_model_length", "vllm_lora"}
+    in_both = {"vllm_dtype", "vllm_max_model_length"}
     other = "server" if others["vllm_mode"] == "colocate" else "colocate"
     if name in in_both:
         assert getattr(config_of(**{**others, "vllm_mode": other, name: value}), name) == value
@@ -58,19 +55,11 @@ def test_an_option_acts_in_its_mode_alone(name):
         config_of(**{**others, "vllm_mode": other, name: value})
 
 
-def test_a_colocated_engine_reads_adapters_from_files():
-    options = {**COLOCATE, "vllm_sync_dir": "/somewhere", "lora_rank": 8}
-    assert config_of(**options, vllm_lora="adapter").vllm_sync_dir == "/somewhere"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     (
         ({"vllm_mode": "ipc"}, "vllm_mode: expected one of colocate, server; got 'ipc'"),
         ({"vllm_dtype": "fp16"}, "vllm_dtype: expected one of auto, fp32, bf16; got 'fp16'"),
-        ({"vllm_lora": "both"}, "vllm_lora: expected one of merged, adapter; got 'both'"),
-        ({"vllm_lora": "adapter"}, "vllm_lora: expected merged with lora_rank 0; got 'adapter'"),
-        ({"vllm_lora": "adapter", "lora_rank": 513}, "vllm_lora: expected merged with lora_rank"),
         ({"vllm_gpu_memory_utilization": 0.0}, r"expected a number in \(0, 1\]; got 0.0"),
         ({"vllm_gpu_memory_utilization": 1.5}, r"expected a number in \(0, 1\]; got 1.5"),
         ({**SERVER, "vllm_server_timeout": 0.0}, "vllm_server_timeout: expected a number > 0"),
@@ -83,12 +72,11 @@ def test_values_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         config_of(**{"rollout": "vllm", **options})
     assert config_of(rollout="vllm", vllm_max_model_length=768)
-    assert config_of(rollout="vllm", vllm_lora="adapter", lora_rank=512)
 
 
 def test_types_are_checked():
     for name, value in (
-        ("vllm_max_model_length", 4096.0), ("vllm_server_timeout", "10"), ("vllm_dtype", 16),
+        ("vllm_max_model_length", 4096.0), ("vllm_server_timeout", "10"),
         ("vllm_enable_sleep_mode", 1), ("vllm_server_base_url", 8000),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=f"{name}: expected"):
@@ -133,27 +121,6 @@ def test_vllms_log_probs_may_correct(monkeypatch):
     monkeypatch.setattr("grpo_kernels.training.rollout.find_spec", lambda name: name)
     config = config_of(rollout="vllm", is_correction="token_truncate")
     check_rollout(config, make_accelerator(config))
-
-
-@pytest.mark.parametrize(
-    ("flag", "answer"),
-    (
-        ("--use_vllm", "here: --rollout vllm"),
-        ("--vllm_server_host", "here: --vllm_server_base_url (http://HOST:PORT)"),
-        ("--vllm_server_port", "here: --vllm_server_base_url (http://HOST:PORT)"),
-        ("--vllm_group_port", "weights go to a server by way of files in vllm_sync_dir"),
-        ("--vllm_tensor_parallel_size", "vllm_server run.yaml -- --tensor-parallel-size 2"),
-        ("--vllm_model_impl", "an option of the server"),
-        ("--vllm_importance_sampling_correction", "here: --is_correction"),
-        ("--vllm_importance_sampling_mode", "here: --is_correction"),
-        ("--vllm_importance_sampling_clip_max", "here: --is_clip_max"),
-        ("--vllm_importance_sampling_clip_min", "here: --is_clip_min"),
-    ),
-)
-def test_trls_options_are_answered(flag, answer, capsys):
-    with pytest.raises(SystemExit):
-        parse_config(["--model", "m", flag, "3"])
-    assert answer in " ".join(capsys.readouterr().err.split())
 
 
 def test_trls_names_that_are_ours():

@@ -14,7 +14,6 @@ from grpo_kernels.training import vllm_server
 from grpo_kernels.training.rollout import RolloutError
 from grpo_kernels.training.vllm_server import server_command
 from tests.helpers.record_vllm import (
-    LORA,
     MASKED,
     MASKS,
     RECORDING,
@@ -203,38 +202,6 @@ def test_weights_are_sent_by_files_that_are_gone_afterwards(ready, tmp_path):
     assert len(server.loads) == 2 and server.sent == rollout.tag != tag
 
 
-def test_adapters_are_sent_alone(ready, tmp_path):
-    """Each under a name of its own, with which vLLM knows that it has it already."""
-    server, rollout = ready("lora", **LORA, vllm_lora="adapter")
-    tags, done = [rollout.tag], sample(rollout)
-    assert server.loads == [] and list(tmp_path.iterdir()) == []
-    assert {body["model"] for body in server.asked(COMPLETIONS)} == {f"policy-{tags[0]}"}
-    server.requests.clear()
-    rollout.update_weights()
-    tags.append(rollout.tag)
-    assert server.asked("/v1/load_lora_adapter") == [
-        {"lora_name": f"policy-{tags[1]}", "lora_path": folder_of(tmp_path, tags[1])}
-    ]
-    assert server.asked("/v1/unload_lora_adapter") == [{"lora_name": f"policy-{tags[0]}"}]
-    assert server.adapters == [f"policy-{tags[1]}"] and server.sent == tags[1] != tags[0]
-    assert server.asked("/reset_prefix_cache") == [{}]
-    assert sample(rollout) == done and list(tmp_path.iterdir()) == []
-    # Adapters begin as 0: the log-probs are those of the model.
-    prompt, one = prompts_of(rollout)[0], done[0]
-    logps = logits_of(rollout, prompt, one.token_ids).log_softmax(-1)
-    mine = logps.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(one.logps), mine, rtol=0, atol=1e-4)
-
-
-def test_adapters_are_sent_to_a_server_that_was_started_again(ready):
-    server, rollout = ready("lora", **LORA, vllm_lora="adapter")
-    before, expected = rollout.tag, sample(rollout)
-    server.stop()
-    server.start()
-    assert sample(rollout) == expected
-    assert server.adapters == [f"policy-{rollout.tag}"] and before != rollout.tag
-
-
 # A server that is not the run's
 
 
@@ -297,8 +264,7 @@ def test_the_recording_is_of_the_command_that_starts_one(serve, served_config, m
     """Record again (tests/helpers/record_vllm.py) where the options have changed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     header = json.loads(RECORDING.read_text())["header"]
-    lora = {**LORA, "vllm_lora": "adapter"}
-    for name, options in (("default", {}), ("masks", MASKS), ("lora", lora)):
+    for name, options in (("default", {}), ("masks", MASKS)):
         command = server_command(served_config(serve(name), **options))
         then = header["commands"][name].split()
         assert [x for x in then if x.startswith("--") and x != "--served-model-name"] == [

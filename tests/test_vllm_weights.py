@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from grpo_kernels.integrations import vllm as extension
-from grpo_kernels.integrations.vllm import adapter_weights, names_and_weights, names_of, read, write
+from grpo_kernels.integrations.vllm import names_and_weights, names_of, read, write
 from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -120,23 +120,6 @@ def test_other_adapters_are_refused(option, kind):
         ValueError, match=rf"model: expected plain LoRA, .*; got ({kind}) in .*q_proj"
     ):
         list(names_and_weights(model))
-
-
-def test_adapters_by_the_models_own_names(tmp_path):
-    model = adapted(make_model("llama"), target_modules=["q_proj"])
-    weights = adapter_weights(model)
-    expected = {n: p for n, p in model.named_parameters() if ".lora_" in n}
-    assert weights.keys() == expected.keys() and len(weights) == 4
-    for name, parameter in expected.items():
-        assert torch.equal(weights[name], parameter)
-        assert weights[name].data_ptr() != parameter.data_ptr()
-    # PEFT writes from them the file that vLLM reads.
-    model.save_pretrained(tmp_path, state_dict=weights, save_embedding_layers=False)
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(saved) == 4
-    for name, weight in saved.items():
-        ours = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
-        assert torch.equal(weight, weights[ours])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

@@ -5,16 +5,16 @@ from collections import Counter
 
 import pytest
 
-from grpo_kernels.training import TrainingConfig
-from grpo_kernels.training.data import WORD_PROBLEM, load
-from grpo_kernels.training.word_problems import (
+from examples.word_problems import (
     KINDS,
     LEVELS,
     NEW,
+    PROMPT,
     TEMPLATES,
     _kept_apart,
     word_problems,
 )
+from grpo_kernels.training import TrainingConfig, load_problems
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
 
@@ -33,7 +33,7 @@ def key_of(row):
 
 
 def test_the_prompt_tells_no_held_out_sum():
-    numbers = re.findall(r"(\d+) [-+*/] (\d+) =", WORD_PROBLEM)
+    numbers = re.findall(r"(\d+) [-+*/] (\d+) =", PROMPT)
     assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
     # 12 / 3 is made of 3 and 4.
     for kept in ((4, 6, 5), (7, 5, 0), (3, 4, 0), (15, 8, 0)):
@@ -92,28 +92,17 @@ def test_problems_are_the_same_every_time():
     assert len({row["question"] for row in rows}) == len(rows)
 
 
-def test_the_dataset():
-    config = TrainingConfig(model="m", dataset="word_problems", eval_size=21, levels=[1, 3])
-    train, held_out = load(config)
+@pytest.mark.parametrize(("name", "levels"), (("easy", {1, 2}), ("all_levels", {1, 2, 3})))
+def test_the_dataset(name, levels):
+    options = {"model": "m", "dataset": f"examples.word_problems:{name}"}
+    config = TrainingConfig(**options, eval_size=21)
+    train, held_out = load_problems(config)
     assert len(train) == config.train_size
     assert Counter(row["held_out"] for row in held_out) == {KINDS[0]: 11, KINDS[1]: 10}
+    assert {row["level"] for row in train} == {row["level"] for row in held_out} == levels
     for row in (*train, *held_out):
-        assert row["level"] in (1, 3) and row["answer"].isdigit()
+        assert row["answer"].isdigit()
         assert row["prompt"].endswith(f"Question: {row['question']}\n")
-    chat = load(TrainingConfig(model="m", dataset="word_problems", chat=True))[0][0]
+    chat = load_problems(TrainingConfig(**options, chat=True))[0][0]
     assert chat["prompt"][0]["content"].endswith(chat["question"])
-    assert not load(TrainingConfig(model="m", dataset="word_problems", eval_size=0))[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"levels": [4]}, r"levels: expected some of \(1, 2, 3\); got \[4\]"),
-        ({"levels": [1], "dataset": "gsm8k"}, "levels: expected none where dataset is not"),
-    ),
-)
-def test_levels_that_there_are_not(options, message):
-    with pytest.raises(ValueError, match=message):
-        TrainingConfig(model="m", **{"dataset": "word_problems", **options})
-    with pytest.raises(TypeError, match="levels: expected a list"):
-        TrainingConfig(model="m", dataset="word_problems", levels=[1.5])
+    assert not load_problems(TrainingConfig(**options, eval_size=0))[1]

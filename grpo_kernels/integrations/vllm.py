@@ -88,10 +88,6 @@ class WorkerExtension:
         self.grpo_kernels_sent = tag
         return {"loaded": seen, "repacked": repacked}
 
-    def grpo_kernels_tag(self, tag: str) -> None:
-        """Notes the tag of an adapter, which is sent by vLLM's own requests."""
-        self.grpo_kernels_sent = tag
-
 
 # Names of a model's config that engine and policy must have in common.
 SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -195,20 +191,6 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
                     )
                 weight = weight + _whole(layer.get_delta_weight(adapter)).to(weight)
             yield _plain(name) if layers else name, weight
-
-
-def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of the adapters, whole, on the CPU, by the model's own names.
-
-    As with `names_and_weights`, every process of a sharded model takes part.
-    """
-    merged = set(names_of(model))
-    found = {}
-    for name, parameter in model.named_parameters():
-        if name not in merged:
-            with _gathered([parameter]):
-                found[name] = _whole(parameter.detach()).cpu().clone()
-    return found
 
 
 def _plain(name: str) -> str:

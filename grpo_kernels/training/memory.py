@@ -5,9 +5,9 @@ r"""Will it fit? Predicts the peak memory of a run from the model's config alone
         [--processes 8 [--sharded]]
 
 Takes the options of a run, of several processes perhaps, which shard weights by FSDP2 or ZeRO-3 or
-do not. The usual models are known by their names, without a hub (`shapes.py`). No weights are
-downloaded: the model is built without memory, and every tensor that a forward would keep for its
-backward is counted as it is kept.
+do not. Of the model only the config is needed, from the hub or a folder with a config.json: it is
+built without memory, and every tensor that a forward would keep for its backward is counted as it
+is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ from torch import nn
 from ..hf_head import head_of
 from ..integrations.vllm import FILE_BYTES, names_of
 from ..row_plan import default_chunk_bytes
-from . import shapes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
-from .loading import explain_missing_model, resolve_model, set_trainable
+from .loading import explain_missing_model, set_trainable
 from .policy import Batch, Policy, why_gathered
 
 GIB = 2**30
@@ -216,13 +214,12 @@ def _engine(
     processes: int,
 ) -> Engine:  # fmt: skip
     """Predicts vLLM; `width` is that of the policy's GEMMs, in bytes per number."""
-    colocated, adapter = config.vllm_mode == "colocate", config.vllm_lora == "adapter"
+    colocated = config.vllm_mode == "colocate"
     if config.vllm_dtype != "auto":
         width = getattr(torch, DTYPES[config.vllm_dtype]).itemsize
     prompts = -(-config.prompts_per_step // (processes if colocated else 1))
     parameters = dict(model.named_parameters())
     merged = [parameters[name] for name in names_of(model)]
-    adapters = sum(map(_bytes, parameters.values())) - sum(map(_bytes, merged))
     weights = width * sum(p.numel() for p in merged)
     # On a CPU it multiplies by packed copies, and keeps the embedding and the head beside theirs.
     kept = 0 if gpu else 2 * width * head_of(model).weight.numel()
@@ -231,20 +228,18 @@ def _engine(
     sequence = kv_cache_bytes(text, length, width)
     # One tensor at a time; beside a merged one stands its adapters' product.
     copies = 2 if config.lora_rank else 1
-    largest = 0 if adapter else copies * max(map(_bytes, merged))
-    sent = adapters if adapter else weights
     share = None
     if colocated and gpu and gpu_bytes is not None:
         share = int(config.vllm_gpu_memory_utilization * gpu_bytes)
     return Engine(
         colocated=colocated,
-        weights=weights + kept + (adapters if adapter else 0),
+        weights=weights + kept,
         sequence=sequence,
         cache=rows * sequence if gpu else cpu_cache_bytes(text, rows, length, width),
         share=share,
         sleeps=config.vllm_enable_sleep_mode,
-        sync=largest if colocated else min(sent, FILE_BYTES),
-        sync_files=0 if colocated else sent,
+        sync=copies * max(map(_bytes, merged)) if colocated else min(weights, FILE_BYTES),
+        sync_files=0 if colocated else weights,
     )
 
 
@@ -355,15 +350,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("--gpu-gib: expected none with --cpu")
     config = parse_config([argument for argument in argv if argument != "--cpu"])
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    model_config = None if Path(config.model).exists() else shapes.config_of(config.model)
-    if model_config is None:
-        try:
-            name = resolve_model(config.model)
-            with explain_missing_model(name):
-                revision = {"revision": config.revision} if config.revision else {}
-                model_config = AutoConfig.from_pretrained(name, **revision)
-        except OSError as error:
-            sys.exit(str(error))
+    try:
+        with explain_missing_model(config.model):
+            revision = {"revision": config.revision} if config.revision else {}
+            model_config = AutoConfig.from_pretrained(config.model, **revision)
+    except OSError as error:
+        sys.exit(str(error))
     prediction = predict(
         config, model_config, gpu=gpu, gpu_bytes=gpu_bytes, processes=processes, sharded=sharded
     )

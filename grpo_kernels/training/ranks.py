@@ -54,11 +54,6 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             "head: expected gathered, or processes whose weights FSDP2 shards "
             "(examples/configs/fsdp2.yaml); got sharded"
         )
-    if sharding(accelerator) == "DEEPSPEED" and config.num_iterations > 1:
-        raise ValueError(
-            f"num_iterations: expected 1 with DeepSpeed, which shards the policy and not the "
-            f"reference; got {config.num_iterations}"
-        )
     return accelerator
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -46,15 +45,3 @@ class ReferenceModel:
             return
         with self.accelerator.unwrap_model(policy).model.disable_adapter():
             yield policy
-
-    @torch.no_grad()
-    def refresh(self, policy: Any) -> None:
-        """Makes the copy equal to the policy as it is now."""
-        unwrap = self.accelerator.unwrap_model
-        policy, reference = unwrap(policy), unwrap(self.copy)
-        for module in (*policy.modules(), *reference.modules()):
-            # Under FSDP2 a root stays gathered after its forward.
-            if hasattr(module, "reshard"):
-                module.reshard()
-        for mine, theirs in zip(policy.parameters(), reference.parameters(), strict=True):
-            theirs.copy_(mine)

@@ -6,7 +6,8 @@ import importlib.util
 
 # Names to install, by the module that they are imported as.
 NEEDED = {
-    "accelerate": "accelerate", "datasets": "datasets", "matplotlib": "matplotlib",
+    "accelerate": "accelerate", "datasets": "datasets", "filelock": "filelock",
+    "matplotlib": "matplotlib", "tyro": "tyro",
     "tqdm": "tqdm", "transformers": "transformers", "yaml": "pyyaml",
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from . import ranks
+from .data import imported
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
@@ -109,23 +110,6 @@ def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list
     return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in completions]
 
 
-def addition(
-    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
-) -> list[float]:
-    """Rewards an answer and nothing else: 0.2 per tag, 0.1 for a number, 0.5 for the right one.
-
-    A tag that appears exactly once counts anywhere; the number counts only at the beginning, so
-    that of several guesses the first alone is worth something.
-    """
-    rewards = []
-    for text, right in zip(completions, answer, strict=True):
-        tags = sum(text.count(tag) == 1 for tag in TAGS[2:])
-        match = re.match(r"\s{0,9}<answer>\s{0,9}(-?\d{1,20})\s{0,9}</answer>", text, re.ASCII)
-        correct = match is not None and int(match[1]) == int(right)
-        rewards.append(0.2 * tags + 0.1 * (match is not None) + 0.5 * correct)
-    return rewards
-
-
 def math_equal(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
@@ -159,41 +143,25 @@ def _equal(given: str | None, right: str) -> bool:
     return bool(verify(parse(f"${right}$"), parse(f"${given}$")))
 
 
-def reasoning_gym(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    task: Sequence[str],
-    entry: Sequence[Mapping[str, Any]],
-    **_: Any,
-) -> list[float]:
-    """Twice the score, 0 to 1, that the task's own judge gives the tagged answer."""
-    from reasoning_gym import get_score_answer_fn
-
-    given = [answer_of(text) for text in completions]
-    return [
-        0.0 if mine is None else 2.0 * float(get_score_answer_fn(name)(mine, problem))
-        for mine, name, problem in zip(given, task, entry, strict=True)
-    ]
-
-
-REWARDS: dict[str, Reward] = {
-    "answer": answer,
-    "format": format,
-    "addition": addition,
-    "math_equal": math_equal,
-    "reasoning_gym": reasoning_gym,
-}
+REWARDS: dict[str, Reward] = {"answer": answer, "format": format, "math_equal": math_equal}
 
 
 def resolve_rewards(
     names: Sequence[str], more: Mapping[str, Reward] | None = None
 ) -> dict[str, Reward]:
-    """The reward functions with these names, from the caller's own (`more`) and the library's."""
-    known = {**REWARDS, **(more or {})}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"rewards: expected names among {', '.join(known)}; got {unknown[0]!r}")
-    return {name: known[name] for name in names}
+    """The reward functions by name: of the library, the caller's own (`more`), or imported.
+
+    One that is imported, as `module:function`, goes by the name of the function.
+    """
+    known, found = {**REWARDS, **(more or {})}, dict[str, Reward]()
+    for name in names:
+        if name not in known and ":" not in name:
+            raise ValueError(
+                f"rewards: expected some of {', '.join(known)}, or module:function; got {name!r}"
+            )
+        function = known.get(name) or imported("rewards", name)
+        found[name.rpartition(":")[2]] = function
+    return found
 
 
 class RewardError(StepError, ValueError):

@@ -1,4 +1,4 @@
-"""Sampling of completions: the `Rollout` protocol, and two implementations by transformers."""
+"""Sampling of completions: the `Rollout` protocol, and one by `model.generate`."""
 
 from __future__ import annotations
 
@@ -276,8 +276,6 @@ def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Refuses options that the library's own rollouts cannot honor."""
     check_has_logps(config, config.rollout == "vllm")
     check_host(config, accelerator.device.type == "cpu")
-    if config.rollout == "continuous_batching" and ranks.sharding(accelerator):
-        raise ValueError("rollout: expected generate with sharded weights; got continuous_batching")
 
 
 def check_host(config: TrainingConfig, on_cpu: bool) -> None:
@@ -313,73 +311,8 @@ def make_rollout(
 
         model = accelerator.unwrap_model(policy).model
         return VLLMRollout(config, model, tokenizer, accelerator)
-    if config.rollout == "continuous_batching":
-        return ContinuousBatchingRollout(accelerator.unwrap_model(policy).model, tokenizer)
     synced = ranks.sharding(accelerator) is not None
     return GenerateRollout(policy, tokenizer, synced=synced)
-
-
-# Tokens that continuous batching works on at once, at least.
-_LEAST_BATCH_TOKENS = 512
-
-
-class ContinuousBatchingRollout:
-    """transformers' continuous batching: a row that ends makes room for another at once."""
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        import transformers
-
-        known = hasattr(transformers, "ContinuousBatchingConfig")
-        if not known or not hasattr(model, "generate_batch"):
-            raise ValueError(
-                "rollout: expected generate, as this version of transformers has no continuous "
-                "batching for this model; got continuous_batching"
-            )
-        self.model = model
-        self.tokenizer = tokenizer
-
-    @torch.no_grad()
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
-    ) -> list[Completion]:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
-        if sampling.record_support:
-            raise ValueError(
-                "record_support: expected false with continuous batching, which does not say what "
-                "it sampled from; got True"
-            )
-        eos = end_tokens(self.model)
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
-        if sampling.temperature > 0:
-            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k}
-            options |= {"top_p": sampling.top_p}
-        generation = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, eos_token_id=eos,
-            pad_token_id=self.tokenizer.pad_token_id, **options,
-        )  # fmt: skip
-        inputs = [list(prompt) for prompt in prompts for _ in range(count)]
-        # Room for exactly these: by default it takes all free memory, which training needs.
-        longest = max(map(len, inputs)) + sampling.max_new_tokens
-        batching = ContinuousBatchingConfig()
-        # Shapes change from step to step, and training needs the memory that graphs would hold.
-        batching.use_cuda_graph = False
-        # Versions before 5.23 call it block_size.
-        page = getattr(batching, "page_size", None) or batching.block_size
-        batching.num_blocks = len(inputs) * (-(-longest // page) + 1)
-        batching.max_batch_tokens = max(_LEAST_BATCH_TOKENS, len(inputs))
-        with evaluating(self.model):
-            results = self.model.generate_batch(
-                inputs, generation_config=generation, continuous_batching_config=batching
-            )
-        # Requests are numbered in the order of the inputs.
-        ordered = sorted(results.items(), key=lambda item: int(item[0].rsplit("_", 1)[-1]))
-        if len(ordered) != len(inputs):
-            raise RuntimeError(f"expected {len(inputs)} completions; got {len(ordered)}")
-        return [
-            completion(list(result.generated_tokens), eos, sampling, self.tokenizer)
-            for _, result in ordered
-        ]
 
 
 def vocabulary_of(model: Any) -> int:

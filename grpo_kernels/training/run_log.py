@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from . import logs, ranks, report
@@ -15,11 +16,6 @@ from .config import TrainingConfig
 from .evaluate import Evaluation
 from .samples import Samples
 from .watch import Watch, worst_token
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class RunLog:
@@ -40,15 +36,14 @@ class RunLog:
             RuntimeError: another one does.
         """
         folder, taken = self.config.folder, False
-        with ExitStack() as open_file:
-            if self.main and fcntl is not None:
+        with ExitStack() as lock:
+            if self.main:
                 folder.mkdir(parents=True, exist_ok=True)
-                file = open_file.enter_context((folder / ".lock").open("w"))
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                    lock.enter_context(FileLock(folder / ".lock", timeout=0))
+                except Timeout:
                     taken = True
-                except OSError as error:
+                except (OSError, NotImplementedError) as error:  # file systems without locks
                     self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
             if ranks.reduce(self.accelerator, taken, any):
                 raise RuntimeError(

@@ -63,7 +63,10 @@ class Scorer:
 
     def loss(self, samples: Samples) -> GRPOLossConfig:
         """The loss of every update on these samples."""
-        return replace(self.config.loss(), entropy_threshold=samples.entropy_threshold)
+        config = self.config.loss_config()
+        if samples.entropy_threshold is None:
+            return config
+        return replace(config, entropy_threshold=samples.entropy_threshold)
 
     def _default_chunk_bytes(self) -> int:
         weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
@@ -146,6 +149,7 @@ class Scorer:
         """Sets the log-probs and the threshold that the updates on `minibatches` compare with."""
         config = self.config
         plan = self.plan(samples, range(len(samples.texts)))
+        quantile_of_rollout = config.top_entropy_quantile < 1 and config.entropy_threshold is None
         # In a rollout's first update the policy is the one that sampled, and the ratio is 1.
         if config.minibatches > 1:  # in the same parts as then, so that states have the same bits
             trained = (self.trained(samples, *x) for x in enumerate(minibatches))
@@ -153,12 +157,12 @@ class Scorer:
         with self._in_forwards():
             if config.minibatches > 1:
                 samples.old_logps, _ = self._logps(self.policy, samples, parts)
-            if config.top_entropy_quantile < 1:
+            if quantile_of_rollout:
                 _, entropy = self._logps(self.policy, samples, plan, entropy=True)
             if self.reference is not None:
                 with self.reference.active(self.policy) as reference:
                     samples.ref_logps, _ = self._logps(reference, samples, plan)
-        if config.top_entropy_quantile < 1:
+        if quantile_of_rollout:
             share, of_tokens = config.top_entropy_quantile, entropy[samples.mask != 0]
             samples.entropy_threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
 

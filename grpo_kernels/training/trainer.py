@@ -22,9 +22,8 @@ from ..hf_head import check_logits
 from ..retry import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
-from .data import Course, Problem, PromptEncoder, short_enough
+from .data import Order, Problem, PromptEncoder, short_enough
 from .evaluate import Evaluation, evaluate
-from .heartbeats import Heartbeats
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
 from .loading import check_folder
 from .micro_batches import Size, config_of_part, equal_parts, num_items
@@ -96,7 +95,7 @@ class Trainer:
         )
         if not all("answer" in problem for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
-        self.course = Course(self.train_problems, config.seed, config.curriculum)
+        self.order = Order(self.train_problems, config.seed)
         self.has_answers = all("answer" in problem for problem in self.train_problems)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
         self.policy, self.optimizer = self._prepare(model)
@@ -123,14 +122,14 @@ class Trainer:
                 before the step's evaluation and checkpoint.
         """
         config = self.config
-        with self.log.locked(), self.interruptions, Heartbeats(self.accelerator):
+        with self.log.locked(), self.interruptions:
             self._open_folder()
             if self.step == 0 or not self.evaluated:
                 self._evaluate()
                 if self.step and config.save_every >= 0:  # due before, and not to be made again
                     self._save()
                 self.interruptions.check()
-            self.course.restore(self.course.state())  # problems of a step that failed come again
+            self.order.restore(self.order.done)  # problems of a step that failed come again
             self.log.start(self.step)
             self._train_steps(on_step)
             if config.save_model:
@@ -142,14 +141,14 @@ class Trainer:
     def _train_steps(self, on_step: OnStep | None) -> None:
         config = self.config
         while self.step < config.steps:
-            problems = self.course.next(config.prompts_per_step)
+            problems = self.order.next(config.prompts_per_step)
             trained = self.step
             try:
                 self.step += 1
                 row, samples = self.train_step(problems)
                 trained, last = self.step, self.step == config.steps
                 self.evaluated = not (last or _every(config.eval_every, self.step))
-                self.course.after_step(row)
+                self.order.step_done()
                 self.log.step(row, samples)
                 if on_step is not None:
                     on_step(row, samples)
@@ -169,8 +168,6 @@ class Trainer:
         """One rollout of these problems (of all processes) and the updates on it."""
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(self._seed("step"))
-        if self.reference is not None and self.config.starts_iteration(self.step):
-            self.reference.refresh(self.policy)
         clock = metrics.Clock(self.accelerator.device)
         samples = self._sample(problems, clock)
         self.interruptions.check()
@@ -252,7 +249,7 @@ class Trainer:
             if not most:
                 break
             draw = random.Random(f"{config.seed}-{self.step}-{attempt}")
-            drawn = draw.choices(self.course.open, k=world * most)[rank::world]
+            drawn = draw.choices(self.train_problems, k=world * most)[rank::world]
             fresh = drawn[: max(1, len(equal))]
             new_completions, new_texts, new_rewards = self._judged(fresh, clock)
             for place, group in enumerate(equal):
@@ -369,7 +366,7 @@ class Trainer:
         row |= metrics.merge_updates(updates)
         if c.resample_equal_groups:
             row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
-        row |= self.course.metrics | self.scorer.taken_of_memory()
+        row |= self.scorer.taken_of_memory()
         if self.bad_updates:
             row["bad_updates"] = self.bad_updates
         # That of an evaluation before this step, too.
@@ -415,13 +412,13 @@ class Trainer:
         sampler = getattr(self.sampler.rollout, "description", None)
         self.log.introduce(self.policy, len(self.train_problems), len(self.held_out), sampler)
         if found is not None:
-            checkpoint.load(self.accelerator, found, self._refreshed_reference())
+            self.accelerator.load_state(str(found))
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
             self.saved, self.within_step = self.step, False
             self.scorer.restore_memory(state.get("memory"))
             self.sampler.restore_memory(state.get("sampling_memory"))
-            self.course.restore(state.get("course", {"drawn": self.step * config.prompts_per_step}))
+            self.order.restore(state["problems"])
             self.evaluated = state.get("evaluated", True)
             self.log.watch.restore(state["watch"])
             self.log.say(f"Going on after step {self.step}, from {found}")
@@ -447,11 +444,11 @@ class Trainer:
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "course": self.course.state(), "watch": self.log.watch.state(),
+            "problems": self.order.done, "watch": self.log.watch.state(),
             "memory": self.scorer.memory(), "sampling_memory": self.sampler.memory(),
         }  # fmt: skip
         folder = self.config.folder
-        error = checkpoint.save(self.accelerator, folder, state, self._refreshed_reference())
+        error = checkpoint.save(self.accelerator, folder, state)
         if error is None:
             self.saved = self.step
             checkpoint.prune(self.accelerator, folder, self.best.get("step", self.step))
@@ -460,10 +457,6 @@ class Trainer:
                 f"no checkpoint of step {self.step} ({error}); the last one is untouched and "
                 f"training goes on. Make room in {folder}"
             )
-
-    def _refreshed_reference(self) -> Any:
-        """The reference if checkpoints need it, because it is refreshed during the run."""
-        return self.reference.copy if self.reference and self.config.num_iterations > 1 else None
 
     # What a run begins with
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from . import ranks
 from .config import TrainingConfig
 from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
 from .vllm_server import (
-    ADAPTER,
     ENVIRONMENT,
     Sampled,
     Server,
@@ -32,7 +30,6 @@ from .vllm_server import (
     engine_dtype,
     engine_options,
     how_to_start,
-    sync_folder,
 )
 
 # Versions that the tests have run with.
@@ -92,17 +89,14 @@ class VLLMRollout:
         about, config = self.engine.about, self.config
         colocated = config.vllm_mode == "colocate"
         where = "in this process" if colocated else f"at {config.vllm_server_base_url}"
-        lora = f", LoRA {config.vllm_lora}" if config.lora_rank else ""
-        return f"vLLM {about['vllm']} {where}, {about['dtype']}{lora}"
+        return f"vLLM {about['vllm']} {where}, {about['dtype']}"
 
     def update_weights(self) -> None:
         """Sends the policy's weights; every process calls it."""
-        send = self._send_adapter if self.config.vllm_lora == "adapter" else self._send_weights
 
         def attempt() -> str:
-            # Each has a tag of its own, as vLLM takes the name of an adapter once.
             self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
-            return send()
+            return self._send_weights()
 
         with torch.no_grad(), self._own_precision():
             self._try(attempt)
@@ -167,29 +161,6 @@ class VLLMRollout:
                     pass
 
         return self._in_all_processes(send)
-
-    def _send_adapter(self) -> str:
-        weights = extension.adapter_weights(self.model)
-        own = str(sync_folder(self.config, self.tag))
-        # Written once per host, by its first process.
-        first = self.accelerator.process_index - self.accelerator.local_process_index
-        folder = ranks.reduce(self.accelerator, own, lambda paths: paths[first])
-        writes = folder == own and self.sends
-
-        def save() -> None:
-            if writes:
-                self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-
-        def load() -> None:
-            if self.sends:
-                self.engine.load_adapter(folder, self.tag)
-
-        try:
-            self._in_all_processes(save)
-            return self._in_all_processes(load)
-        finally:
-            if writes:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _try(
         self, work: Callable[[], str], before_again: Callable[[], object] = lambda: None
@@ -262,7 +233,7 @@ class Colocated:
     def __init__(
         self, config: TrainingConfig, accelerator: Accelerator, say: Callable[[str], None]
     ) -> None:
-        self.on_gpu, self.say, self.lora = accelerator.device.type == "cuda", say, None
+        self.on_gpu, self.say = accelerator.device.type == "cuda", say
         prompts = -(-config.prompts_per_step // accelerator.num_processes)
         options = engine_options(config, prompts * config.num_generations, self.on_gpu)
         if self.on_gpu:
@@ -289,16 +260,6 @@ class Colocated:
         self.llm.collective_rpc("grpo_kernels_load", args=(weights, str(count), tag))
         self._reset_cache()
 
-    def load_adapter(self, folder: str, tag: str) -> None:
-        """Replaces the adapter."""
-        from vllm.lora.request import LoRARequest
-
-        if self.sleeps:
-            self.llm.wake_up(tags=["weights"])
-        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
-        self.lora = LoRARequest(ADAPTER, 1, folder)
-        self._reset_cache()
-
     def _reset_cache(self) -> None:
         # Prompts would go on from states of the weights before.
         if not self.llm.reset_prefix_cache():
@@ -320,9 +281,7 @@ class Colocated:
         while len(done) < len(inputs):
             part = slice(len(done), len(done) + self.at_once)
             try:
-                done += self.llm.generate(
-                    inputs[part], params[part], use_tqdm=False, lora_request=self.lora
-                )
+                done += self.llm.generate(inputs[part], params[part], use_tqdm=False)
             except torch.OutOfMemoryError as error:
                 self._make_room(len(inputs[part]), error)
         if self.sleeps:

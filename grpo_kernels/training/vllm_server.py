@@ -32,18 +32,13 @@ from ..integrations import vllm as extension
 from . import ranks
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
-from .loading import resolve_model
 from .memory import CPU_BLOCK_SIZE, cpu_cache_bytes, max_model_length
 from .rollout import RolloutError
 
-# What an adapter is called in vLLM.
-ADAPTER = "policy"
 # Requests that wait for a server at the same time, at most.
 _CONCURRENT = 256
 # Seconds in which a server that lives says so.
 _SOON = 30.0
-# Ranks of adapters that vLLM can make room for.
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Set unless they are set.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -93,19 +88,6 @@ class Server:
             shutil.rmtree(folder, ignore_errors=True)
         self._reset_cache()
 
-    def load_adapter(self, folder: str, tag: str) -> None:
-        """Replaces the adapter."""
-        # Under a new name: with load_inplace vLLM reads the files again at later requests.
-        new = f"{ADAPTER}-{tag}"
-        body = {"lora_name": new, "lora_path": folder}
-        self._call("/v1/load_lora_adapter", body, as_text=True)
-        for model in self._call("/v1/models")["data"]:
-            name = model["id"]
-            if name.startswith(f"{ADAPTER}-") and name != new:
-                self._call("/v1/unload_lora_adapter", {"lora_name": name}, as_text=True)
-        self._rpc("grpo_kernels_tag", tag)
-        self._reset_cache()
-
     def _reset_cache(self) -> None:
         # Requests that were given up may still be running for a moment.
         end = time.monotonic() + self.patience
@@ -128,8 +110,6 @@ class Server:
             ServerLost: it does not answer, or its weights are not those of the tag.
         """
         lost: list[ServerLost] = []
-        # The first process has loaded the adapter, for all.
-        model = f"{ADAPTER}-{tag}" if self.config.vllm_lora == "adapter" else self.name
 
         def one(prompt: Sequence[int], seed: int) -> list[Sampled]:
             if lost:  # those that wait for a thread need not find out, too
@@ -141,10 +121,10 @@ class Server:
                 raise
 
         def ask(prompt: Sequence[int], seed: int) -> list[Sampled]:
-            body = {"model": model, "seed": seed, **request}
+            body = {"model": self.name, "seed": seed, **request}
             if self.about["sampling_mask"]:
                 params = {"seed": seed, "detokenize": bool(request["stop"]), **request}
-                body = {"model": model, "token_ids": list(prompt), "sampling_params": params}
+                body = {"model": self.name, "token_ids": list(prompt), "sampling_params": params}
                 choices = self._call("/inference/v1/generate", body)["choices"]
             else:
                 body |= {"prompt": list(prompt), "return_token_ids": True}
@@ -215,10 +195,8 @@ class Server:
         body = {"method": method, "args": args}
         return self._call("/collective_rpc", body, timeout)["results"][0]
 
-    def _call(
-        self, path: str, body: Any = None, timeout: float | None = None, as_text: bool = False
-    ) -> Any:
-        """The answer to a GET, or to a POST of a body, as JSON or as text.
+    def _call(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """The answer to a GET, or to a POST of a body, as JSON.
 
         Raises:
             ServerLost: no answer.
@@ -231,7 +209,7 @@ class Server:
         try:
             with self._open(request, timeout=timeout) as answer:
                 text = answer.read()
-            return text.decode() if as_text else json.loads(text) if text else None
+            return json.loads(text) if text else None
         except urllib.error.HTTPError as error:
             said = f"{url} answers {error.code} {error.read().decode(errors='replace')[:500]}"
             if path == "/health":
@@ -272,7 +250,7 @@ def engine_dtype(config: TrainingConfig) -> str:
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`, which a server has as flags."""
-    model, length = resolve_model(config.model), max_model_length(config)
+    model, length = config.model, max_model_length(config)
     options: dict[str, Any] = {
         "model": model, "dtype": engine_dtype(config), "max_model_len": length,
         "generation_config": "vllm",
@@ -283,9 +261,6 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
     options |= revision
     if config.records_support:
         options["return_sampling_mask"] = True
-    if config.vllm_lora == "adapter":
-        rank = next(rank for rank in _LORA_RANKS if rank >= config.lora_rank)
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if not on_gpu:
         import psutil
         from transformers import AutoConfig
@@ -310,8 +285,6 @@ def server_command(config: TrainingConfig) -> list[str]:
     environment = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
     if config.records_support:
         options["enable_scale_out"] = True  # the endpoint that returns masks
-    if config.vllm_lora == "adapter":
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not on_gpu:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else it reserves a core
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]

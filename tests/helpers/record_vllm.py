@@ -41,7 +41,6 @@ SERVED, JSON = "tiny", {"Content-Type": "application/json"}
 PROMPTS = ("12+34=", "7+5=", "90+1=")
 SAMPLING = SamplingParams(8)
 MASKED = SamplingParams(8, top_k=20, top_p=0.9, record_support=True)
-LORA = {"lora_rank": 2, "lora_target": r".*\.(q_proj|v_proj)"}
 MASKS = {"top_k": MASKED.top_k, "top_p": MASKED.top_p}
 
 # Sampling masks come from a Triton kernel. Where Triton has no driver, this shows vLLM one, and
@@ -65,9 +64,9 @@ _INTERPRETED = {"--worker-extension-cls": "interpreted.WorkerExtension"}
 def config_for(model, **options):
     """The config of a run whose requests are recorded, and replayed in tests."""
     defaults = dict(
-        model=str(model), dataset="additions", rewards=["noise"], eval_size=0, prompts_per_step=4,
-        num_generations=4, max_prompt_length=32, max_completion_length=8, rollout="vllm",
-        vllm_mode="server", vllm_server_timeout=5,
+        model=str(model), dataset="examples.problems:additions", rewards=["noise"],
+        eval_size=0, prompts_per_step=4, num_generations=4, max_prompt_length=32,
+        max_completion_length=8, rollout="vllm", vllm_mode="server", vllm_server_timeout=5,
     )  # fmt: skip
     return TrainingConfig(**{**defaults, **options})
 
@@ -285,20 +284,6 @@ def record_masks(recorder, config):
         sample(rollout, replace(MASKED, temperature=0.0, record_support=False))
 
 
-def record_lora(recorder, config):
-    with recorder.section("start"):
-        rollout = rollout_of(config)
-    with recorder.section("load"):
-        rollout.update_weights()
-    with recorder.section("sample"):
-        sample(rollout)
-    with recorder.section("load again"):
-        rollout.update_weights()
-        sample(rollout)
-    with recorder.section("no such adapter"):
-        post(config, "/v1/completions", {"model": "policy-" + "2" * 32, "prompt": [5] * 8})
-
-
 def record_refused(recorder, config):
     with recorder.section("start"):
         try:
@@ -349,7 +334,6 @@ def main():
         for name, record, options, kind in (
             ("default", record_default, {}, {}),
             ("masks", record_masks, MASKS, {"swap": _INTERPRETED, "environment": interpreted}),
-            ("lora", record_lora, {**LORA, "vllm_lora": "adapter"}, {}),
             ("no dev mode", record_refused, {}, {"drop": ["VLLM_SERVER_DEV_MODE=1"]}),
             ("no extension", record_refused, {}, {"drop": ["--worker-extension-cls"]}),
         ):  # fmt: skip

@@ -5,14 +5,13 @@
 
 import copy
 import json
-import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 from grpo_kernels.integrations import vllm as extension
-from tests.helpers.record_vllm import RECORDING, SERVED, without_tags
+from tests.helpers.record_vllm import RECORDING, without_tags
 
 # A clock whose seconds are hundredths.
 quick_time = SimpleNamespace(
@@ -39,7 +38,6 @@ class RecordedServer:
         self.exchanges, self.changes, self.sent = recorded(server), about, ""
         self.requests, self.unknown = [], []
         self.loads = []  # of each, the shapes of the weights by their names
-        self.adapters = []  # names
         self.delays = {}  # seconds until the next answers, a list by path
         self.refuses = {}  # names of exchanges whose answer is the next one, a list by path
         self.restarts = 0  # times that it is started again while it samples
@@ -63,7 +61,7 @@ class RecordedServer:
     def stop(self):
         """Ends, and with it the weights that it was sent."""
         with self.lock:
-            http, self.http, self.sent, self.adapters = self.http, None, "", []
+            http, self.http, self.sent = self.http, None, ""
         if http is not None:
             http.shutdown()
             http.server_close()
@@ -86,12 +84,6 @@ class RecordedServer:
             return self.said(refusal)
         if path == "/collective_rpc" and self.find("load"):
             return getattr(self, body["method"])(*body["args"])
-        if path.endswith("load_lora_adapter"):
-            self.change_adapters(path, body)
-        if path == "/v1/models" and self.adapters:
-            return self.models()
-        if path in SAMPLES and body["model"] not in (SERVED, *self.adapters):
-            return self.said("no such adapter", path=path)
         wanted = self.plain(body) if path in SAMPLES else None
         for one in self.exchanges:
             if one["path"] == path and wanted in (None, self.plain(one["request"])):
@@ -107,21 +99,6 @@ class RecordedServer:
                 part.pop("seed", None)
         return body
 
-    def change_adapters(self, path, body):
-        name = body["lora_name"]
-        if "unload" in path:
-            self.adapters.remove(name)
-        else:
-            assert os.listdir(body["lora_path"])
-            self.adapters.append(name)
-
-    def models(self):
-        """The base model and the adapters, as they are listed."""
-        status, answer = copy.deepcopy(self.said("load", path="/v1/models"))
-        base, adapter = answer["data"]
-        answer["data"] = [base, *({**adapter, "id": name} for name in self.adapters)]
-        return status, answer
-
     def grpo_kernels_about(self):
         status, answer = copy.deepcopy(self.said("start", path="/collective_rpc"))
         answer["results"][0] |= {"sent": self.sent, **self.changes}
@@ -132,10 +109,6 @@ class RecordedServer:
         self.loads.append(loaded)
         self.sent = tag if len(loaded) == int(count) else ""
         return self.said("load" if self.sent else "wrong count", path="/collective_rpc")
-
-    def grpo_kernels_tag(self, tag):
-        self.sent = tag
-        return self.said("load", path="/collective_rpc")
 
     def find(self, name, **wanted):
         """The first exchange of a name, or of any, with these values; None without one."""

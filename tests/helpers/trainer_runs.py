@@ -39,8 +39,8 @@ def support_around(ids, draw):
 
 def config_of(model, tmp_path, **options):
     defaults = dict(
-        model=str(model), output=str(tmp_path), name="t", dataset="additions", steps=2,
-        prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
+        model=str(model), output=str(tmp_path), name="t", dataset="examples.problems:additions",
+        steps=2, prompts_per_step=4, num_generations=4, max_completion_length=6, rewards=["noise"],
         eval_size=0, learning_rate=1e-2, save_model=False, show_every=1000, micro_batch_size=16,
     )  # fmt: skip
     return TrainingConfig(**{**defaults, **options})

@@ -1,14 +1,15 @@
 """The examples, each on a model of a few thousand parameters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import examples
 from benchmarks import training_studies
-from examples import custom_reward, multi_iteration, train_additions, train_gsm8k
-from grpo_kernels.training import demo_model, rewards
+from examples import custom_reward, demo_model, problems, train_additions, train_gsm8k
+from grpo_kernels.training import parse_config, upper_half
 from tests.helpers.tiny_models import make_model
 
 SMALL = (
@@ -26,12 +27,9 @@ pytestmark = pytest.mark.usefixtures("real_memory")
         (train_additions, ()),
         (train_gsm8k, ("--max_prompt_length", "1000")),
         (custom_reward, ()),
-        (multi_iteration, ()),
     ),
 )
 def test_runs(example, options, tiny_model, tmp_path):
-    if example is multi_iteration:
-        options = ("--num_iterations", "2")
     where = ("--model", str(tiny_model), "--output", str(tmp_path))
     folder = example.main([*where, *SMALL, *options])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -40,14 +38,26 @@ def test_runs(example, options, tiny_model, tmp_path):
 
 
 def test_defaults_by_dataset():
-    # What belongs to word problems is not for others, and options that need it are taken.
-    config = train_gsm8k.config_of(["--model", "m", "--levels", "3"])
-    assert (config.dataset, config.max_completion_length) == ("word_problems", 32)
-    assert config.levels == [3] and config.rewards == ["answer"]
-    assert config.trainable is None
-    config = train_gsm8k.config_of(["--model", "m", "--dataset", "gsm8k"])
-    assert (config.name, config.max_completion_length, config.levels) == ("gsm8k", 128, [])
+    # What belongs to word problems is not for others.
+    config = train_gsm8k.config_of(["--model", "m", "--dataset", "word_problems:all_levels"])
+    assert (config.name, config.max_completion_length) == ("word_problems", 32)
+    assert config.rewards == ["answer"]
+    config = train_gsm8k.config_of(["--model", "m", "--dataset", "openai/gsm8k:main"])
+    assert (config.name, config.max_completion_length) == ("gsm8k", 128)
     assert config.stop == ["</answer>"]
+
+
+def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = demo_model.cache_folder()
+    make_model("llama").save_pretrained(folder)
+    config = parse_config([], model=demo_model.MODEL, dataset="d")
+    resolved = demo_model.resolved(config)
+    assert resolved.model == str(folder) and resolved.trainable == upper_half(str(folder))
+    assert demo_model.resolved(replace(config, trainable="norm")).trainable == "norm"
+    assert demo_model.resolved(replace(config, lora_rank=2)).trainable is None
+    other = replace(config, model="some/model")
+    assert demo_model.resolved(other) == other
 
 
 @pytest.mark.parametrize("study", ("accumulation", "updates", "spikes", "processes"))
@@ -65,7 +75,7 @@ def test_troubles_shown(study, tiny_model, tmp_path, noisy_rewards):
 
 
 def test_short_ones_are_short():
-    for example, most in ((custom_reward, 80), (multi_iteration, 80), ("lightning_grpo", 150)):
+    for example, most in ((custom_reward, 80), ("lightning_grpo", 150)):
         path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None
         assert len((path or Path(example.__file__)).read_text().splitlines()) <= most
 
@@ -121,7 +131,7 @@ def test_the_head_is_trained_if_asked_for(tiny_model):
     import re
 
     names = [name for name, _ in make_model("llama").named_parameters()]
-    pattern = train_additions.upper_half(str(tiny_model))
+    pattern = upper_half(str(tiny_model))
     trained = {name for name in names if re.search(pattern, name)}
     assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
     assert not any("layers.0" in name or "embed" in name for name in trained)
@@ -132,7 +142,7 @@ def noisy_rewards(monkeypatch):
     def noise(prompts, completions, **_):
         return [sum(map(ord, text)) % 2 for text in completions]
 
-    monkeypatch.setitem(rewards.REWARDS, "addition", noise)
+    monkeypatch.setattr(problems, "addition", noise)
 
 
 def test_exact_and_sampled_training_compared(

@@ -45,7 +45,7 @@ def launch(tiny_model, output, patience, **options):
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
     options = {
-        "steps": 14, "save_every": 1, "beta": 0.05, "num_iterations": 2, "eval_size": 3,
+        "steps": 14, "save_every": 1, "beta": 0.05, "eval_size": 3,
         "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
     }  # fmt: skip
     config = config_of(tiny_model, tmp_path / "whole", **options)

