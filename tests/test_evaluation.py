@@ -6,7 +6,8 @@ import math
 import pytest
 
 from grpo_kernels.training import evaluate, report, rewards
-from grpo_kernels.training.evaluate import accuracy_of, of_samples
+from grpo_kernels.training.evaluate import of_samples
+from grpo_kernels.training.metrics import accuracy_of
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")

@@ -57,9 +57,10 @@ def test_processes_share_state_if_it_is_sharded():
 
 
 @pytest.mark.parametrize("count", ("0", "2.5", "x"))
-def test_processes_are_whole(count):
-    with pytest.raises(SystemExit, match="--processes: expected a whole number"):
+def test_processes_are_whole(count, capsys):
+    with pytest.raises(SystemExit):
         memory.main(["--model", "Qwen/Qwen2.5-0.5B", "--processes", count])
+    assert "processes" in capsys.readouterr().err
 
 
 def header_of(name):

@@ -140,7 +140,9 @@ def scored(tiny_model, tmp_path, **options):
     trainer = trainer_of(config)
     trainer.step = 1
     torch.manual_seed(0)
-    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
+    samples = trainer.sampling(
+        trainer.train_problems[:4], trainer.step, of.Clock(torch.device("cpu"))
+    )
     trainer.scorer.score(samples, equal_parts(len(samples.texts), 2))
     return trainer, samples
 

@@ -40,11 +40,14 @@ pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 # Micro-batches, minibatches and ranks add up
 
 
-def sampled(config):
+def sampled(config, **options):
     """A trainer in its first step, with completions of several lengths, scored."""
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3, 5, 2)))
+    rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
+    trainer = trainer_of(config, rollout=lambda _: rollout)
     trainer.step = 1
-    samples = trainer._sample(trainer.train_problems[:4], of.Clock(torch.device("cpu")))
+    samples = trainer.sampling(
+        trainer.train_problems[:4], trainer.step, of.Clock(torch.device("cpu"))
+    )
     trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
     return trainer, samples
 
@@ -74,13 +77,22 @@ CUTS = {
     "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "no skipping": {"skip_untrained": False, "loss_type": "bnpo"},
     "replayed": {"top_k": 20, "epochs_per_rollout": 2},
+    "turns": {"beta": 0.1},
+    "turns, by completion": {"loss_type": "grpo"},
+    "predicted": {"loss_type": "bnpo"},
+}
+# What a rollout puts between the tokens that it samples.
+TURNS = {
+    "turns": {"turns": True},
+    "turns, by completion": {"turns": True},
+    "predicted": {"turns": True, "ce_weight": 0.5},
 }
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples = sampled(config)
+    trainer, samples = sampled(config, **TURNS.get(name, {}))
     whole, metrics = updated_gradient(trainer, samples, 16)
     assert len(set(samples.lengths)) > 2
     for size in (1, 3, 4):
@@ -95,7 +107,7 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
 def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monkeypatch):
     """Each with half of the groups, of other lengths, what they tell each other played back."""
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples = sampled(config)
+    trainer, samples = sampled(config, **TURNS.get(name, {}))
     whole, metrics = updated_gradient(trainer, samples, 16)
 
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -132,10 +144,15 @@ def half_of(samples, start):
 
 
 class FakeRollout:
-    """A sampler that is no model here: it needs no weights, and says its own log-probs."""
+    """A sampler that is no model here: it needs no weights, and says its own log-probs.
 
-    def __init__(self, lengths=(4, 2), logps=None, ended=None):
+    With `turns` every third token and the one after it are not its own, and with `ce_weight` they
+    are to be predicted.
+    """
+
+    def __init__(self, lengths=(4, 2), logps=None, ended=None, turns=False, ce_weight=None):
         self.lengths, self.logps, self.ended, self.calls = lengths, logps, ended, []
+        self.turns, self.ce_weight = turns, ce_weight
 
     def __call__(self, prompts, count, sampling):
         self.calls.append((len(prompts), count, sampling))
@@ -147,7 +164,11 @@ class FakeRollout:
             # Some from the whole vocabulary.
             support = support_around(ids, draw) if sampling.record_support and i % 4 else None
             ended = i % 3 > 0 if self.ended is None else self.ended
-            done.append(Completion(ids, ended, logps, support))
+            own = [t % 4 < 2 for t in range(length)] if self.turns else None
+            weights = None
+            if own is not None and self.ce_weight is not None:
+                weights = [0.0 if mine else self.ce_weight for mine in own]
+            done.append(Completion(ids, ended, logps, support, own, weights))
         return done
 
 

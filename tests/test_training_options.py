@@ -144,8 +144,10 @@ def test_nothing_is_skipped_that_trains(tiny_model, tmp_path, real_memory):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
     for loss_type, skips in (("dapo", True), (Sapo(), True), (pulls, False)):
         trainer = trainer_of(config_of(tiny_model, tmp_path, loss_type=loss_type), rewards=equal)
-        samples = trainer._sample(trainer.train_problems[:4], Clock(torch.device("cpu")))
-        assert not any(samples.has_advantage)
+        samples = trainer.sampling(
+            trainer.train_problems[:4], trainer.step, Clock(torch.device("cpu"))
+        )
+        assert not any(samples.may_train)
         rows = list(range(len(samples.texts)))
         assert trainer.scorer.trained(samples, 0, rows) == ([] if skips else rows)
 

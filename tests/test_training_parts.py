@@ -20,7 +20,7 @@ from grpo_kernels.training import (
     parse_config,
     rewards,
 )
-from grpo_kernels.training.evaluate import accuracy_of, wilson_interval
+from grpo_kernels.training.metrics import accuracy_of, wilson_interval
 from grpo_kernels.training.watch import WINDOW, Watch
 
 pytestmark = pytest.mark.usefixtures("real_memory")

@@ -5,8 +5,8 @@ import torch
 
 from grpo_kernels.training import TrainingConfig, load_model, parse_config
 from grpo_kernels.training.config import DEFAULTS
+from grpo_kernels.training.loading import check_rollout
 from grpo_kernels.training.ranks import make_accelerator
-from grpo_kernels.training.rollout import check_rollout
 
 # A value other than the default of every option, and what it acts with.
 SERVER = {"rollout": "vllm", "vllm_mode": "server"}
@@ -112,13 +112,13 @@ def test_a_cpu_has_no_memory_to_share(monkeypatch, tmp_path):
 
 
 def test_a_vllm_that_is_not_installed_is_said_first(monkeypatch, tmp_path):
-    monkeypatch.setattr("grpo_kernels.training.rollout.find_spec", lambda name: None)
+    monkeypatch.setattr("grpo_kernels.training.loading.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="rollout: vllm is not installed: pip install"):
         load_model(config_of(rollout="vllm", output=str(tmp_path)))
 
 
 def test_vllms_log_probs_may_correct(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.training.rollout.find_spec", lambda name: name)
+    monkeypatch.setattr("grpo_kernels.training.loading.find_spec", lambda name: name)
     config = config_of(rollout="vllm", is_correction="token_truncate")
     check_rollout(config, make_accelerator(config))
 

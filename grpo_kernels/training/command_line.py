@@ -5,30 +5,42 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .config import TrainingConfig
 
+_Config = TypeVar("_Config", bound=TrainingConfig)
 
-def parse_config(argv: Sequence[str] | None = None, **defaults: Any) -> TrainingConfig:
+
+@overload
+def parse_config(
+    argv: Sequence[str] | None = None, *, kind: type[_Config], **defaults: Any
+) -> _Config: ...
+@overload
+def parse_config(argv: Sequence[str] | None = None, **defaults: Any) -> TrainingConfig: ...
+def parse_config(
+    argv: Sequence[str] | None = None, *, kind: type[TrainingConfig] = TrainingConfig,
+    **defaults: Any,
+) -> TrainingConfig:  # fmt: skip
     """Reads options from flags, or from one YAML file and flags that override it.
 
     Exits with the reason on standard error, as `argparse` does.
 
     Args:
         argv: flags, after the YAML file if there is one; None: those of the process.
-        defaults: options in the place of `TrainingConfig`'s own defaults.
+        kind: `TrainingConfig`, or a dataclass with more options.
+        defaults: options in the place of the defaults of `kind`.
     """
     import tyro
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv[:1] = _flags_of(Path(argv[0]))
-    default = TrainingConfig(model="a model")
+    default = kind(model="a model")
     # Checked once flags have changed them, not before.
     for name, value in ({"model": ""} | defaults).items():
         object.__setattr__(default, name, value)
-    return tyro.cli(TrainingConfig, args=argv, default=default, use_underscores=True)
+    return tyro.cli(kind, args=argv, default=default, use_underscores=True)
 
 
 def _flags_of(path: Path) -> Iterator[str]:

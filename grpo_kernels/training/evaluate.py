@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from accelerate.utils import set_seed
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
+from .metrics import GROUPS, Evaluation, accuracy_of, wilson_interval
 from .rewards import (
     Reward,
     is_marked_correct,
@@ -34,56 +35,6 @@ from .rollout import Sampler, vocabulary_of
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
-# Columns of problems by whose values accuracy is told apart.
-GROUPS = ("held_out", "level")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out accuracy with its 95 % interval, one completion per problem."""
-
-    answers: list[dict[str, Any]]
-    accuracy: float
-    low: float  # the 95 % interval
-    high: float
-    reward: float
-
-    def __str__(self) -> str:
-        told = [
-            f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
-            f"{len(self.answers)}, reward {self.reward:.2f}"
-        ]
-        for column, parts in self.parts.items():
-            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
-            told.append(f"{column}: {', '.join(shares)}")
-        return "; ".join(told)
-
-    @property
-    def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """By column of `GROUPS`, the answers to problems with each of its values."""
-        found: dict[str, dict[str, Evaluation]] = {}
-        for column in GROUPS:
-            values: dict[str, list[dict[str, Any]]] = {}
-            for answer in self.answers:
-                if answer.get(column) is not None:
-                    values.setdefault(str(answer[column]), []).append(answer)
-            if len(values) > 1:
-                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
-        return found
-
-    def summary(self, step: int) -> dict[str, Any]:
-        """The row of `evaluations.jsonl`."""
-        by = {
-            column: {value: part._numbers() for value, part in parts.items()}
-            for column, parts in self.parts.items()
-        }
-        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
-
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
-            "problems": len(self.answers),
-        }  # fmt: skip
 
 
 def evaluate(
@@ -120,23 +71,6 @@ def evaluate(
             })  # fmt: skip
     answers = ranks.reduce(accelerator, answers, lambda parts: [a for part in parts for a in part])
     return accuracy_of(answers[: len(problems) * count])
-
-
-def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
-    """Sums up answers, each of which has `correct` and `reward`."""
-    count, correct = len(answers), sum(answer["correct"] for answer in answers)
-    low, high = wilson_interval(correct, count)
-    reward = sum(answer["reward"] for answer in answers) / count
-    return Evaluation(list(answers), correct / count, low, high, reward)
-
-
-def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
-    share = successes / count
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    # Rounding may move an end to the wrong side of the share itself.
-    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def of_samples(answers: Sequence[dict[str, Any]], count: int) -> dict[str, Share]:
@@ -185,9 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from . import report
     from .command_line import parse_config
     from .data import load
-    from .loading import load_model
+    from .loading import check_rollout, load_model, make_rollout
     from .policy import Policy
-    from .rollout import check_rollout, make_rollout
     from .run_log import RunLog
 
     config = parse_config(argv, name="evaluation", eval_size=500)

@@ -1,20 +1,22 @@
-"""A run's model, with the parameters that are trained, and its tokenizer."""
+"""What a run begins with: its model and tokenizer, and who samples from it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-from . import checkpoint
+from . import checkpoint, ranks
 from .config import DTYPES, TrainingConfig
 from .data import why_not_downloaded
-from .rollout import check_host
+from .rollout import GenerateRollout, Rollout
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
@@ -103,3 +105,46 @@ def check_folder(config: TrainingConfig) -> None:
             f"{config.folder / 'checkpoints'} has some. Give resume, another name, or delete "
             f"{config.folder}"
         )
+
+
+def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
+    """Refuses options that the library's own rollouts cannot honor."""
+    check_has_logps(config, config.rollout == "vllm")
+    check_host(config, accelerator.device.type == "cpu")
+
+
+def check_host(config: TrainingConfig, on_cpu: bool) -> None:
+    """Refuses a vLLM that is not installed, and what it does not have on a CPU."""
+    for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
+        if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
+            raise ValueError(
+                f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
+                f"such thing; got {getattr(config, name)}"
+            )
+    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
+        raise ImportError(
+            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
+            "CPU, make vllm in a checkout"
+        )
+
+
+def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
+    """Refuses a correction by log-probs that the rollout does not report."""
+    if config.is_correction != "none" and not has_logps:
+        raise ValueError(
+            f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
+            f"{config.is_correction!r}"
+        )
+
+
+def make_rollout(
+    config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
+) -> Rollout:
+    """The rollout that `config.rollout` names."""
+    if config.rollout == "vllm":
+        from .vllm_rollout import VLLMRollout
+
+        model = accelerator.unwrap_model(policy).model
+        return VLLMRollout(config, model, tokenizer, accelerator)
+    synced = ranks.sharding(accelerator) is not None
+    return GenerateRollout(policy, tokenizer, synced=synced)

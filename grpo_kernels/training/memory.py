@@ -28,11 +28,9 @@ from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .policy import Batch, Policy, why_gathered
+from .vllm_server import cpu_cache_bytes, kv_cache_bytes, max_model_length
 
 GIB = 2**30
-# Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
-# the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
-CPU_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -253,25 +251,6 @@ def _gathered(model: nn.Module, width: int) -> int:
     return width * (head_of(model).weight.numel() + largest)
 
 
-def max_model_length(config: TrainingConfig) -> int:
-    """Tokens that vLLM has room for in a sequence."""
-    return config.vllm_max_model_length or config.max_prompt_length + config.max_completion_length
-
-
-def cpu_cache_bytes(text_config: Any, rows: int, length: int, width: int) -> int:
-    """Bytes of the cache that vLLM gets on a CPU, in whose blocks of tokens all rows fit."""
-    blocks = (rows + 1) * (-(-length // CPU_BLOCK_SIZE) + 1)
-    return kv_cache_bytes(text_config, blocks * CPU_BLOCK_SIZE, width)
-
-
-def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
-    """Bytes of the keys and values of tokens, `width` bytes per number."""
-    c = text_config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * c.num_hidden_layers * heads * size * tokens * width
-
-
 def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -304,11 +283,8 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
             for name, p in policy.named_parameters()
         }
         buffers = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in policy.named_buffers()}
-        batch = Batch(
-            torch.ones(prompts, P, dtype=torch.int64), torch.ones(prompts, P, dtype=torch.int64),
-            torch.arange(rows) // config.num_generations, torch.ones(rows, T, dtype=torch.int64),
-            torch.ones(rows, T, dtype=torch.int64),
-        )  # fmt: skip
+        ids, ones = (torch.ones(n, m, dtype=torch.int64) for n, m in ((prompts, P), (rows, T)))
+        batch = Batch(ids, ids, torch.arange(rows) // config.num_generations, ones, ones, ones)
         low = _autocasts(config, gpu)
         autocast = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
         policy.train()
@@ -334,22 +310,33 @@ def _bytes(x: torch.Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forecast(TrainingConfig):
+    """The options of a run, and what it is to run on."""
+
+    gpu_gib: float | None = None
+    """GiB of the GPU: whether the run fits is said, and is the exit status; none: no GPU is named."""
+    cpu: bool = False
+    """On a CPU, which has no GPU's precision and another vLLM."""
+    processes: int = 1
+    """Processes of the run."""
+    sharded: bool = False
+    """They share weights and the optimizer's state, by FSDP2 or ZeRO-3."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("processes", "at least 1", lambda x: x >= 1)
+        if self.sharded and self.processes == 1:
+            raise ValueError("sharded: expected processes of more than 1 with it; got 1")
+        if self.cpu and self.gpu_gib is not None:
+            raise ValueError(f"gpu_gib: expected none with cpu; got {self.gpu_gib}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     from transformers import AutoConfig
 
-    argv = list(sys.argv[1:] if argv is None else argv)
-    gpu_gib, argv = _take(argv, "--gpu-gib", "a number of GiB")
-    count, argv = _take(argv, "--processes", "a whole number")
-    processes, sharded = int(count or 1), "--sharded" in argv
-    if count is not None and (count != processes or processes < 1):
-        sys.exit(f"--processes: expected a whole number of at least 1; got {count:g}")
-    if sharded and processes == 1:
-        sys.exit("--sharded: expected --processes of more than 1 with it")
-    gpu, argv = "--cpu" not in argv, [flag for flag in argv if flag != "--sharded"]
-    if not gpu and gpu_gib is not None:
-        sys.exit("--gpu-gib: expected none with --cpu")
-    config = parse_config([argument for argument in argv if argument != "--cpu"])
-    gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
+    config = parse_config(argv, kind=Forecast)
+    gpu_bytes = None if config.gpu_gib is None else int(config.gpu_gib * GIB)
     try:
         with explain_missing_model(config.model):
             revision = {"revision": config.revision} if config.revision else {}
@@ -357,8 +344,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         sys.exit(str(error))
     prediction = predict(
-        config, model_config, gpu=gpu, gpu_bytes=gpu_bytes, processes=processes, sharded=sharded
-    )
+        config, model_config, gpu=not config.cpu, gpu_bytes=gpu_bytes,
+        processes=config.processes, sharded=config.sharded,
+    )  # fmt: skip
     print(prediction.table())
     if gpu_bytes is not None:
         sys.exit(0 if _fits(prediction, config, gpu_bytes) else 1)
@@ -389,17 +377,6 @@ def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> boo
             smaller += [] if config.vllm_enable_sleep_mode else ["vllm_enable_sleep_mode"]
         print(f"Smaller: {'; '.join(smaller)}")
     return fits
-
-
-def _take(argv: list[str], flag: str, expected: str) -> tuple[float | None, list[str]]:
-    if flag not in argv:
-        return None, argv
-    place = argv.index(flag)
-    try:
-        value = float(argv[place + 1])
-    except (IndexError, ValueError):
-        sys.exit(f"{flag}: expected {expected}")
-    return value, argv[:place] + argv[place + 2 :]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Metrics of micro-batches, updates and processes, merged into those of a step."""
+"""Metrics of micro-batches, updates and processes, merged into those of a step; accuracy."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +48,7 @@ def of_samples(
         gather: returns the rows of all processes.
     """
     rewards = gather(samples.rewards)
-    lengths = gather(torch.tensor(samples.lengths).double())
+    lengths = gather(torch.tensor(samples.sampled_lengths).double())
     ended = gather(torch.tensor([float(c.ended) for c in samples.completions]))
     total = weighted_sum(rewards, weights)
     groups = total.view(-1, group_size)
@@ -94,10 +97,13 @@ def merge_micro_batches(
     ])  # fmt: skip
     rows = gather(values).double()
     tokens = rows[:, names.index("tokens")]
-    rows, tokens = rows[tokens > 0], tokens[tokens > 0]
     merged = {"tokens": float(tokens.sum())}
+    if "ce_nll" in names:
+        count, mean_nll = (rows[:, names.index(name)] for name in ("ce_tokens", "ce_nll"))
+        merged["ce_nll"] = float((count * mean_nll).sum() / count.sum().clamp(min=1))
+    rows, tokens = rows[tokens > 0], tokens[tokens > 0]
     for name, column in zip(names, rows.T, strict=True):
-        if name == "tokens" or not len(column):
+        if name == "tokens" or name.startswith("ce_") or not len(column):
             continue
         if reducer_for(name) is mean:
             merged[name] = float((column * tokens).sum() / tokens.sum())
@@ -138,3 +144,72 @@ def peak_memory(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# Columns of problems by whose values accuracy is told apart.
+GROUPS = ("held_out", "level")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out accuracy with its 95 % interval, one completion per problem."""
+
+    answers: list[dict[str, Any]]
+    accuracy: float
+    low: float  # the 95 % interval
+    high: float
+    reward: float
+
+    def __str__(self) -> str:
+        told = [
+            f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
+            f"{len(self.answers)}, reward {self.reward:.2f}"
+        ]
+        for column, parts in self.parts.items():
+            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
+            told.append(f"{column}: {', '.join(shares)}")
+        return "; ".join(told)
+
+    @property
+    def parts(self) -> dict[str, dict[str, Evaluation]]:
+        """By column of `GROUPS`, the answers to problems with each of its values."""
+        found: dict[str, dict[str, Evaluation]] = {}
+        for column in GROUPS:
+            values: dict[str, list[dict[str, Any]]] = {}
+            for answer in self.answers:
+                if answer.get(column) is not None:
+                    values.setdefault(str(answer[column]), []).append(answer)
+            if len(values) > 1:
+                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
+        return found
+
+    def summary(self, step: int) -> dict[str, Any]:
+        """The row of `evaluations.jsonl`."""
+        by = {
+            column: {value: part._numbers() for value, part in parts.items()}
+            for column, parts in self.parts.items()
+        }
+        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
+            "problems": len(self.answers),
+        }  # fmt: skip
+
+
+def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
+    """Sums up answers, each of which has `correct` and `reward`."""
+    count, correct = len(answers), sum(answer["correct"] for answer in answers)
+    low, high = wilson_interval(correct, count)
+    reward = sum(answer["reward"] for answer in answers) / count
+    return Evaluation(list(answers), correct / count, low, high, reward)
+
+
+def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
+    share = successes / count
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+    # Rounding may move an end to the wrong side of the share itself.
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))

@@ -31,7 +31,8 @@ class Batch:
     prompt_mask: Tensor  # [U, P], int64
     prompt_of: Tensor  # [B], int64, row of `prompts`
     completions: Tensor  # [B, T], int64, padded on the right
-    mask: Tensor  # [B, T], int64
+    attention: Tensor  # [B, T], int64: the tokens that are there, which the model sees
+    mask: Tensor  # [B, T], int64: those that count in the loss
     support: Support | None = None  # of the B * T tokens: the sets that they were sampled from
 
     @staticmethod
@@ -44,8 +45,9 @@ class Batch:
         rows = [places.setdefault(p, len(places)) for p in prompt_of]
         used = [prompts[p] for p in places]
         prompt_ids, prompt_mask = pad(used, pad_id, left=True, device=device)
-        ids, mask = pad(completions, pad_id, device=device)
-        return Batch(prompt_ids, prompt_mask, to_device(torch.tensor(rows), device), ids, mask)
+        ids, there = pad(completions, pad_id, device=device)
+        places_of = to_device(torch.tensor(rows), device)
+        return Batch(prompt_ids, prompt_mask, places_of, ids, attention=there, mask=there)
 
 
 class ShardedHead(nn.Linear):
@@ -149,7 +151,7 @@ class Policy(nn.Module):
         """The states that predict the tokens of the completions: `[B, T, H]`."""
         T = batch.completions.shape[1]
         prompt_mask = batch.prompt_mask[batch.prompt_of]
-        attention = torch.cat([prompt_mask, batch.mask], 1)[:, :-1]
+        attention = torch.cat([prompt_mask, batch.attention], 1)[:, :-1]
         if not self.shares_prompts:
             ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)[:, :-1]
             states = self._body(
@@ -160,10 +162,10 @@ class Policy(nn.Module):
         if T == 1:
             # Add a masked token: where weights are sharded, every process has to run every layer as
             # often as the others, whose completions may be longer.
-            completions, mask = (
-                nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.mask)
+            ids, there = (
+                nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.attention)
             )
-            return self.hidden(replace(batch, completions=completions, mask=mask))[:, :1]
+            return self.hidden(replace(batch, completions=ids, attention=there))[:, :1]
         encoded = self._encode(batch.prompts, batch.prompt_mask)
         first = encoded.last_hidden_state[batch.prompt_of, -1:]
         encoded.past_key_values.batch_select_indices(batch.prompt_of)

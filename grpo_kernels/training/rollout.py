@@ -7,14 +7,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from operator import index
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..arguments import to_device
 from ..checks import check_tensor
@@ -42,7 +41,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that were sampled, up to and including the one that ended them."""
+    """The tokens after a prompt, up to and including the one that ended them.
+
+    With `sampled`, some are not the policy's: what a tool answered, say. The model sees them, and
+    nothing else does: they are in no loss, and in no metric of the policy.
+    """
 
     token_ids: list[int]
     ended: bool  # by an end-of-sequence token or a stop string; else it was cut
@@ -50,6 +53,10 @@ class Completion:
     # What `top_k`, `top_p` and `min_p` kept of each token, on a CPU; None: the whole vocabulary.
     # Tensors have no == to one bool.
     support: Support | None = field(default=None, compare=False)
+    sampled: list[bool] | None = None  # one per token: whether the policy sampled it; None: all
+    # Weights of a cross-entropy on tokens, one per token: loss -= sum(weight * log-prob) over the
+    # number of the update's sampled tokens. None: 0 each.
+    ce_weights: list[float] | None = None
 
 
 class RolloutError(StepError, ValueError):
@@ -237,6 +244,22 @@ class Sampler:
                     f"{name}.logps: expected {len(ids)} finite numbers, one per token; got "
                     f"{list(one.logps)[:5]}, {len(one.logps)} in all"
                 )
+            flags = one.sampled
+            if flags is not None and (
+                len(flags) != len(ids) or not any(flags) or not {*map(type, flags)} <= {bool}
+            ):
+                raise RolloutError(
+                    f"{name}.sampled: expected {len(ids)} bools, one per token, and one that is "
+                    f"true; got {list(flags)[:5]}, {len(flags)} in all"
+                )
+            weights = one.ce_weights
+            if weights is not None and (
+                len(weights) != len(ids) or not all(map(math.isfinite, weights))
+            ):
+                raise RolloutError(
+                    f"{name}.ce_weights: expected {len(ids)} finite numbers, one per token; got "
+                    f"{list(weights)[:5]}, {len(weights)} in all"
+                )
             if one.support is not None:
                 try:
                     check_support(f"{name}.support", one.support, len(ids))
@@ -270,49 +293,6 @@ def check_support(name: str, support: object, T: int) -> None:
             f"{name}.offsets: expected to start at 0, never to decrease, and to end at the number "
             f"of token_ids = {K}; got {first} to {last}"
         )
-
-
-def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
-    """Refuses options that the library's own rollouts cannot honor."""
-    check_has_logps(config, config.rollout == "vllm")
-    check_host(config, accelerator.device.type == "cpu")
-
-
-def check_host(config: TrainingConfig, on_cpu: bool) -> None:
-    """Refuses a vLLM that is not installed, and what it does not have on a CPU."""
-    for name in ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"):
-        if on_cpu and getattr(config, name) != getattr(TrainingConfig, name):
-            raise ValueError(
-                f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
-                f"such thing; got {getattr(config, name)}"
-            )
-    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
-        raise ImportError(
-            "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
-            "CPU, make vllm in a checkout"
-        )
-
-
-def check_has_logps(config: TrainingConfig, has_logps: bool) -> None:
-    """Refuses a correction by log-probs that the rollout does not report."""
-    if config.is_correction != "none" and not has_logps:
-        raise ValueError(
-            f"is_correction: expected 'none' with a rollout that reports no log-probs; got "
-            f"{config.is_correction!r}"
-        )
-
-
-def make_rollout(
-    config: TrainingConfig, policy: nn.Module, tokenizer: Any, accelerator: Accelerator
-) -> Rollout:
-    """The rollout that `config.rollout` names."""
-    if config.rollout == "vllm":
-        from .vllm_rollout import VLLMRollout
-
-        model = accelerator.unwrap_model(policy).model
-        return VLLMRollout(config, model, tokenizer, accelerator)
-    synced = ranks.sharding(accelerator) is not None
-    return GenerateRollout(policy, tokenizer, synced=synced)
 
 
 def vocabulary_of(model: Any) -> int:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from . import logs, ranks, report
 from .config import TrainingConfig
-from .evaluate import Evaluation
+from .metrics import Evaluation
 from .samples import Samples
 from .watch import Watch, worst_token
 

@@ -38,6 +38,7 @@ class Samples:
     old_logps: Tensor | None = None  # [B, T], as all that follow
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
+    ce_weights: Tensor | None = None
     entropy_threshold: float | None = None  # of the whole rollout
     logps: Tensor | None = None  # in the last update that saw them, 0 where none did
 
@@ -48,10 +49,13 @@ class Samples:
         return counts
 
     @cached_property
-    def has_advantage(self) -> list[bool]:
-        """True for each completion whose advantage is not 0."""
-        nonzero: list[bool] = (self.advantages != 0).tolist()
-        return nonzero
+    def may_train(self) -> list[bool]:
+        """True for each completion with an advantage, or tokens of a cross-entropy."""
+        nonzero = (self.advantages != 0) & (self.mask != 0).any(1)
+        if self.ce_weights is not None:
+            nonzero |= (self.ce_weights != 0).any(1)
+        found: list[bool] = nonzero.tolist()
+        return found
 
     @property
     def support_sizes(self) -> Tensor:
@@ -61,8 +65,13 @@ class Samples:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each completion."""
+        """The number of tokens of each completion, whoever they are from."""
         return [len(c.token_ids) for c in self.completions]
+
+    @property
+    def sampled_lengths(self) -> list[int]:
+        """The number of tokens of each completion that the policy sampled."""
+        return [sum(sampled_tokens(c)) for c in self.completions]
 
     @property
     def levels(self) -> list[float]:
@@ -93,7 +102,7 @@ class Samples:
             [self.completions[i].token_ids for i in chosen], pad_id, device,
         )  # fmt: skip
         where = to_device(torch.tensor(chosen), device)
-        mask = self.mask[where, : batch.mask.shape[1]]
+        mask = self.mask[where, : batch.attention.shape[1]]
         support = None
         if self.replay_support:
             supports = [self.completions[i].support for i in chosen]
@@ -101,18 +110,28 @@ class Samples:
         mask = mask if rows else torch.zeros_like(mask)
         return replace(batch, mask=mask, support=support), where
 
-    def other_logps(self, where: Tensor, T: int) -> dict[str, Any]:
-        """Options of `fused_grpo_loss`: the first `T` log-probs of rows under other policies."""
-        logps = {
+    def per_token(self, where: Tensor, T: int, ce_items: float) -> dict[str, Any]:
+        """Options of `fused_grpo_loss` for the first `T` tokens of rows.
+
+        That is their log-probs under other policies, and the weights of a cross-entropy, divided
+        by `ce_items`.
+        """
+        constants = {
             "old_logps": self.old_logps, "ref_logps": self.ref_logps,
             "sampling_logps": self.sampling_logps,
+            "ce_weights": None if self.ce_weights is None else self.ce_weights / ce_items,
         }  # fmt: skip
-        return {name: None if x is None else x[where, :T] for name, x in logps.items()}
+        return {name: None if x is None else x[where, :T] for name, x in constants.items()}
+
+
+def sampled_tokens(one: Completion) -> Sequence[bool]:
+    """True for each token of a completion that the policy sampled."""
+    return [True] * len(one.token_ids) if one.sampled is None else one.sampled
 
 
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
-    """`[B, T]`, int64: 1 for tokens, 0 for padding and, if wanted, truncated completions."""
-    mask = pad([[1] * len(c.token_ids) for c in completions], 0)[0]
+    """`[B, T]`, int64: 1 for sampled tokens; 0 for others and, if wanted, truncated completions."""
+    mask = pad([sampled_tokens(c) for c in completions], 0)[0]
     return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
 
 
@@ -124,6 +143,17 @@ def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | 
             return None
         row[: len(completion.logps)] = torch.tensor(completion.logps)
     return logps.to(mask.device)
+
+
+def ce_weights(completions: Sequence[Completion], mask: Tensor) -> Tensor | None:
+    """`[B, T]` weights of the cross-entropy, on the mask's device; None without any."""
+    if all(c.ce_weights is None for c in completions):
+        return None
+    weights = torch.zeros(mask.shape)
+    for row, completion in zip(weights, completions, strict=True):
+        if completion.ce_weights is not None:
+            row[: len(completion.ce_weights)] = torch.tensor(completion.ce_weights)
+    return weights.to(mask.device)
 
 
 def support_sizes(completions: Sequence[Completion], T: int) -> Tensor:

@@ -139,7 +139,7 @@ class Scorer:
         c = self.config
         if not (c.skip_untrained and self.loss(samples).gradient_needs_advantage):
             return list(rows)
-        trained = [i for i in rows if samples.has_advantage[i] and samples.token_counts[i] > 0]
+        trained = [i for i in rows if samples.may_train[i]]
         if number == 0 and samples.sampling_logps is not None and not trained:
             # Some rows all the same, whose gradient is 0: they tell the gap to the sampler.
             return [i for i in rows if samples.token_counts[i]][: c.micro_batch_size]

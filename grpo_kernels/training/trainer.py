@@ -15,32 +15,28 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from .. import group_advantages
-from ..arguments import to_device
 from ..execution import Execution
 from ..hf_head import check_logits
 from ..retry import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Order, Problem, PromptEncoder, short_enough
-from .evaluate import Evaluation, evaluate
+from .evaluate import evaluate
 from .interruptions import BadUpdates, Interruptions, Preempted, StepError
-from .loading import check_folder
+from .loading import check_folder, check_rollout, make_rollout
+from .metrics import Evaluation
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_correct, judge, judge_answers, resolve_rewards, weighted_sum
+from .rewards import Reward, is_correct, resolve_rewards
 from .rollout import (
-    Completion,
     Rollout,
     Sampler,
-    check_has_logps,
-    check_rollout,
-    make_rollout,
     vocabulary_of,
 )
 from .run_log import RunLog
-from .samples import Samples, completion_mask, sampling_logps
+from .samples import Samples
+from .sampling import Sampling
 from .scoring import Scorer
 
 _T = TypeVar("_T")
@@ -59,7 +55,8 @@ class Trainer:
         held_out: problems for the evaluations.
         rewards: functions by name, for names in `config.rewards` that are not the library's.
         is_correct: takes a completion and its problem's answer; evaluations count by it.
-        rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says.
+        rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says. To
+            put something around that one, set it: `trainer.rollout = Mine(trainer.rollout)`.
 
     `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
     per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`.
@@ -96,7 +93,6 @@ class Trainer:
         if not all("answer" in problem for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.order = Order(self.train_problems, config.seed)
-        self.has_answers = all("answer" in problem for problem in self.train_problems)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
         self.policy, self.optimizer = self._prepare(model)
         self.sampler = Sampler(
@@ -104,6 +100,7 @@ class Trainer:
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
             self.encode, config, self.accelerator, vocabulary_of(model),
         )  # fmt: skip
+        self.sampling = Sampling(self.sampler, self.rewards, is_correct, self.train_problems)
         self.interruptions = Interruptions(self.accelerator)
         self.scorer = Scorer(
             self.policy, self.reference, self.interruptions, config, tokenizer.pad_token_id
@@ -113,6 +110,15 @@ class Trainer:
         self.within_step = False  # whether weights are between two steps
         self.evaluated = True  # False where an evaluation is due
         checkpoint.trained_weights_only(self.accelerator)
+
+    @property
+    def rollout(self) -> Rollout:
+        """Who samples."""
+        return self.sampler.rollout
+
+    @rollout.setter
+    def rollout(self, rollout: Rollout) -> None:
+        self.sampler.rollout = rollout
 
     def train(self, on_step: OnStep | None = None) -> Path:
         """Runs the steps that are left and returns the run's folder.
@@ -169,7 +175,7 @@ class Trainer:
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(self._seed("step"))
         clock = metrics.Clock(self.accelerator.device)
-        samples = self._sample(problems, clock)
+        samples = self.sampling(problems, self.step, clock)
         self.interruptions.check()
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
@@ -187,77 +193,6 @@ class Trainer:
             updates += [self._update(samples, number, rows) for number, rows in enumerate(rest, 1)]
         self.within_step = False
         return self._row(samples, updates, clock), samples
-
-    # Sampling and judging
-
-    def _sample(self, problems: Sequence[Problem], clock: metrics.Clock) -> Samples:
-        """Samples this process's part of a rollout, with rewards and advantages."""
-        config, device, rank = self.config, self.accelerator.device, self.accelerator.process_index
-        G = config.num_generations
-        mine = list(problems[rank :: self.accelerator.num_processes])
-        self.sampler.update_weights()
-        completions, texts, rewards = self._judged(mine, clock)
-        resampled = self._resample(mine, completions, texts, rewards, clock)
-        with clock("reward"):
-            advantages = group_advantages(
-                self._gather(rewards), G, scale=config.scale_rewards,
-                weights=config.reward_weights or None,
-            )[rank * len(texts) : (rank + 1) * len(texts)]  # fmt: skip
-            judged = [problem for problem in mine for _ in range(G)]
-            asked = (self.accelerator, self.is_correct, judged, texts, config.reward_timeout)
-            correct = judge_answers(*asked) if self.has_answers else []
-        mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
-        logps = sampling_logps(completions, mask)
-        check_has_logps(config, logps is not None)
-        # Equal in all processes, so that they have the same metrics.
-        replay_support = config.replay_support and ranks.reduce(
-            self.accelerator, any(c.support is not None for c in completions), any
-        )
-        return Samples(
-            mine, [self.encode(problem) for problem in mine],
-            [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
-            weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
-            replay_support=replay_support, sampling_logps=logps, resampled=resampled,
-        )  # fmt: skip
-
-    def _judged(
-        self, problems: Sequence[Problem], clock: metrics.Clock
-    ) -> tuple[list[Completion], list[str], Tensor]:
-        """Completions of problems, their texts, and their rewards by function: `[B, R]`."""
-        config = self.config
-        with clock("generate"):
-            G, support = config.num_generations, config.records_support
-            completions = self.sampler(problems, G, config.temperature, record_support=support)
-        with clock("reward"):
-            judged = [problem for problem in problems for _ in range(G)]
-            texts = self.sampler.texts(completions)
-            table = judge(self.accelerator, self.rewards, judged, texts, config.reward_timeout)
-        return completions, texts, table
-
-    def _resample(
-        self, problems: list[Problem], completions: list[Completion], texts: list[str],
-        rewards: Tensor, clock: metrics.Clock,
-    ) -> int:  # fmt: skip
-        """Replaces groups of equal rewards by those of other problems; returns how many."""
-        config, G, replaced = self.config, self.config.num_generations, 0
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for attempt in range(config.resample_equal_groups):
-            totals = weighted_sum(rewards, config.reward_weights).view(-1, G)
-            equal = (totals.amax(1) == totals.amin(1)).nonzero()[:, 0].tolist()
-            # All processes sample while one has such a group, as sharded weights want it.
-            most = ranks.reduce(self.accelerator, len(equal), max)
-            if not most:
-                break
-            draw = random.Random(f"{config.seed}-{self.step}-{attempt}")
-            drawn = draw.choices(self.train_problems, k=world * most)[rank::world]
-            fresh = drawn[: max(1, len(equal))]
-            new_completions, new_texts, new_rewards = self._judged(fresh, clock)
-            for place, group in enumerate(equal):
-                old, new = slice(group * G, group * G + G), slice(place * G, place * G + G)
-                problems[group], completions[old] = fresh[place], new_completions[new]
-                texts[old], rewards[old] = new_texts[new], new_rewards[new]
-            replaced += len(equal)
-        return replaced
 
     # Updates
 
@@ -285,7 +220,7 @@ class Trainer:
         plan = self.scorer.plan(samples, self.scorer.trained(samples, number, rows))
         whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
         world, loss_config = accelerator.num_processes, self.scorer.loss(samples)
-        items = num_items(loss_config, whole, world)
+        items, ce_items = num_items(loss_config, whole, world), max(whole.tokens, 1) / world
         if samples.logps is None:
             samples.logps = torch.zeros(samples.mask.shape, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
@@ -293,7 +228,7 @@ class Trainer:
         sharded, interruptions = ranks.sharding(accelerator) is not None, self.interruptions
         for index, part in enumerate(plan):
             batch, where = samples.batch(part, self.tokenizer.pad_token_id)
-            T = batch.mask.shape[1]
+            T = batch.attention.shape[1]
             part_config = config_of_part(loss_config, samples.size(part), whole, world)
             last = index == len(plan) - 1
             # DeepSpeed steps within the backward in which gradients are to be synced.
@@ -303,7 +238,7 @@ class Trainer:
                     with accelerator.autocast():
                         part_loss, part_metrics, logps = self.policy(
                             "loss", batch, samples.advantages[where], part_config,
-                            **samples.other_logps(where, T), num_items=items,
+                            **samples.per_token(where, T, ce_items), num_items=items,
                             execution=self._execution(f"columns-{number}-{index}"),
                         )  # fmt: skip
                     if not last:

@@ -32,9 +32,11 @@ from ..integrations import vllm as extension
 from . import ranks
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
-from .memory import CPU_BLOCK_SIZE, cpu_cache_bytes, max_model_length
 from .rollout import RolloutError
 
+# Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
+# the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
+_CPU_BLOCK_SIZE = 32
 # Requests that wait for a server at the same time, at most.
 _CONCURRENT = 256
 # Seconds in which a server that lives says so.
@@ -273,8 +275,27 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
         # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
         # has none: the engine would end ("CPU Generator does not use offset").
         options["enable_chunked_prefill"] = False
-        options["block_size"] = CPU_BLOCK_SIZE
+        options["block_size"] = _CPU_BLOCK_SIZE
     return options
+
+
+def max_model_length(config: TrainingConfig) -> int:
+    """Tokens that vLLM has room for in a sequence."""
+    return config.vllm_max_model_length or config.max_prompt_length + config.max_completion_length
+
+
+def cpu_cache_bytes(text_config: Any, rows: int, length: int, width: int) -> int:
+    """Bytes of the cache that vLLM gets on a CPU, in whose blocks of tokens all rows fit."""
+    blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
+    return kv_cache_bytes(text_config, blocks * _CPU_BLOCK_SIZE, width)
+
+
+def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
+    """Bytes of the keys and values of tokens, `width` bytes per number."""
+    c = text_config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * size * tokens * width
 
 
 def server_command(config: TrainingConfig) -> list[str]:

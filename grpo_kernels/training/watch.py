@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import TrainingConfig
-from .evaluate import Evaluation
+from .metrics import Evaluation
 from .rollout import RolloutError
 from .samples import Samples
 

