@@ -73,14 +73,14 @@ class Study(NamedTuple):
 
 
 _SAMPLED = ["--backward", "sampled", "--tolerance"]
-_TOP_P = ["--top_p", "0.8", "--replay_support"]
+_TOP_P = ["--top_p", "0.8"]
 STUDIES = {
     "sampled": Study(
         {"exact": [], "sampled, 0.005": [*_SAMPLED, "0.005"], "sampled, 0.02": [*_SAMPLED, "0.02"]},
         {"columns kept": ("columns_kept", ".1%"), "noise": ("gradient_noise", ".1e")},
     ),
     "support": Study(
-        {"replayed": [*_TOP_P, "true"], "whole softmax": [*_TOP_P, "false"]},
+        {"replayed": _TOP_P, "whole softmax": [*_TOP_P, "--no_replay_support"]},
         {
             "ratio, mean": ("ratio_to_sampler", ".3f"),
             "outside 0.9 to 1.1": ("outside", ".1%"),

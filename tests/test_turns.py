@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples import tool_use
 from grpo_kernels import reference
 from grpo_kernels.hf_head import head_of
-from grpo_kernels.training import Completion, load_model
+from grpo_kernels.training import Completion, SamplingParams, load_model
 from grpo_kernels.training import metrics as of
 from grpo_kernels.training.policy import positions
 from grpo_kernels.training.rollout import RolloutError
+from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads, config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -206,3 +208,74 @@ def test_what_is_no_turn_is_refused(change, message, tiny_model, tmp_path):
     trainer.sampler.rollout = broken
     with pytest.raises(RolloutError, match=message):
         trainer.train()
+
+
+# The example
+
+
+@pytest.mark.parametrize(
+    ("text", "put_in"),
+    (
+        ("<calc>12*7</calc>", "<result>84</result>"),
+        ("so <calc> 12 * 7 </calc><", "result>84</result>"),  # a token may hold what comes next
+        ("<calc>12*7</calc> and", ""),
+        ("<calc>12+7</calc>", ""),
+        ("<calc>12*7", ""),
+        ("", ""),
+    ),
+)
+def test_calls_are_answered(text, put_in):
+    assert tool_use.answer_to(text) == put_in
+
+
+class Scripted:
+    """Says the next of its texts for each prompt, up to the room that there is."""
+
+    def __init__(self, tokenizer, *texts):
+        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), []
+
+    def update_weights(self):
+        self.asked.append("weights")
+
+    def __call__(self, prompts, count, sampling):
+        assert sampling.stop == ("</answer>", "</calc>")
+        done = []
+        for prompt in prompts:
+            for _ in range(count):
+                ids = self.tokenizer.encode(self.texts.pop(0))[: sampling.max_new_tokens]
+                done.append(Completion(ids, True, [-1.0] * len(ids)))
+            self.asked.append(self.tokenizer.decode(prompt))
+        return done
+
+
+def test_a_completion_may_call_several_times():
+    tokenizer = make_tokenizer()
+    inner = Scripted(
+        tokenizer, "<calc>8*17</calc>", "<answer>5</answer>",  # two of the first prompt
+        "<calc>136*5</calc>", "<answer>680</answer>", "nobody asked",
+    )  # fmt: skip
+    rollout = tool_use.WithCalculator(inner, tokenizer)
+    rollout.update_weights()
+    sampling = SamplingParams(200, stop=("</answer>",))
+    called, other = rollout([tokenizer.encode("Q")], 2, sampling)
+    text = "<calc>8*17</calc><result>136</result><calc>136*5</calc><result>680</result>"
+    assert tokenizer.decode(called.token_ids) == text + "<answer>680</answer>" and called.ended
+    assert inner.asked[:2] == ["weights", "Q"]
+    assert inner.asked[2] == "Q<calc>8*17</calc><result>136</result>"
+    assert inner.asked[3] == "Q" + text
+    own = [i for i, mine in zip(called.token_ids, called.sampled, strict=True) if mine]
+    said = "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
+    assert tokenizer.decode(own) == said
+    assert len(called.logps) == len(called.token_ids) and set(called.logps) == {-1.0, 0.0}
+    assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled)
+
+
+def test_there_is_room_for_what_is_put_in():
+    tokenizer = make_tokenizer()
+    for most in (17, 30, 37, 38, 40):
+        inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
+        rollout = tool_use.WithCalculator(inner, tokenizer)
+        (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
+        assert len(one.token_ids) <= most and len(one.sampled) == len(one.token_ids)
+        # A result that the model cannot go on from is not put in.
+        assert all(one.sampled) == (most <= 37)

@@ -39,6 +39,8 @@ def parse_config(
     default = kind(model="a model")
     # Checked once flags have changed them, not before.
     for name, value in ({"model": ""} | defaults).items():
+        if not hasattr(default, name):
+            raise TypeError(f"parse_config: expected options of {kind.__name__}; got {name}")
         object.__setattr__(default, name, value)
     return tyro.cli(kind, args=argv, default=default, use_underscores=True)
 

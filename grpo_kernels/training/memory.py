@@ -315,7 +315,7 @@ class Forecast(TrainingConfig):
     """The options of a run, and what it is to run on."""
 
     gpu_gib: float | None = None
-    """GiB of the GPU: whether the run fits is said, and is the exit status; none: no GPU is named."""
+    """GiB of the GPU: says whether the run fits, by the exit status as well; none: unknown."""
     cpu: bool = False
     """On a CPU, which has no GPU's precision and another vLLM."""
     processes: int = 1

@@ -8,7 +8,14 @@ import pytest
 
 import examples
 from benchmarks import training_studies
-from examples import custom_reward, demo_model, problems, train_additions, train_gsm8k
+from examples import (
+    custom_reward,
+    demo_model,
+    problems,
+    tool_use,
+    train_additions,
+    train_gsm8k,
+)
 from grpo_kernels.training import parse_config, upper_half
 from tests.helpers.tiny_models import make_model
 
@@ -27,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
         (train_additions, ()),
         (train_gsm8k, ("--max_prompt_length", "1000")),
         (custom_reward, ()),
+        (tool_use, ("--max_completion_length", "40")),
     ),
 )
 def test_runs(example, options, tiny_model, tmp_path):
