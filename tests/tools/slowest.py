@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 from tests.tools.tables import write_table
 
-COUNT = 20
+COUNT = 5
 
 
 def main(paths: list[str]) -> None:
