@@ -38,6 +38,7 @@ def code_blocks(page):
     ("page", "at_least"),
     (
         ("README.md", 1),
+        ("docs/guide.md", 4),
         ("docs/design.md", 1),
         ("docs/objectives.md", 5),
         ("docs/sampled_backward.md", 1),
