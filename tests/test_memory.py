@@ -15,21 +15,15 @@ def config_of(**options):
     return TrainingConfig(**{"model": "m", **options})
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-def test_kept_activations_are_what_a_forward_keeps(checkpointing):
+def test_kept_activations_are_what_a_forward_keeps():
     """Counted on tensors without memory as on real ones."""
     config = config_of(
-        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4,
-        gradient_checkpointing=checkpointing,
-    )  # fmt: skip
-    model_config = make_model("llama").config
-    predicted = memory.predict(config, model_config, gpu=False)
-    assert predicted.weights == sum(4 * p.numel() for p in make_model("llama").parameters())
-    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
-    if checkpointing:
-        return
-    # What a real forward keeps, counted here.
+        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4
+    )
     model, storages = make_model("llama").train(), {}
+    predicted = memory.predict(config, model.config, gpu=False)
+    assert predicted.weights == sum(4 * p.numel() for p in model.parameters())
+    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
     own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
 
     def keep(x):
@@ -60,17 +54,6 @@ def test_the_prediction_follows_the_options():
     assert predicted(share_prompts=False).activations > base.activations
     assert predicted(micro_batch_size=4).activations < base.activations
     assert base.peak <= base.eager_peak
-
-
-def test_the_command_says_whether_it_fits(tmp_path, capsys):
-    make_model("llama").config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--num-generations", "8", "--max-completion-length", "64"]
-    with pytest.raises(SystemExit) as fits:
-        memory.main([*options, "--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"])
-    assert fits.value.code == 0 and "fits into 24 GiB" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as too_small:
-        memory.main([*options, "--gpu-gib", "0.001"])
-    assert too_small.value.code == 1 and "does not fit" in capsys.readouterr().out
 
 
 def vllm_prediction(*, gpu=True, gpu_bytes=None, **options):
@@ -131,20 +114,27 @@ def test_a_server_is_counted_by_itself():
     assert lora.engine.sync_files == lora.engine.weights == 2 * weights
 
 
-def test_the_command_says_what_vllm_leaves(tmp_path, capsys):
+VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    (
+        (("--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"), 0, ["fits into 24 GiB"]),
+        (("--gpu-gib", "0.001"), 1, ["does not fit"]),
+        (VLLM, 0, ["vLLM fills 0.30 GiB", "0.62 GiB are left to training"]),
+        ((*VLLM, "--vllm_gpu_memory_utilization", "0.0001"), 1,
+         ["Larger: vllm_gpu_memory_utilization"]),
+        ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
+        ((*VLLM[:2], "--cpu"), None, ["vLLM while training"]),
+    ),
+)  # fmt: skip
+def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys):
     make_model("llama").config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--rollout", "vllm", "--gpu-gib", "1"]
-    with pytest.raises(SystemExit) as fits:
-        memory.main(options)
-    said = capsys.readouterr().out
-    assert fits.value.code == 0 and "vLLM fills 0.30 GiB" in said
-    assert "0.62 GiB are left to training" in said
-    with pytest.raises(SystemExit) as too_small:
-        memory.main([*options, "--vllm_gpu_memory_utilization", "0.0001"])
-    said = capsys.readouterr().out
-    assert too_small.value.code == 1 and "Larger: vllm_gpu_memory_utilization" in said
-    with pytest.raises(SystemExit):
-        memory.main([*options, "--cpu"])
-    assert "gpu_gib: expected none with cpu; got 1.0" in capsys.readouterr().err
-    memory.main([*options[:-2], "--cpu"])
-    assert "vLLM while training" in capsys.readouterr().out
+    ended = None
+    try:
+        memory.main(["--model", str(tmp_path), *flags])
+    except SystemExit as end:
+        ended = end.code
+    said = capsys.readouterr()
+    assert ended == status and all(text in said.out + said.err for text in told)

@@ -8,10 +8,6 @@ import pytest
 from examples.word_problems import (
     KINDS,
     LEVELS,
-    NEW,
-    PROMPT,
-    TEMPLATES,
-    _kept_apart,
     word_problems,
 )
 from grpo_kernels.training import TrainingConfig, load_problems
@@ -32,14 +28,6 @@ def key_of(row):
     return row["template"], row["answer"]
 
 
-def test_the_prompt_tells_no_held_out_sum():
-    numbers = re.findall(r"(\d+) [-+*/] (\d+) =", PROMPT)
-    assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
-    # 12 / 3 is made of 3 and 4.
-    for kept in ((4, 6, 5), (7, 5, 0), (3, 4, 0), (15, 8, 0)):
-        assert not _kept_apart(*kept)
-
-
 @pytest.mark.parametrize("held_out", (None, *KINDS))
 def test_solutions_are_right(held_out):
     rows = word_problems(600, 0, held_out=held_out)
@@ -56,16 +44,6 @@ def test_solutions_are_right(held_out):
         assert len(steps_of(row)) == 1 + (row["level"] == 3)
     assert set(signs) == set("+-*/")
     assert Counter(row["level"] for row in rows) == {level: 200 for level in LEVELS}
-
-
-def test_there_are_templates_of_every_kind():
-    assert len(TEMPLATES) >= 40 and len({template.text for template in TEMPLATES}) == len(TEMPLATES)
-    used = {row["template"] for row in word_problems(2000, 0)}
-    assert used == set(range(len(TEMPLATES))) - NEW
-    assert {row["template"] for row in word_problems(500, 0, held_out=KINDS[1])} == NEW
-    for level in LEVELS:
-        mine = [i in NEW for i, template in enumerate(TEMPLATES) if template.level == level]
-        assert sum(mine) / len(mine) == pytest.approx(0.25)
 
 
 def test_what_is_held_out_is_not_trained_on():
