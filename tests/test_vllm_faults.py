@@ -99,6 +99,16 @@ def test_a_server_whose_engine_died(ready):
     assert sample(rollout) == expected and len(server.loads) == 2
 
 
+def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
+    """Such a question is never answered, and the server does not end."""
+    server, rollout = ready()
+    expected = sample(rollout)
+    monkeypatch.setattr(vllm_server, "_SOON", 0.2)
+    server.delays["/collective_rpc"] = [0.5]
+    assert sample(rollout) == expected and len(server.loads) == 2
+    assert "/collective_rpc did not answer in 0.2 s. Looking for it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", (SAMPLES, "/collective_rpc"))
 def test_an_engine_that_died_while_it_worked(path, ready, monkeypatch):
     """Requests stay without an answer, and then the server refuses connections."""
