@@ -90,26 +90,21 @@ def vllm_on_a_cpu(*, packed=True):
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run(trainer, folder, *, packed=True, patch=None, **options):
+def run(trainer, folder, *, packed=True, **options):
     """What `trained` returns of a run.
 
     Args:
         trainer: a class, as `module:name`.
         folder: the run's.
         packed: as in `vllm_on_a_cpu`.
-        patch: arguments of `patch_trl`, within which it runs; None for none.
         options: of `trained`.
     """
-    from grpo_kernels.integrations.trl import patch_trl
     from tests.helpers.trl_runs import trained
 
     module, name = trainer.split(":")
     kind = getattr(importlib.import_module(module), name)
     with vllm_on_a_cpu(packed=packed):
-        if patch is None:
-            return trained(kind, folder, **VLLM | options)
-        with patch_trl(**patch):
-            return trained(kind, folder, **VLLM | options)
+        return trained(kind, folder, **VLLM | options)
 
 
 def run_replayed(folder, **options):
