@@ -1,8 +1,7 @@
 """Predicts milliseconds per step of the head with its loss on GPUs, from bytes, FLOPs and launches.
 
     python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896] [--terms]
-    python -m benchmarks.cost_model --markdown docs/benchmarks.md     # writes the page's section
-    python -m benchmarks.cost_model --ranks 8 --markdown docs/distributed.md
+    python -m benchmarks.cost_model [--ranks 8] --markdown benchmarks/results/predicted.md
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
 of named terms, so that a run on a GPU (`benchmarks/on_gpu.sh`) refutes terms and not one total. The
@@ -233,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.ranks:
         text, arguments = render_ranks(args.ranks), f"--ranks {args.ranks} --markdown"
     if args.markdown:
-        begin = BEGIN.format(f"{arguments} docs/{args.markdown.name}")
+        begin = BEGIN.format(f"{arguments} benchmarks/results/{args.markdown.name}")
         write_section(args.markdown, begin, END, text)
     else:
         print(text, end="")

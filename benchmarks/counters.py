@@ -1,6 +1,6 @@
 """Counts what the kernels do, as a profiler would, from their PTX executed on a CPU.
 
-    python -m benchmarks.counters [--arch 90] [--markdown docs/benchmarks.md]
+    python -m benchmarks.counters [--arch 90] [--markdown benchmarks/results/counters.md]
 
 Per logit (or per element that is multiplied, or per token): instructions of threads. Per request of
 a warp: sectors of 32 bytes. Coalescing: the part of what is moved that was asked for. Nothing here
@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
     text = "\n".join(table(args.arch)) + "\n"
     if args.markdown is None:
         return print(text, end="")
-    begin = BEGIN.replace("cost_model", "counters").format(f"--markdown docs/{args.markdown.name}")
+    arguments = f"--markdown benchmarks/results/{args.markdown.name}"
+    begin = BEGIN.replace("cost_model", "counters").format(arguments)
     write_section(args.markdown, begin, END, text)
 
 

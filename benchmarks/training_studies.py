@@ -7,7 +7,7 @@
 log-probs over the ids that this kept with those of the whole softmax; it also notes the ratio of
 the policy that is trained to the one that samples, both with the weights after the step.
 `accumulation`, `updates`, `spikes`, `processes` and `word_problems` (22 steps) show what
-docs/gsm8k.md says of them. What comes after `--options` is added to all settings.
+docs/training.md says of them. What comes after `--options` is added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the

@@ -1,6 +1,6 @@
 """Accuracy on held-out problems, and how sure it is.
 
-    python -m grpo_kernels.training.evaluate [run.yaml] --model runs/NAME/model --dataset gsm8k
+    python -m grpo_kernels.training.evaluate --model FOLDER --dataset openai/gsm8k:main
 
 answers each held-out problem with the likeliest tokens, and by `--num_generations` samples. Options
 are those of the training. A folder `evaluation` in `--output` gets the answers and a report.

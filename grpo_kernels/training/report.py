@@ -27,7 +27,6 @@ def line(row: Row) -> str:
     parts = [f"{row['step']:5d}  reward {row['reward']:.3f}"]
     for name, text in (
         ("accuracy", "accuracy {:.0%}"),
-        ("level", "level {:g}"),
         ("kl", "kl {:.4f}"),
         ("entropy", "entropy {:.2f}"),
     ):

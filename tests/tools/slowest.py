@@ -1,4 +1,4 @@
-"""Puts the slowest tests into docs/testing.md, from the reports of pytest runs.
+"""Prints the slowest tests, from the reports of pytest runs.
 
 make test ARGS=--junitxml=/tmp/fast.xml
 python -m tests.tools.slowest /tmp/fast.xml
@@ -6,8 +6,6 @@ python -m tests.tools.slowest /tmp/fast.xml
 
 import sys
 import xml.etree.ElementTree as ElementTree
-
-from tests.tools.tables import write_table
 
 COUNT = 20
 
@@ -19,7 +17,7 @@ def main(paths: list[str]) -> None:
             name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
             seconds[name] = seconds.get(name, 0.0) + float(case.get("time", 0))
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:COUNT]
-    write_table("slowest", ("seconds", "test"), [(f"{s:.1f}", f"`{n}`") for n, s in slowest])
+    print(*(f"{s:6.1f} s  {n}" for n, s in slowest), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, wit
 ROOT = Path(__file__).parents[2]
 PAGES = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
+PAGES += [Path("benchmarks/results") / name for name in ("counters.md", "predicted.md")]
 TEXT = (ROOT / "docs" / "objectives.md").read_text()
 
 
@@ -37,6 +38,7 @@ def code_blocks(page):
     ("page", "at_least"),
     (
         ("README.md", 1),
+        ("docs/guide.md", 4),
         ("docs/design.md", 1),
         ("docs/objectives.md", 5),
         ("docs/sampled_backward.md", 1),
