@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss
 from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.experimental import column_draw
 from grpo_kernels.hf_head import head_of
@@ -22,7 +22,14 @@ from grpo_kernels.training import (
     ranks,
 )
 from grpo_kernels.training import metrics as of
-from grpo_kernels.training.micro_batches import equal_parts
+from grpo_kernels.training.micro_batches import (
+    Size,
+    config_of_part,
+    equal_parts,
+    num_items,
+    pad_plan,
+    plan_micro_batches,
+)
 from grpo_kernels.training.policy import Batch, Policy, positions
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import (
@@ -190,6 +197,60 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     expected = {f"model.{n}": p.grad for n, p in model.named_parameters()}
     assert_same_grads(grads, expected, 1e-5)
     assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_empty_part_counts_for_nothing(aggregation):
+    """And an empty whole: no denominator is 0."""
+    length = {"max_completion_length": 9} if aggregation == "dr_grpo" else {}
+    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=0.1, **length)
+    for whole in (Size(8, 30), Size(8, 0)):
+        part = config_of_part(config, Size(0, 0), whole, 2)
+        assert part.entropy_coef > 0  # entropies are wanted, as in the other processes
+        loss = grpo_loss(
+            -torch.ones(8, 6), torch.ones(8), torch.zeros(8, 6).bool(), entropy=torch.ones(8, 6),
+            config=part, num_items=num_items(config, whole, 2),
+        ).loss  # fmt: skip
+        assert loss == 0
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("size", (1, 3, 8, 100))
+def test_every_row_is_in_one_part(shared, size):
+    draw = random.Random(0)
+    rows = draw.sample(range(24), 17)
+    lengths = [draw.randrange(1, 100) for _ in range(24)]
+    prompt_of = [i // 4 for i in range(24)]
+    plan = plan_micro_batches(rows, size, prompt_of, [9] * 6, lengths, shared=shared)
+    assert sorted(i for part in plan for i in part) == sorted(rows)
+    assert len(plan) == -(-17 // size) and all(0 < len(part) <= size for part in plan)
+
+
+def test_the_order_with_fewer_tokens_is_taken():
+    lengths, prompt_of = [1, 9, 1, 9], [0, 0, 1, 1]
+
+    def parts(prompt_length, shared):
+        plan = plan_micro_batches(
+            range(4), 2, prompt_of, [prompt_length] * 2, lengths, shared=shared
+        )
+        return {frozenset(part) for part in plan}
+
+    by_prompt = {frozenset({0, 1}), frozenset({2, 3})}
+    by_length = {frozenset({0, 2}), frozenset({1, 3})}
+    assert parts(100, shared=True) == by_prompt
+    assert parts(1, shared=True) == by_length == parts(100, shared=False)
+
+
+def test_no_rows_no_parts_but_the_empty_ones():
+    assert plan_micro_batches([], 4, [], [], [], shared=True) == []
+    assert pad_plan([], 0) == [[]]
+    assert pad_plan([[1], [2]], 4) == [[1], [2], [], []]
+    assert pad_plan([[1], [2]], 2) == [[1], [2]]
+
+
+def test_equal_parts():
+    assert equal_parts(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert equal_parts(3, 1) == [[0, 1, 2]]
 
 
 # Runs

@@ -249,33 +249,14 @@ def test_a_problem_is_not_in_both_parts(tmp_path):
         ('{"question": "a", "answer": "b"}\n{', "expected rows of json in .*a.jsonl"),
         ('{"text": "a"}', r"expected problems with a question .* got \['text'\]"),
         ("", "expected rows of json in .*a.jsonl"),
+        (None, "expected a file; .*a.jsonl does not exist"),
     ),
 )
 def test_files_that_are_no_problems(text, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text(text)
+    if text is not None:
+        (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0))
-
-
-def test_without_the_hub_it_says_what_works(monkeypatch):
-    import datasets
-
-    def offline(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConnectionError, match=r"no route to host\. Without the hub: a \.jsonl"):
-        load_problems(config_of(dataset="openai/gsm8k:main"))
-
-
-def test_gsm8k_as_the_hub_has_it(monkeypatch):
-    import datasets
-
-    split = datasets.Dataset.from_list([{"question": "q", "answer": "2+2\n#### 1,234"}] * 3)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": split, "test": split})
-    train, test = load_problems(config_of(dataset="openai/gsm8k:main", train_size=2))
-    assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
-    assert rewards.is_correct("<answer>1234</answer>", train[0]["answer"])
 
 
 def test_every_problem_once_an_epoch():
