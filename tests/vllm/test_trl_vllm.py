@@ -35,7 +35,6 @@ CASES = {
 RUNS = {
     **{f"theirs_{name}": (False, trl_vllm.run, [TRL], case) for name, case in CASES.items()},
     **{f"mine_{name}": (False, trl_vllm.run, [FUSED], case) for name, case in CASES.items()},
-    "not_packed": (False, trl_vllm.run, [FUSED], {"packed": False, **EACH_STEP}),
     "masked": (True, trl_vllm.run, [MASKED], {**TRUNCATED, **IN_TWOS}),
     "replayed": (True, trl_vllm.run_replayed, [], {**TRUNCATED, **IN_TWOS}),
 }  # fmt: skip
@@ -57,7 +56,7 @@ def runs(tmp_path_factory):
         yield {
             name: (masks if with_masks else plain).submit(
                 function, *arguments, folder / name,
-                stored=models[name.split("_")[-1] in ("tied", "lora", "packed")], **options,
+                stored=models[name.split("_")[-1] in ("tied", "lora")], **options,
             )
             for name, (with_masks, function, arguments, options) in RUNS.items()
         }  # fmt: skip
@@ -74,12 +73,6 @@ def test_the_same_run(case, runs):
     assert_same_run(mine, theirs)
     assert len(gaps_of(mine)) == (2 if case == "untied" else 3)
     assert max(gaps_of(mine)) < CLOSE
-
-
-def test_a_head_that_is_not_packed_again_is_stale(runs):
-    first, *later = gaps_of(runs["not_packed"].result())
-    assert first < CLOSE
-    assert min(later) > 10 * CLOSE
 
 
 def test_supports_are_what_sampling_kept(runs):
