@@ -276,6 +276,8 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
     some = [csr(s) if s else None for s in ([[5]], [])]
     assert batch_support(some, 2, targets=[[5], []]).offsets.tolist() == [0, 1, 1, 1, 1]
     expect_equal(batch, emptied, {"config": config(), "old_logps": True})
+    with pytest.raises(ValueError, match=f"length: expected as many as .* tokens, {T}; got 2"):
+        batch_support(rows, 2)
     with pytest.raises(ValueError, match=r"support: expected the target .*batch_support"):
         run_fused(batch, exact=False, support=batch_support(rows, T))
 

@@ -175,9 +175,13 @@ class FakeRollout:
         return done
 
 
-def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
+@pytest.mark.parametrize("loss_type", AGGREGATIONS)
+def test_the_gradient_is_that_of_one_call_of_the_loss(loss_type, tiny_model, tmp_path):
     """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
-    config = config_of(tiny_model, tmp_path, loss_type="dapo", max_grad_norm=1e9)
+    options = {"loss_type": loss_type, "entropy_coef": 0.1}
+    config = config_of(tiny_model, tmp_path, **options, max_grad_norm=1e9)
+    length = {"max_completion_length": 6} if loss_type == "dr_grpo" else {}
+    whole = GRPOLossConfig(**options, **length)
     trainer, samples = sampled(config)
     grads, metrics = updated_gradient(trainer, samples, 5)
     model, _ = load_model(config)
@@ -191,7 +195,7 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     T = batch.mask.shape[1]
     out = fused_grpo_loss(
         states.last_hidden_state[:, -T - 1 : -1], head_of(model).weight, batch.completions,
-        samples.advantages, batch.mask,
+        samples.advantages, batch.mask, config=whole,
     )  # fmt: skip
     out.loss.backward()
     expected = {f"model.{n}": p.grad for n, p in model.named_parameters()}

@@ -46,6 +46,7 @@ def config_of(**options):
         ({"eval_temperature": 1.0}, "eval_temperature: expected 0 where eval_size is 0"),
         ({"rollout": "sglang"}, "rollout: expected one of generate, vllm; got 'sglang'"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
+        ({"head": "sharded", "top_k": 5}, "replay_support: expected false with a sharded head"),
         ({**COLOCATE, "vllm_mode": "ipc"}, "vllm_mode: expected one of colocate, server; got"),
         ({**COLOCATE, "vllm_dtype": "fp16"}, "vllm_dtype: expected one of auto, fp32, bf16; got"),
         ({**COLOCATE, "vllm_gpu_memory_utilization": 0.0}, r"a number in \(0, 1\]; got 0.0"),

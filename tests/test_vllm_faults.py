@@ -35,13 +35,6 @@ def test_a_server_that_is_down(serve, served_config, monkeypatch):
     assert f"--host 127.0.0.1 --port {server.port}" in text
 
 
-def test_a_server_that_is_still_starting(serve, served_config):
-    server = serve()
-    server.stop()
-    threading.Timer(0.1, server.start).start()
-    assert rollout_of(served_config(server, vllm_server_timeout=100.0)).engine.name == "tiny"
-
-
 def test_a_slow_answer_is_asked_for_again(ready, capsys):
     server, rollout = ready(vllm_request_timeout=0.3)
     expected = sample(rollout)

@@ -145,18 +145,6 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     assert rollout.events[:2] == ["sync", "sample"]
 
 
-def test_another_model_is_found_in_the_first_step(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path)
-    trainer, rollout = of_copy(config)
-    rollout.deaf = True  # and so at the weights it began with, all 0
-    before = weights_of(trainer)
-    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0\.03 on average"):
-        trainer.train()
-    assert_same_weights(weights_of(trainer), before)
-    assert latest(config.folder) is None
-    assert not (config.folder / "metrics.jsonl").exists()
-
-
 def test_a_sampler_that_does_not_explain_itself_is_not_stopped(tiny_model, tmp_path):
     trainer, rollout = of_copy(config_of(tiny_model, tmp_path))
     rollout.deaf, rollout.why_gap = True, None

@@ -70,14 +70,11 @@ READERS: tuple[Callable[[str], None], ...] = (answers, yaml, arguments, rows, st
 # What each reads as a rule: a place in `READERS`, then the text.
 SEEDS = (
     (0, "<think>6 * 7</think><answer>42</answer>"), (0, "so #### 1,042.50"),
-    (0, "\\boxed{\\frac{1}{2}}"),
-    (0, "<answer>-3/4</answer>"), (0, "<answer>$42.0</answer>"), (0, "<answer>50%</answer>"),
-    (1, "model: m\nsteps: 3\nrewards: [answer, format]\nstop: ['</answer>']\n"),
-    (1, "learning_rate: 1e-6\nbeta: 0.1\nlora_rank: null\n"),
-    (2, "--model\nm\n--steps\n3\n--rewards\nanswer\nformat"), (2, "--beta=0.1\n--chat"),
+    (0, "\\boxed{\\frac{1}{2}}"), (0, "<answer>-3/4</answer>"), (0, "<answer>$42.0</answer>"),
+    (1, "model: m\nsteps: 3\nrewards: [answer]\nlearning_rate: 1e-6\nlora_rank: null\n"),
+    (2, "--model\nm\n--steps\n3\n--rewards\nanswer\n--beta=0.1\n--chat"),
     (3, '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"'),
-    (4, '{"step": 1, "best": {}, "config": {"model": "m", "steps": 9}, "processes": 1, '
-     '"watch": {}}'),
+    (4, '{"step": 1, "best": {}, "config": {"model": "m"}, "processes": 1, "watch": {}}'),
 )  # fmt: skip
 
 
