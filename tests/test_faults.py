@@ -18,9 +18,17 @@ from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import BadUpdates, Preempted
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
-from tests.helpers.trainer_runs import config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import (
+    STEPS,
+    assert_same_weights,
+    config_of,
+    noise,
+    rows_of,
+    run,
+    trainer_of,
+    weights_of,
+)
 from tests.ranks.training_jobs import SameForAnyRanks
-from tests.test_interruptions import STEPS, assert_same_weights, run, weights_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -100,14 +108,16 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, cap
     assert [row.get("bad_updates") for row in rows_of(config.folder)] == [None, None, 2]
     assert "the update was left out" in capsys.readouterr().out
     for earlier, later in ((2, 3), (4, 7)):  # between them all were left out
-        assert_same_weights(weights[earlier], weights[later], rtol=0, atol=0)
+        assert_same_weights(weights[later], weights[earlier])
     assert not torch.equal(*(next(iter(weights[i].values())) for i in (3, 4)))
 
 
 @pytest.mark.parametrize("damage", ("truncated", "bit", "gone", "hashes"))
-def test_a_damaged_checkpoint_is_told_with_the_one_before(damage, tiny_model, tmp_path):
+def test_a_damaged_checkpoint_is_told_with_the_one_before(
+    damage, undisturbed, tiny_model, tmp_path
+):
     config = config_of(tiny_model, tmp_path, **STEPS)
-    expected = run(config)
+    run(config)
     last = checkpoint.latest(config.folder)
     folders = sorted((config.folder / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step-000002", "step-000003"]
@@ -125,7 +135,7 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(damage, tiny_model, tm
         run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
     last.rename(tmp_path / "aside")
     actual = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
-    assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
+    assert_same_weights(weights_of(actual), undisturbed[1])
 
 
 def test_two_runs_in_one_folder(tiny_model, tmp_path):
@@ -224,15 +234,13 @@ def test_a_foreign_checkpoint_runs_no_code(file, tiny_model, tmp_path):
     assert not made.exists()
 
 
-def test_a_clock_that_jumps(tiny_model, tmp_path, monkeypatch):
+def test_a_clock_that_jumps(undisturbed, tiny_model, tmp_path, monkeypatch):
     """Seconds are of a clock that does not; nothing but the report's date is of the other."""
-    config = config_of(tiny_model, tmp_path / "a", **STEPS)
-    expected = run(config)
     jumps = itertools.cycle((1e9, 0.0, 2e9, -5.0))
     monkeypatch.setattr(time, "time", lambda: next(jumps))
-    again = config_of(tiny_model, tmp_path / "b", **STEPS)
+    again = config_of(tiny_model, tmp_path, **STEPS)
     actual = run(again)
-    assert_same_weights(weights_of(expected), weights_of(actual), rtol=0, atol=0)
+    assert_same_weights(weights_of(actual), undisturbed[1])
     for line in (again.folder / "metrics.jsonl").read_text().splitlines():
         assert 0 <= json.loads(line)["seconds"] < 600
 

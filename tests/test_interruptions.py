@@ -13,35 +13,18 @@ from grpo_kernels.training import checkpoint, scoring
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rollout import SamplingParams
 from tests.helpers.trainer_runs import (
+    STEPS,
     assert_same_rows,
+    assert_same_weights,
     config_of,
-    no_curves,
     rows_of,
+    run,
     trainer_of,
-)  # fmt: skip
+    weights_of,
+)
 from tests.ranks.training_jobs import SameForAnyRanks
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
-# Two updates per step, of four micro-batches each.
-STEPS = {
-    "steps": 3, "epochs_per_rollout": 2, "micro_batch_size": 4, "save_every": 1,
-    "skip_untrained": False, "learning_rate": 1e-3,
-}  # fmt: skip
-
-
-def run(config, **options):
-    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
-    trainer.train()
-    return trainer
-
-
-def weights_of(trainer):
-    return {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
-
-
-def assert_same_weights(one, other, **tolerance):
-    for name, weight in one.items():
-        torch.testing.assert_close(other[name], weight, **tolerance)
 
 
 class FailingPolicy:
@@ -63,15 +46,6 @@ def out_of_memory(config, what, numbers):
     trainer.policy.forward = FailingPolicy(trainer.policy, what, numbers)
     trainer.train()
     return trainer
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tiny_model, tmp_path_factory):
-    """The rows and the weights of the run without a fault."""
-    with no_curves():
-        config = config_of(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
-        weights = weights_of(run(config))
-        return rows_of(config.folder), weights
 
 
 @pytest.mark.parametrize(
@@ -99,7 +73,7 @@ def test_memory_that_runs_out_in_any_micro_batch_changes_nothing(
     assert actual.scorer.micro_batch_size == 2
     rows, weights = undisturbed
     assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights, weights_of(actual), rtol=1e-4, atol=1e-6)
+    assert_same_weights(weights_of(actual), weights, 1e-4, 1e-6)
 
 
 def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
@@ -112,7 +86,7 @@ def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
     reference.forward = FailingPolicy(reference, "logps", {2})
     trainer.train()
     assert_same_rows(rows_of(again.folder), rows_of(config.folder))
-    assert_same_weights(weights_of(expected), weights_of(trainer), rtol=1e-4, atol=1e-6)
+    assert_same_weights(weights_of(trainer), weights_of(expected), 1e-4, 1e-6)
     said = "memory ran out: from now on micro_batch_size is 2; the gradients are the same"
     assert said in capsys.readouterr().out
 
@@ -131,7 +105,7 @@ def test_less_memory_down_to_chunks_of_one_completion(
         assert (row["micro_batch_size"], row["chunk_mib"]) == (1, left / 2**20)
     assert all("chunk_mib" not in row for row in rows)
     assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights, weights_of(actual), rtol=1e-4, atol=1e-6)
+    assert_same_weights(weights_of(actual), weights, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +129,7 @@ def test_memory_that_never_suffices(
     assert_same_rows(rows_of(config.folder), rows)
     # Where the checkpoint was written later than memory ran out, with smaller micro-batches.
     rtol, atol = (0, 0) if save_every else (1e-4, 1e-6)
-    assert_same_weights(weights, weights_of(again), rtol=rtol, atol=atol)
+    assert_same_weights(weights_of(again), weights, rtol, atol)
 
 
 def test_memory_that_runs_out_elsewhere_leaves_a_checkpoint(tiny_model, tmp_path, capsys):
@@ -280,7 +254,7 @@ def test_a_signal_loses_the_step_at_most(calls, undisturbed, tiny_model, tmp_pat
     rows, weights = undisturbed
     actual = run(again)
     assert rows_of(again.folder) == rows
-    assert_same_weights(weights, weights_of(actual), rtol=0, atol=0)
+    assert_same_weights(weights_of(actual), weights)
 
 
 @pytest.mark.slow

@@ -17,8 +17,6 @@ from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from grpo_kernels.training import Completion
-from grpo_kernels.training import metrics as of
-from grpo_kernels.training.micro_batches import equal_parts
 from grpo_kernels.training.policy import Policy
 from grpo_kernels.training.rollout import (
     GenerateRollout,
@@ -28,7 +26,7 @@ from grpo_kernels.training.rollout import (
 from tests.helpers.batches import make_batch, relative_error
 from tests.helpers.supports import make_support
 from tests.helpers.tiny_models import V, make_model, make_tokenizer
-from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, first_samples, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -130,13 +128,8 @@ def test_wrong_supports_of_a_rollout_are_refused(support, message, tiny_model, t
 def scored(tiny_model, tmp_path, **options):
     config = config_of(tiny_model, tmp_path, minibatches=2, skip_untrained=False, **options)
     trainer = trainer_of(config)
-    trainer.step = 1
     torch.manual_seed(0)
-    samples = trainer.sampling(
-        trainer.train_problems[:4], trainer.step, of.Clock(torch.device("cpu"))
-    )
-    trainer.scorer.score(samples, equal_parts(len(samples.texts), 2))
-    return trainer, samples
+    return trainer, first_samples(trainer)
 
 
 def expected_of(trainer, samples, truncation):

@@ -21,7 +21,6 @@ from grpo_kernels.training import (
     load_problems,
     ranks,
 )
-from grpo_kernels.training import metrics as of
 from grpo_kernels.training.micro_batches import (
     Size,
     config_of_part,
@@ -35,6 +34,7 @@ from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import (
     assert_same_grads,
     config_of,
+    first_samples,
     noise,
     rows_of,
     support_around,
@@ -51,12 +51,7 @@ def sampled(config, **options):
     """A trainer in its first step, with completions of several lengths, scored."""
     rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
     trainer = trainer_of(config, rollout=lambda _: rollout)
-    trainer.step = 1
-    samples = trainer.sampling(
-        trainer.train_problems[:4], trainer.step, of.Clock(torch.device("cpu"))
-    )
-    trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
-    return trainer, samples
+    return trainer, first_samples(trainer)
 
 
 def updated_gradient(trainer, samples, parts):
