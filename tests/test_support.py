@@ -125,28 +125,6 @@ def test_rows_that_no_token_kept_are_not_read(batch):
     assert not weight.grad[~used].any() and weight.grad[used].any(1).float().mean() > 0.5
 
 
-def test_the_formulas_of_trainers(batch):
-    """The log softmax over all of V, less the log of the mass kept; or logits of -inf elsewhere."""
-    kept = make_support(batch, without=0.0)
-    mine = linear_logprobs(
-        batch.hidden, batch.weight, batch.targets, mask=batch.mask, support=kept
-    ).logps
-    hidden = batch.hidden.nan_to_num().double()
-    logits = (hidden @ batch.weight.T.double()).flatten(0, 1)
-    for i, (target, counts) in enumerate(
-        zip(batch.targets.flatten().tolist(), batch.mask.flatten().tolist(), strict=True)
-    ):
-        if not counts:
-            continue
-        entries = kept[0][kept[1][i] : kept[1][i + 1]].long()
-        log_p = logits[i].log_softmax(-1)
-        renormalized = log_p[target] - log_p[entries].logsumexp(0)
-        masked = torch.full_like(logits[i], -torch.inf)
-        masked[entries] = logits[i, entries]
-        for expected in (renormalized, masked.log_softmax(-1)[target]):
-            assert abs(mine.flatten()[i] - expected) < 1e-5
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_logprobs(backend):
     """Log-probs, entropy and logsumexp with gradients of their own; a strided LoRA; T per token."""

@@ -227,15 +227,3 @@ def test_sums_of_long_segments(device, dtype, order, into):
     unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
     for result in results:
         torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_entries_without_a_gradient_are_not_read(device):
-    entries, (_, rows) = on(device, some_entries()), operands(16, device, torch.float32)
-    factors = torch.ones(len(entries), device=device)
-    factors[entries.ids == 3] = 0.0
-    rows[3] = float("nan")
-    result = triton_backend.segment_sums(
-        factors, entries.ids, entries.offsets, rows, rows.dtype, None
-    )
-    assert result.isfinite().all() and result.norm() > 0
