@@ -35,44 +35,83 @@ def test_a_server_that_is_down(serve, served_config, monkeypatch):
     assert f"--host 127.0.0.1 --port {server.port}" in text
 
 
-def test_a_slow_answer_is_asked_for_again(ready, capsys):
-    server, rollout = ready(vllm_request_timeout=0.3)
-    expected = sample(rollout)
-    server.delays[SAMPLES] = [0.6]
-    assert sample(rollout) == expected
-    text = capsys.readouterr().out
-    assert "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it" in text
-    assert len(server.loads) == 2 and rollout.engine.at_once == 1
-    server.delays[SAMPLES] = [0.6] * 9
-    with pytest.raises(RolloutError, match=r"did not answer in 0\.3 s .* \(3 times in a row\)"):
-        sample(rollout)
+PATIENT = {"vllm_server_timeout": 100.0, "vllm_request_timeout": 100.0}
 
 
-def test_a_server_that_was_started_again(ready, capsys):
-    server, rollout = ready()
+def hangs(path):
+    """Requests stay without an answer, and then the server refuses connections."""
+
+    def fault(server):
+        server.delays[path] = [30.0]
+        threading.Timer(0.5, server.stop).start()
+
+    return fault
+
+
+# Options of the run; seconds until a question is given up; what goes wrong; seconds until the
+# server is there again; what is told; how often it was sent weights.
+FAULTS = {
+    "slow": (
+        {"vllm_request_timeout": 0.3}, 30, lambda s: s.delays.update({SAMPLES: [0.6]}), None,
+        "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it", 2,
+    ),
+    "started again": (
+        {}, 30, lambda s: setattr(s, "restarts", 2), None,
+        "has other weights than it was sent: it was started again", 3,
+    ),
+    "away": (PATIENT, 30, lambda s: s.stop(), 0.1, "does not answer", 2),
+    # It answers 500 and ends.
+    "engine died": (PATIENT, 30, lambda s: setattr(s, "dies", True), 0.3, "does not answer", 2),
+    # Such a question is never answered, and the server does not end.
+    "died while asked": (
+        {}, 0.2, lambda s: s.delays.update({"/collective_rpc": [0.5]}), None,
+        "/collective_rpc did not answer in 0.2 s. Looking for it", 2,
+    ),
+    "died while sampling": (PATIENT, 0.3, hangs(SAMPLES), 1.0, "does not answer", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lost_server_is_sent_the_weights_and_asked_again(name, ready, monkeypatch, capsys):
+    options, soon, fault, back, told, loads = FAULTS[name]
+    server, rollout = ready(**options)
     expected = sample(rollout)
     seeds = {body["seed"] for body in server.asked(SAMPLES)}
-    server.restarts = 2
+    monkeypatch.setattr(vllm_server, "_SOON", soon)
+    fault(server)
+    if back:
+        threading.Timer(back, server.start).start()
+    begun = time.monotonic()
     assert sample(rollout) == expected
-    assert len(server.loads) == 3 and server.sent == rollout.tag
+    assert time.monotonic() - begun < 20  # before an answer that comes too late
+    assert len(server.loads) == loads and server.sent == rollout.tag
     assert {body["seed"] for body in server.asked(SAMPLES)} == seeds
-    told = capsys.readouterr().out
-    assert told.count("has other weights than it was sent: it was started again") == 2
-    server.restarts = 3
-    with pytest.raises(RolloutError, match=r"other weights than it was sent.*\(3 times in a row\)"):
-        sample(rollout)
+    assert told in capsys.readouterr().out
+    while_it_sampled = name in ("slow", "engine died", "died while sampling")
+    assert rollout.engine.at_once == (1 if while_it_sampled else 256)
 
 
-def test_a_server_that_is_away_for_a_while(ready):
-    server, rollout = ready(vllm_server_timeout=100.0)
-    expected = sample(rollout)
-    server.stop()
-    threading.Timer(0.1, server.start).start()
-    assert sample(rollout) == expected and len(server.loads) == 2
-    server.stop()
-    threading.Timer(0.1, server.start).start()
+@pytest.mark.parametrize(
+    ("soon", "fault"), ((30, lambda s: s.stop()), (0.3, hangs("/collective_rpc")))
+)
+def test_weights_are_sent_to_a_server_that_was_lost_meanwhile(soon, fault, ready, monkeypatch):
+    server, rollout = ready(**PATIENT)
+    monkeypatch.setattr(vllm_server, "_SOON", soon)
+    fault(server)
+    threading.Timer(1.0, server.start).start()
+    begun = time.monotonic()
     rollout.update_weights()
-    assert server.sent == rollout.tag
+    assert time.monotonic() - begun < 20 and server.sent == rollout.tag
+
+
+@pytest.mark.parametrize("fault", ("slow", "started again"))
+def test_a_server_that_is_lost_three_times_ends_the_run(fault, ready):
+    server, rollout = ready(vllm_request_timeout=0.05 if fault == "slow" else 5.0)
+    server.delays[SAMPLES] = [0.2] * 9 if fault == "slow" else []
+    server.restarts = 3 if fault == "started again" else 0
+    said = r"did not answer in 0\.05 s" if fault == "slow" else "other weights than it was sent"
+    with pytest.raises(RolloutError, match=rf"{said}.*\(3 times in a row\)"):
+        sample(rollout)
 
 
 def test_a_server_that_does_not_come_back(ready):
@@ -81,42 +120,6 @@ def test_a_server_that_does_not_come_back(ready):
     for call in (rollout.update_weights, lambda: sample(rollout)):
         with pytest.raises(RolloutError, match=r"vllm_server_base_url: .*/health does not answer"):
             call()
-
-
-def test_a_server_whose_engine_died(ready):
-    """It answers 500 and ends."""
-    server, rollout = ready(vllm_server_timeout=100.0)
-    expected = sample(rollout)
-    server.dies = True
-    threading.Timer(0.3, server.start).start()
-    assert sample(rollout) == expected and len(server.loads) == 2
-
-
-def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
-    """Such a question is never answered, and the server does not end."""
-    server, rollout = ready()
-    expected = sample(rollout)
-    monkeypatch.setattr(vllm_server, "_SOON", 0.2)
-    server.delays["/collective_rpc"] = [0.5]
-    assert sample(rollout) == expected and len(server.loads) == 2
-    assert "/collective_rpc did not answer in 0.2 s. Looking for it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", (SAMPLES, "/collective_rpc"))
-def test_an_engine_that_died_while_it_worked(path, ready, monkeypatch):
-    """Requests stay without an answer, and then the server refuses connections."""
-    server, rollout = ready(vllm_server_timeout=100.0, vllm_request_timeout=100.0)
-    expected = sample(rollout)
-    monkeypatch.setattr(vllm_server, "_SOON", 0.3)
-    server.delays[path] = [30.0]
-    threading.Timer(0.5, server.stop).start()
-    threading.Timer(1.0, server.start).start()
-    begun = time.monotonic()
-    if path == SAMPLES:
-        assert sample(rollout) == expected
-    else:
-        rollout.update_weights()  # whose first request it is
-    assert time.monotonic() - begun < 20 and server.sent == rollout.tag
 
 
 def test_a_run_that_takes_the_others_server(ready):
@@ -183,9 +186,6 @@ def test_fewer_requests_at_a_time_after_a_loss(ready):
     server.delays[SAMPLES] = [0.1] * 6
     rollout(prompts, 4, SAMPLING)
     assert server.most_at_once == 6
-    server.restarts, server.delays[SAMPLES] = 1, []
-    rollout(prompts, 4, SAMPLING)
-    assert rollout.engine.at_once == 256
     server.delays[SAMPLES] = [1.0]
     rollout(prompts, 4, SAMPLING)
     assert rollout.engine.at_once == 3
