@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
 
 demo: $(VENV)/installed
-	$(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
 
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
 # of their own, so they run without workers beside them.
@@ -137,8 +137,9 @@ $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 	$(RUN) -m pip install --no-deps -c constraints-lowest.txt --target $(OLD_TRITON) triton
 	touch $@
 
+# Pages of every public name, from the docstrings: build/api/index.html.
 api: $(VENV)/installed
-	$(RUN) docs/api.py
+	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,experimental losses tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
 
 # vLLM for a CPU, in an environment of its own, as its pins are not ours; of the lines for a package
 # the first one counts. Of its needs torch comes as pinned, with our own; images and sound are left

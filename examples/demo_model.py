@@ -14,6 +14,11 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+# Threads of OpenMP that wait for each other sleep after some microseconds instead of keeping their
+# core from the one they wait for: beside other work a step on a CPU then takes 2 times as long as
+# alone, not 4 (docs/training.md). It is read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 from grpo_kernels.training import TrainingConfig, upper_half
 
 MODEL = "smollm2-135m"

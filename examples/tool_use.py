@@ -31,10 +31,12 @@ from grpo_kernels.training import (
 )
 
 CALLS = 3  # per completion, at most
+# On lines of their own, so that no token reaches over the end of what is sampled or put in.
 PROMPT = (
-    "Question: What is 23 * 14?\n<calc>23*14</calc><result>322</result><answer>322</answer>\n\n"
-    "Question: What is 8 * 17 * 5?\n<calc>8*17</calc><result>136</result><calc>136*5</calc>"
-    "<result>680</result><answer>680</answer>\n\nQuestion: What is {}?\n"
+    "Question: What is 23 * 14?\n<calc>23*14</calc>\n<result>322</result>\n"
+    "<answer>322</answer>\n\nQuestion: What is 8 * 17 * 5?\n<calc>8*17</calc>\n"
+    "<result>136</result>\n<calc>136*5</calc>\n<result>680</result>\n<answer>680</answer>\n\n"
+    "Question: What is {}?\n"
 )
 
 
@@ -54,14 +56,9 @@ def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def answer_to(text: str) -> str:
-    """What is put in after a text that ends with a call; "" after others.
-
-    A token may reach beyond the call, as far as the < of what is put in.
-    """
-    call = re.search(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>(<?)$", text)
-    if call is None:
-        return ""
-    return f"<result>{int(call[1]) * int(call[2])}</result>".removeprefix(call[3])
+    """What is put in after a text that ends with a call; "" after others."""
+    call = re.search(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>$", text)
+    return f"\n<result>{int(call[1]) * int(call[2])}</result>\n" if call else ""
 
 
 class WithCalculator:
@@ -116,7 +113,7 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
 def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
         argv, model=MODEL, name="tool-use", dataset="products", rewards=["answer"], steps=12,
-        stop=["</answer>"], prompts_per_step=8, num_generations=8, max_completion_length=48,
+        stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
         micro_batch_size=32, learning_rate=2e-5, train_size=400, eval_size=100, save_model=False,
     ).unused()  # fmt: skip
     config = resolved(config)

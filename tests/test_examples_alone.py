@@ -31,6 +31,24 @@ def test_an_example_needs_its_folder_alone(path):
     assert not {name.split(".")[0] for name in imports_of(path)} & others
 
 
+def test_waiting_threads_sleep_before_torch_is_imported():
+    """Else a demo beside one busy process takes twice as long as it has to."""
+    code = "import sys, os, demo_model; print(os.environ['GOMP_SPINCOUNT'])"
+    clean = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    for given, told in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT / "examples", text=True, timeout=100,
+            capture_output=True, env={**clean, "PYTHONPATH": str(ROOT), **given},
+        )  # fmt: skip
+        assert run.stdout.strip() == told, run.stderr
+    text = (ROOT / "examples/demo_model.py").read_text()
+    assert text.index("GOMP_SPINCOUNT") < text.index("\nfrom grpo_kernels")
+    for name in ("train_additions", "train_gsm8k", "tool_use", "custom_reward"):
+        imported = list(imports_of(ROOT / f"examples/{name}.py"))
+        first = next(x for x in imported if x.startswith(("torch", "grpo_kernels", "demo_model")))
+        assert first.startswith("demo_model"), name
+
+
 @pytest.mark.slow
 def test_a_copied_example_runs(tiny_model, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "mine")

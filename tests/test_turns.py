@@ -216,8 +216,9 @@ def test_what_is_no_turn_is_refused(change, message, tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("text", "put_in"),
     (
-        ("<calc>12*7</calc>", "<result>84</result>"),
-        ("so <calc> 12 * 7 </calc><", "result>84</result>"),  # a token may hold what comes next
+        ("<calc>12*7</calc>", "\n<result>84</result>\n"),
+        ("so <calc> 12 * 7 </calc>", "\n<result>84</result>\n"),
+        ("<calc>12*7</calc><", ""),
         ("<calc>12*7</calc> and", ""),
         ("<calc>12+7</calc>", ""),
         ("<calc>12*7", ""),
@@ -258,10 +259,10 @@ def test_a_completion_may_call_several_times():
     rollout.update_weights()
     sampling = SamplingParams(200, stop=("</answer>",))
     called, other = rollout([tokenizer.encode("Q")], 2, sampling)
-    text = "<calc>8*17</calc><result>136</result><calc>136*5</calc><result>680</result>"
+    text = "<calc>8*17</calc>\n<result>136</result>\n<calc>136*5</calc>\n<result>680</result>\n"
     assert tokenizer.decode(called.token_ids) == text + "<answer>680</answer>" and called.ended
     assert inner.asked[:2] == ["weights", "Q"]
-    assert inner.asked[2] == "Q<calc>8*17</calc><result>136</result>"
+    assert inner.asked[2] == "Q<calc>8*17</calc>\n<result>136</result>\n"
     assert inner.asked[3] == "Q" + text
     own = [i for i, mine in zip(called.token_ids, called.sampled, strict=True) if mine]
     said = "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
@@ -272,10 +273,10 @@ def test_a_completion_may_call_several_times():
 
 def test_there_is_room_for_what_is_put_in():
     tokenizer = make_tokenizer()
-    for most in (17, 30, 37, 38, 40):
+    for most in (17, 30, 39, 40, 42):
         inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
         rollout = tool_use.WithCalculator(inner, tokenizer)
         (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
         assert len(one.token_ids) <= most and len(one.sampled) == len(one.token_ids)
         # A result that the model cannot go on from is not put in.
-        assert all(one.sampled) == (most <= 37)
+        assert all(one.sampled) == (most <= 39)
