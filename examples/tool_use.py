@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     config = parse_config(
         argv, model=MODEL, name="tool-use", dataset="products", rewards=["answer"], steps=12,
         stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
-        micro_batch_size=32, learning_rate=2e-5, train_size=400, eval_size=100, save_model=False,
+        micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
     ).unused()  # fmt: skip
     config = resolved(config)
     trainer = Trainer(config, *load_model(config), *products(config))

@@ -127,6 +127,19 @@ def test_the_gradient_is_that_of_whole_sequences(share_prompts, ce_weight, tiny_
         assert_same_grads(wrong, expected, 2e-2)
 
 
+def test_a_part_without_rows_counts_for_nothing(tiny_model, tmp_path):
+    """A process has one where others have more micro-batches."""
+    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, max_completion_length=9)
+    trainer = with_turns(config, ce_weight=0.5)
+    trainer.step = 1
+    samples = trainer.sampling(trainer.train_problems[:4], 1, of.Clock(torch.device("cpu")))
+    expected, _ = gradient_of(trainer, samples)
+    plan = trainer.scorer.plan
+    trainer.scorer.plan = lambda *args: [*plan(*args), []]
+    grads, _ = gradient_of(trainer, samples)
+    assert_same_grads(grads, expected, 1e-6)
+
+
 def test_groups_of_equal_rewards_still_learn_to_predict(tiny_model, tmp_path):
     """Their advantages are 0, and the cross-entropy is not."""
     options = {"steps": 1, "max_completion_length": 9}

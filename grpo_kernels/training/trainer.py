@@ -236,9 +236,11 @@ class Trainer:
             with nullcontext() if last else accelerator.no_sync(self.policy):
                 with interruptions.shared(waits=sharded, may_stop=number == 0):
                     with accelerator.autocast():
+                        # Of a part without rows the cross-entropy counts for nothing, too.
+                        constants = samples.per_token(where, T, ce_items if part else math.inf)
                         part_loss, part_metrics, logps = self.policy(
                             "loss", batch, samples.advantages[where], part_config,
-                            **samples.per_token(where, T, ce_items), num_items=items,
+                            **constants, num_items=items,
                             execution=self._execution(f"columns-{number}-{index}"),
                         )  # fmt: skip
                     if not last:
