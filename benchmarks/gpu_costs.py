@@ -36,7 +36,7 @@ INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "colu
 CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
 BLOCK_ROWS, KEPT_OF_BLOCK = 256, {256: 0.107, 512: 0.156, 1024: 0.218}
 KEPT = {5e-3: KEPT_OF_BLOCK[BLOCK_ROWS], 1e-2: 0.057}
-# Of a call in which every token has a support: launches (`tests/test_fake_cuda_support.py`), and
+# Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 261, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"

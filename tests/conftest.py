@@ -126,6 +126,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The rows and the weights of a run of `STEPS` without a fault."""
+    from tests.helpers.trainer_runs import STEPS, config_of, no_curves, rows_of, run, weights_of
+
+    config = config_of(tiny_model, tmp_path_factory.mktemp("undisturbed"), **STEPS)
+    with no_curves():
+        weights = weights_of(run(config))
+    return rows_of(config.folder), weights
+
+
+@pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the model whose servers were recorded."""
     from tests.helpers.record_vllm import make_folder

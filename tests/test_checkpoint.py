@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.training import (
-    load_model,
-)
+from grpo_kernels.training import checkpoint, load_model
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -35,10 +33,13 @@ def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatc
     assert len(rows_of(folder)) == 3
 
 
-def test_what_is_half_written_is_no_checkpoint(tiny_model, tmp_path):
-    from grpo_kernels.training import checkpoint
-
-    folder = trainer_of(config_of(tiny_model, tmp_path, save_every=1)).train()
+def test_what_is_half_written_or_half_deleted_is_no_checkpoint(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, save_every=1)
+    left = config.folder / "checkpoints" / ".step-000000.gone"
+    left.mkdir(parents=True)
+    (left / "trained.pt").write_text("half")
+    folder = trainer_of(config).train()
+    assert not left.exists()
     whole = checkpoint.latest(folder)
     assert whole.name == "step-000002"
     (folder / "checkpoints" / "step-000009").mkdir()
@@ -66,8 +67,21 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
         trainer_of(other).train()
     assert (tmp_path / "t" / "config.json").read_text() == before
-    other = config_of(tiny_model, tmp_path, resume=True, learning_rate=1e-3, steps=3)
-    with pytest.raises(ValueError, match=r"learning_rate: was 0\.01, is 0\.001"):
-        trainer_of(other).train()
     folder = trainer_of(config_of(tiny_model, tmp_path, resume=True, steps=3)).train()
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "processes", "message"),
+    (
+        ({"model": "other"}, 1, "model: was 'm', is 'other'"),
+        ({"steps": 4}, 1, "steps: expected 3, on which schedule = 'linear' depends; got 4"),
+        ({}, 2, "resume: expected 1 processes, as the checkpoint has; got 2"),
+    ),
+)
+def test_a_checkpoint_is_for_the_options_it_was_made_with(change, processes, message):
+    config = {"model": "m", "steps": 3, "schedule": "linear"}
+    state = {"config": config, "processes": 1}
+    checkpoint.check_same(state, config, 1)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.check_same(state, {**config, **change}, processes)

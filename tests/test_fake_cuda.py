@@ -4,6 +4,7 @@
 the CPU, or an operation that mixes their tensors.
 """
 
+import ast
 import functools
 import random
 from typing import NamedTuple
@@ -305,3 +306,160 @@ def test_no_batch_size_compiles_a_kernel_again(kernel, keys):
     assert mine
     for options, found in mine.items():
         assert len(found) == 1, (options, found)
+
+
+# With a support: tokens are scored over entries, some over rows of logits beside them
+
+# The most launches of a forward with its backward if every token has a support, whatever the number
+# of tokens and of entries.
+LAUNCHES_OF_SUPPORT = {("loss", "off_policy"): 265, ("loss", "mask"): 275, ("logps", "plain"): 175}
+# id: (names of the tensors to pass, options of the objective, of the call)
+_ALL = ("mask", "bias", "low_rank", "temperature")
+CASES_OF_SUPPORT = {
+    "loss": {
+        "off_policy": (("old_logps",), {}, {}),
+        "mask": (("mask", "old_logps"), {}, {}),
+        "kl": (("old_logps", "ref_logps"), {"beta": 0.1}, {}),
+        "entropy": (("mask", "old_logps"), {"entropy_coef": 0.1}, {}),
+        "everything": (_ALL, {}, {"softcap": 30.0}),
+        "frozen": (("mask",), {}, {"frozen": True}),
+        "fp16": (("old_logps",), {}, {"dtype": torch.float16}),
+        "fp32": (("old_logps", "bias", "low_rank"), {}, {"dtype": torch.float32}),
+    },
+    "logps": {
+        "plain": ((), {}, {}),
+        "mask": (("mask",), {}, {}),
+        "everything": (_ALL, {}, {"softcap": 30.0}),
+        "frozen": ((), {}, {"frozen": True}),
+        "fp32": ((), {}, {"dtype": torch.float32}),
+    },
+}
+OF_SUPPORT = [(call, case) for call, cases in CASES_OF_SUPPORT.items() for case in cases]
+
+
+def record_support(call, case, *, tokens=8192, entries=8, without=0, rest=0, **more):
+    """Forward and backward with a support, recorded; and the number of forward transfers.
+
+    So many of the tokens are without a set. Log-probs are of a packed batch: `rest` further tokens.
+    """
+    names, objective, options = CASES_OF_SUPPORT[call][case]
+    options = {**options, **more}
+    dtype = options.pop("dtype", torch.bfloat16)
+    frozen, N = options.pop("frozen", False), tokens + rest
+    two_counts = call == "loss" and not {"beta", "entropy_coef"} & objective.keys()
+    with_set = N - without
+    counts = ([without] * (1 + two_counts), entries * with_set, with_set)
+    with FakeCUDA(answer_with(*counts[0], *counts[1:])) as gpu:
+        hidden, weight, targets = head(tokens, dtype)
+        given = options_of(names, tokens)
+        options["support"] = (
+            torch.empty(N * entries, dtype=torch.int32, device=CUDA),
+            torch.empty(N + 1, dtype=torch.int64, device=CUDA),
+        )
+        weight = weight.detach() if frozen else weight
+        if rest:
+            assert call == "logps"
+            hidden = torch.empty(N, H, dtype=dtype, device=CUDA, requires_grad=True)
+            targets = torch.empty(N, dtype=torch.long, device=CUDA)
+            given = {"mask": torch.empty(N, dtype=torch.bool, device=CUDA)}
+        if call == "logps":
+            out = linear_logprobs(hidden, weight, targets, entropy=True, **given, **options)
+            in_forward = len(gpu.transfers)
+            backward(out.logps, *torch.ones(2, N, device=CUDA), None)
+            return gpu, in_forward
+        out = fused_grpo_loss(
+            hidden, weight, targets, torch.empty(B, device=CUDA), config=config(**objective),
+            **given, **options,
+        )  # fmt: skip
+        in_forward = len(gpu.transfers)
+        d_logps, d_entropy, *_ = backward(out.loss)
+        if not without:
+            # Two passes: what came back is the gradient of the log-probs.
+            node = out.loss.grad_fn
+            while not hasattr(node, "_forward_cls"):
+                node = node.next_functions[0][0]
+            with torch.no_grad():
+                node.next_functions[0][0].apply(d_logps, d_entropy, None)
+    return gpu, in_forward
+
+
+@pytest.mark.parametrize(("call", "case"), OF_SUPPORT)
+def test_a_support_reads_its_sizes_and_nothing_else(call, case):
+    for tokens, entries in ((8192, 8), (4096, 65)):
+        gpu, in_forward = record_support(call, case, tokens=tokens, entries=entries)
+        assert in_forward == len(gpu.transfers) == 1, gpu.report()
+        assert "checks.py" in gpu.transfers[0].where
+        assert gpu.counts()["segment_sums_kernel"] >= 1 + (case != "frozen")
+
+
+@pytest.mark.parametrize("call", CASES_OF_SUPPORT)
+@pytest.mark.parametrize("case", ("mask", "fp32"))
+def test_rows_of_logits_are_read_as_without_a_support(call, case):
+    """Nothing in the backward of one pass, and in that of two its row count."""
+    gpu, in_forward = record_support(call, case, without=CHUNK_ROWS)
+    assert in_forward == 1, gpu.report()
+    assert len(gpu.transfers) == (1 if call == "loss" else 2), gpu.report()
+
+
+@functools.cache
+def launches_of_support(call, case, **sizes):
+    return record_support(call, case, **sizes)[0].counts()
+
+
+@pytest.mark.parametrize(("call", "case"), LAUNCHES_OF_SUPPORT)
+def test_launches_of_a_support(call, case):
+    few = launches_of_support(call, case, tokens=512, entries=2)
+    assert few.total() <= LAUNCHES_OF_SUPPORT[call, case], (few.total(), few.most_common())
+    for tokens, entries in ((512, 300), (16_384, 2), (16_384, 64)):
+        more = launches_of_support(call, case, tokens=tokens, entries=entries)
+        assert more == few, (more - few, few - more)
+
+
+@pytest.mark.parametrize("call", CASES_OF_SUPPORT)
+def test_sums_of_parts_are_launched_where_a_segment_can_be_long(call):
+    for tokens, entries, long in ((128, 2, False), (256, 2, True)):
+        of = launches_of_support(call, "mask", tokens=tokens, entries=entries)
+        assert of["segment_sums_kernel"] == 2
+        assert of["part_sums_kernel"] == of["sum_parts_kernel"] == 2 * long
+
+
+@pytest.mark.parametrize("rows", (CHUNK_ROWS, 2 * CHUNK_ROWS))
+def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
+    of_support = launches_of_support("loss", "mask").total()
+    mixed = launches_of_support("loss", "mask", without=rows).total()
+    budget = BUDGETS["exact", "mask"]
+    alone = budget.fixed + budget.per_chunk + rows // budget.part_rows * budget.per_part
+    assert mixed - of_support <= alone
+
+
+@pytest.fixture(scope="module", params=(6, pytest.param(60, marks=pytest.mark.slow)))
+def keys_of_support(request):
+    """Compile keys of every kernel by what its launches may differ in, over batches of all sizes.
+
+    That is its options, dtypes, and the width of the operand.
+    """
+    draw, keys = random.Random(0), {}
+    for index in range(request.param):
+        tokens, entries = B * draw.randint(40, 400), draw.randint(1, 99)
+        without = draw.randint(1, tokens // 3) if index % 3 else 0
+        sizes = {"tokens": tokens, "entries": entries, "without": without}
+        for call, rest in (("loss", 0), ("logps", 0), ("logps", draw.randint(1, 3))):
+            budget = {"chunk_bytes": 6 * V * 128}  # logits, and their gradient in half precision
+            gpu, _ = record_support(call, "everything", rest=rest, **sizes, **budget)
+            for (kernel, options), found in gpu.keys.items():
+                for key in (tuple(ast.literal_eval(x).items()) for x in found):
+                    dtypes = [kind[0] for name, kind in key if name.endswith("_ptr")]
+                    kind = options, *dtypes, dict(key).get("K")
+                    keys.setdefault(kernel, {}).setdefault(kind, set()).add(key)
+    return keys
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ("entry_dots_kernel", "segment_sums_kernel", "part_sums_kernel", "sum_parts_kernel",
+     "token_stats_kernel", "logit_grads_kernel"),
+)  # fmt: skip
+def test_no_size_of_a_support_compiles_a_kernel_again(kernel, keys_of_support):
+    assert len(keys_of_support[kernel]) > 1
+    for kind, found in keys_of_support[kernel].items():
+        assert len(found) == 1, (kind, found)

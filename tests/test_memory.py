@@ -15,21 +15,15 @@ def config_of(**options):
     return TrainingConfig(**{"model": "m", **options})
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-def test_kept_activations_are_what_a_forward_keeps(checkpointing):
+def test_kept_activations_are_what_a_forward_keeps():
     """Counted on tensors without memory as on real ones."""
     config = config_of(
-        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4,
-        gradient_checkpointing=checkpointing,
-    )  # fmt: skip
-    model_config = make_model("llama").config
-    predicted = memory.predict(config, model_config, gpu=False)
-    assert predicted.weights == sum(4 * p.numel() for p in make_model("llama").parameters())
-    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
-    if checkpointing:
-        return
-    # What a real forward keeps, counted here.
+        max_prompt_length=24, max_completion_length=16, micro_batch_size=8, num_generations=4
+    )
     model, storages = make_model("llama").train(), {}
+    predicted = memory.predict(config, model.config, gpu=False)
+    assert predicted.weights == sum(4 * p.numel() for p in model.parameters())
+    assert predicted.optimizer == 2 * predicted.gradients == 2 * predicted.weights
     own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
 
     def keep(x):
@@ -62,53 +56,41 @@ def test_the_prediction_follows_the_options():
     assert base.peak <= base.eager_peak
 
 
-def test_the_command_says_whether_it_fits(tmp_path, capsys):
-    make_model("llama").config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--num-generations", "8", "--max-completion-length", "64"]
-    with pytest.raises(SystemExit) as fits:
-        memory.main([*options, "--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"])
-    assert fits.value.code == 0 and "fits into 24 GiB" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as too_small:
-        memory.main([*options, "--gpu-gib", "0.001"])
-    assert too_small.value.code == 1 and "does not fit" in capsys.readouterr().out
-
-
-def vllm_prediction(*, gpu=True, gpu_bytes=None, **options):
+def vllm_prediction(*, gpu=True, **options):
     config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
-    return memory.predict(config, make_model("llama").config, gpu=gpu, gpu_bytes=gpu_bytes)
+    return memory.predict(config, make_model("llama").config, gpu=gpu, gpu_bytes=2**24)
 
 
-def test_a_colocated_vllm_fills_its_share_of_the_gpu():
+def test_what_vllm_takes_of_a_gpu():
+    """Its share beside training; that of the larger of both if it sleeps; elsewhere by itself."""
     weights = sum(p.numel() for p in make_model("llama").parameters())
-    predicted = vllm_prediction(gpu_bytes=2**24)
-    engine = predicted.engine
-    assert predicted.cache == predicted.sampling == 0
+    awake, asleep = vllm_prediction(), vllm_prediction(vllm_enable_sleep_mode=True)
+    engine = awake.engine
+    assert awake.cache == awake.sampling == 0
     assert engine.weights == 2 * weights  # as the GEMMs of the policy, bf16 by autocast
     assert engine.sampling == engine.training == int(0.3 * 2**24)
-    without = memory.predict(config_of(max_prompt_length=24, max_completion_length=16),
-                             make_model("llama").config, gpu_bytes=2**24)  # fmt: skip
-    assert predicted.training_peak == without.training_peak + engine.share
     # 2 layers of one head of 16 numbers, keys and values, 40 tokens.
     assert engine.sequence == 2 * 2 * 16 * 40 * 2
     assert engine.sequences == (engine.share - engine.weights) // engine.sequence
     assert vllm_prediction(vllm_dtype="fp32").engine.weights == 4 * weights
-
-
-def test_a_vllm_that_sleeps_leaves_the_gpu_to_training():
-    awake = vllm_prediction(gpu_bytes=2**24)
-    asleep = vllm_prediction(gpu_bytes=2**24, vllm_enable_sleep_mode=True)
-    assert asleep.training_peak == awake.training_peak - awake.engine.share
-    assert asleep.peak == max(
-        asleep.training_peak, asleep.state + asleep.engine.share + asleep.engine.sync
-    )
+    assert asleep.training_peak == awake.training_peak - engine.share
+    there = (asleep.training_peak, asleep.state + asleep.engine.share + asleep.engine.sync)
+    assert asleep.peak == max(there)
+    # Adapters are merged into what is sent.
+    server = vllm_prediction(vllm_mode="server", lora_rank=4)
+    assert server.peak == server.training_peak and server.engine.training == 0
+    assert server.engine.sync_files == server.engine.weights == 2 * weights
+    lines = server.table().splitlines()
+    peak = next(i for i, line in enumerate(lines) if line.startswith("peak"))
+    assert [line.startswith("server") for line in lines[peak:]] == [0, 0, 1, 1, 0, 0]
 
 
 def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
     """And packed copies of the head and of the embedding."""
     make_model("llama").config.save_pretrained(tmp_path)
-    engine = vllm_prediction(gpu=False, model=str(tmp_path), precision="no").engine
-    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16,
-                       model=str(tmp_path), precision="no")  # fmt: skip
+    options = {"model": str(tmp_path), "precision": "no"}
+    engine = vllm_prediction(gpu=False, **options).engine
+    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
     rows = config.prompts_per_step * config.num_generations
     assert engine.cache == engine_options(config, rows, False)["kv_cache_memory_bytes"]
     # Two blocks of 32 for 40 tokens, one more, and a sequence more than there are; bytes per token.
@@ -118,33 +100,27 @@ def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
     assert engine.sampling == engine.weights + engine.cache
 
 
-def test_a_server_is_counted_by_itself():
-    weights = sum(p.numel() for p in make_model("llama").parameters())
-    predicted = vllm_prediction(vllm_mode="server")
-    assert predicted.peak == predicted.training_peak and predicted.engine.training == 0
-    assert predicted.engine.sync == predicted.engine.sync_files == 2 * weights
-    lines = predicted.table().splitlines()
-    peak = next(i for i, line in enumerate(lines) if line.startswith("peak"))
-    assert [line.startswith("server") for line in lines[peak:]] == [0, 0, 1, 1, 0, 0]
-    # Adapters are merged into what is sent.
-    lora = vllm_prediction(vllm_mode="server", lora_rank=4)
-    assert lora.engine.sync_files == lora.engine.weights == 2 * weights
+VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
 
 
-def test_the_command_says_what_vllm_leaves(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    (
+        (("--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"), 0, ["fits into 24 GiB"]),
+        (("--gpu-gib", "0.001"), 1, ["does not fit"]),
+        (VLLM, 0, ["vLLM fills 0.30 GiB", "0.62 GiB are left to training"]),
+        ((*VLLM, "--vllm_gpu_memory_utilization", "0.0001"), 1,
+         ["Larger: vllm_gpu_memory_utilization"]),
+        ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
+        ((*VLLM[:2], "--cpu"), None, ["vLLM while training"]),
+    ),
+)  # fmt: skip
+def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys):
     make_model("llama").config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--rollout", "vllm", "--gpu-gib", "1"]
-    with pytest.raises(SystemExit) as fits:
-        memory.main(options)
-    said = capsys.readouterr().out
-    assert fits.value.code == 0 and "vLLM fills 0.30 GiB" in said
-    assert "0.62 GiB are left to training" in said
-    with pytest.raises(SystemExit) as too_small:
-        memory.main([*options, "--vllm_gpu_memory_utilization", "0.0001"])
-    said = capsys.readouterr().out
-    assert too_small.value.code == 1 and "Larger: vllm_gpu_memory_utilization" in said
-    with pytest.raises(SystemExit):
-        memory.main([*options, "--cpu"])
-    assert "gpu_gib: expected none with cpu; got 1.0" in capsys.readouterr().err
-    memory.main([*options[:-2], "--cpu"])
-    assert "vLLM while training" in capsys.readouterr().out
+    ended = None
+    try:
+        memory.main(["--model", str(tmp_path), *flags])
+    except SystemExit as end:
+        ended = end.code
+    said = capsys.readouterr()
+    assert ended == status and all(text in said.out + said.err for text in told)

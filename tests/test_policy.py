@@ -12,7 +12,7 @@ from grpo_kernels.training import (
     load_model,
     load_problems,
 )
-from grpo_kernels.training.policy import Batch, Policy, why_not_shared
+from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.rollout import (
     GenerateRollout,
     SamplingParams,
@@ -44,6 +44,7 @@ def test_shared_prompts_change_nothing(family):
     batch, advantages = random_batch(), torch.randn(6, generator=torch.Generator().manual_seed(1))
     shared, apart = Policy(model), Policy(model, share_prompts=False)
     assert (shared.why_not_shared is None) == FAMILIES[family].shares, shared.why_not_shared
+    assert shared.why_not_shared is None or "Sliding" in shared.why_not_shared
     loss, logps, grads = loss_and_grads(shared, batch, advantages, GRPOLossConfig())
     expected_loss, expected_logps, expected = loss_and_grads(
         apart, batch, advantages, GRPOLossConfig()
@@ -119,13 +120,11 @@ class Words:
 @pytest.mark.parametrize(
     ("row", "stop", "expected"),
     (
-        ([7, 0, 0, 0], (), ([7, 0], True)),
         ([7, 8, 9, 0], (), ([7, 8, 9, 0], True)),
         ([7, 8, 9, 10], (), ([7, 8, 9, 10], False)),
         ([0, 0, 0, 0], (), ([0], True)),
         ([7, 5, 0, 0], (), ([7, 5], True)),  # several tokens end it
         ([1, 2, 3, 0, 0], ("bc",), ([1, 2, 3], True)),  # padded with the end's token
-        ([1, 2, 3, 4], ("bc",), ([1, 2, 3], True)),
         ([1, 2, 0, 3, 2, 3], ("bc",), ([1, 2, 0], True)),  # the token comes first
         ([1, 2, 4], ("bc",), ([1, 2, 4], False)),
     ),
@@ -162,8 +161,3 @@ def test_what_a_model_brings_for_generate_is_left_out(adapters):
     model.generation_config.update(**own)
     assert rollout([[7, 8, 9]], 2, sampling) == expected
     assert model.generation_config.num_beams == 2  # and is there again
-
-
-def test_why_not_shared_names_the_reason():
-    assert why_not_shared(make_model("llama")) is None
-    assert "Sliding" in why_not_shared(make_model("gemma2"))

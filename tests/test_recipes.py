@@ -3,8 +3,7 @@
 import re
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from grpo_kernels.training import memory, parse_config
 from grpo_kernels.training.config import TrainingConfig
@@ -13,30 +12,22 @@ from tests.helpers.ranks import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_memory")]
 CONFIGS = ROOT / "examples/configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*gb*.yaml"))
-# The configs on the hub of the models that the recipes train: kind, hidden size, that of the MLP,
-# layers, heads, heads of keys, vocabulary, whether the head is tied; and the count of parameters.
+# The configs on the hub of the models that the recipes train: hidden size, that of the MLP, layers,
+# heads, heads of keys, vocabulary, whether the head is tied.
 MODELS = {
-    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", 896, 4864, 24, 14, 2, 151936, True, 494_032_768),
-    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True, 1_543_714_304),
-    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False, 7_615_616_512),
+    "Qwen/Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-7B-Instruct": (3584, 18944, 28, 28, 4, 152064, False),
 }
 
 
 def config_of(name):
-    kind, hidden, mlp, layers, heads, kv_heads, V, tied, _ = MODELS[name]
+    hidden, mlp, layers, heads, kv_heads, V, tied = MODELS[name]
     return AutoConfig.for_model(
-        kind, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        "qwen2", hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=V,
         tie_word_embeddings=tied, max_position_embeddings=32768,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_configs_are_those_of_the_models(name):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(name))
-    model.tie_weights()
-    assert sum(p.numel() for p in model.parameters()) == MODELS[name][-1]
 
 
 def test_processes_share_state_if_it_is_sharded():
@@ -52,7 +43,7 @@ def test_processes_share_state_if_it_is_sharded():
             assert eight.weights == one.weights
     # Beside its eighth: the head, and one layer of 24, in bf16.
     V, H = shape.vocab_size, shape.hidden_size
-    layer = (MODELS["Qwen/Qwen2.5-0.5B-Instruct"][-1] - V * H - H) // 24
+    layer = (494_032_768 - V * H - H) // 24
     assert eight.weights == one.weights // 8 + 2 * (V * H + layer)
 
 
@@ -92,8 +83,3 @@ def test_a_recipe_says_what_it_is(name):
     assert launched is None or (ROOT / launched[1]).exists()
     # Its own name: two recipes do not write into one folder.
     assert config.name in name
-
-
-def test_there_is_one_for_the_machines_that_people_have():
-    kinds = [header_of(name).split("\n")[0] for name in RECIPES]
-    assert len(RECIPES) == 6 and len(set(kinds)) == 6

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import grpo_kernels
 from grpo_kernels import batch_support
 from grpo_kernels.experimental import Sampled
 from grpo_kernels.support import _warn_of_wide_sets
-from tests.helpers.batches import OBJECTIVES, assert_matches, config, make_batch, packed, run_fused
+from tests.helpers.batches import OBJECTIVES, assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
@@ -32,69 +34,59 @@ def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
     return metrics
 
 
-@pytest.mark.parametrize("without", [0.0, 0.3], ids=["all", "mixed"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_objectives(batch, objective, without):
-    expect_equal(batch, make_support(batch, without=without), objective_options(objective))
+# Tokens without a support beside the others for every other objective; Triton's with the rest.
+CASES = [
+    pytest.param(
+        name, backend, 0.3 * ((i + place) % 2),
+        marks=pytest.mark.slow if place and name not in ("old_logps", "gspo", "everything") else (),
+    )
+    for place, backend in enumerate(BACKENDS) for i, name in enumerate(OBJECTIVES)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_head_options(option, dtype):
-    batch = make_batch().to("cpu", dtype)
-    settings_, call = OPTIONS[option]
-    options = {"config": config(**settings_), **call}
-    kept = make_support(batch, without=0.2)
+@pytest.mark.parametrize(("objective", "backend", "without"), CASES)
+def test_objectives(objective, backend, without):
+    batch = make_batch(**(SMALL if backend == "triton" else {}))
+    kept = make_support(batch, without=without, most=30)
+    expect_equal(batch, kept, objective_options(objective), backend=backend)
+
+
+@pytest.mark.parametrize("option", ["old_logps", "entropy", "everything"])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.bfloat16, "torch"), (torch.float16, "torch"), (torch.float16, "triton")],
+    ids=str,
+)
+def test_half_precision(option, dtype, backend):
+    """Other options in float32, one by one and with each other, are in `test_pairs.py`."""
+    batch = make_batch(**(SMALL if backend == "triton" else {})).to("cpu", dtype)
+    objective, call = OPTIONS[option]
+    options = {"config": config(**objective), **call, "backend": backend}
+    kept = make_support(batch, without=0.2, most=30)
     tolerance = max(TOLERANCE[dtype], 3e-3 if dtype == torch.bfloat16 else 0.0)
     expect_equal(batch, kept, options, chunk_bytes=CHUNK, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("option", ["old_logps", "entropy", "everything"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_triton(option, dtype):
-    batch = make_batch(**SMALL).to("cpu", dtype)
-    settings_, call = OPTIONS[option]
-    options = {"config": config(**settings_), **call}
-    kept = make_support(batch, without=0.2, most=30)
-    expect_equal(batch, kept, options, backend="triton", tolerance=TOLERANCE[dtype])
+@pytest.mark.parametrize(
+    ("backward", "half"), [(Sampled(1e-3, seed=1), False), (None, True), (Sampled(1e-3), True)]
+)
+def test_a_sampled_backward_and_half_products(batch, backward, half, monkeypatch):
+    """A sampled one leaves entries exact; as on a GPU rows of logits and gradients are apart.
 
-
-@pytest.mark.parametrize("objective", ["gspo", "vespo", "everything"])
-def test_triton_in_two_passes(objective):
-    batch = make_batch(**SMALL)
-    kept = make_support(batch, without=0.0, most=30)
-    expect_equal(batch, kept, objective_options(objective), backend="triton")
-
-
-@pytest.mark.parametrize("objective", ["kl_old_delta", "gspo"])
-def test_a_sampled_backward_leaves_entries_exact(batch, objective):
-    """With tokens that have no support beside them; at this size the others' noise is small."""
-    kept = make_support(batch, without=0.4)
-    options = objective_options(objective)
+    With tokens that have no support beside them; at this size the others' noise is small.
+    """
+    if half:
+        imitate(monkeypatch, torch.bfloat16)
+        batch = batch.to("cpu", torch.bfloat16)
+    kept = make_support(batch, without=0.1 if half else 0.4)
+    options = objective_options("kl_old_delta") | {"support": kept}
     batch = with_logps_of(batch, kept, bias=True)
-    exact = run_fused(batch, exact=True, support=kept, **options)
-    sampled = run_fused(batch, exact=False, support=kept, backward=Sampled(1e-3, seed=1), **options)
+    exact = run_fused(batch, exact=True, **options)
+    actual = run_fused(batch, exact=False, backward=backward, **options)
     for name, gradient in exact.gradients.items():
-        error = (sampled.gradients[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-2, name
-
-
-@pytest.mark.parametrize("layout", [packed, lambda b: b], ids=["packed", "padded"])
-@pytest.mark.parametrize("objective", ["sequence", "old_logps"])
-def test_layouts(batch, objective, layout):
-    batch = layout(batch)
-    expect_equal(batch, make_support(batch), objective_options(objective))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_everything_kept_is_no_support(backend):
-    batch = make_batch(**SMALL)
-    options = {"config": config(beta=0.1, entropy_coef=0.02), "backend": backend}
-    options |= {"old_logps": True, "ref_logps": True}
-    whole = run_fused(batch, exact=False, **options)
-    kept = run_fused(batch, exact=False, support=everything(batch), **options)
-    kept.metrics = {k: v for k, v in kept.metrics.items() if not k.startswith("support/")}
-    assert_matches(kept, whole, 1e-5, logps=1e-5)
+        if gradient is not None:
+            error = (actual.gradients[name] - gradient).norm() / gradient.norm()
+            assert error < (8e-3 if half else 1e-2), name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,36 +125,16 @@ def test_rows_that_no_token_kept_are_not_read(batch):
     assert not weight.grad[~used].any() and weight.grad[used].any(1).float().mean() > 0.5
 
 
-def test_the_formulas_of_trainers(batch):
-    """The log softmax over all of V, less the log of the mass kept; or logits of -inf elsewhere."""
-    kept = make_support(batch, without=0.0)
-    mine = linear_logprobs(
-        batch.hidden, batch.weight, batch.targets, mask=batch.mask, support=kept
-    ).logps
-    hidden = batch.hidden.nan_to_num().double()
-    logits = (hidden @ batch.weight.T.double()).flatten(0, 1)
-    for i, (target, counts) in enumerate(
-        zip(batch.targets.flatten().tolist(), batch.mask.flatten().tolist(), strict=True)
-    ):
-        if not counts:
-            continue
-        entries = kept[0][kept[1][i] : kept[1][i + 1]].long()
-        log_p = logits[i].log_softmax(-1)
-        renormalized = log_p[target] - log_p[entries].logsumexp(0)
-        masked = torch.full_like(logits[i], -torch.inf)
-        masked[entries] = logits[i, entries]
-        for expected in (renormalized, masked.log_softmax(-1)[target]):
-            assert abs(mine.flatten()[i] - expected) < 1e-5
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_logprobs(backend):
-    """Log-probs, entropy and logsumexp with gradients of their own; a LoRA; T per token."""
+    """Log-probs, entropy and logsumexp with gradients of their own; a strided LoRA; T per token."""
     batch = make_batch(**SMALL)
     mask, V = batch.mask, len(batch.weight)
     kept = make_support(batch, without=0.2, most=30)
     g = torch.Generator().manual_seed(1)
-    a_out, lora_b = torch.randn(*mask.shape, 3, generator=g), torch.randn(V, 3, generator=g)
+    a_out = torch.randn(3, *mask.shape, generator=g).movedim(0, -1)
+    lora_b = torch.randn(V, 3, generator=g)
+    assert not a_out.is_contiguous()
     factors = torch.randn(3, *mask.shape, generator=g)
 
     def run(call, dtype, **options):
@@ -182,8 +154,7 @@ def test_linear_logprobs(backend):
         assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "loss_type"), [("torch", "sapo"), ("triton", "dapo")])
 def test_states_without_gradient_stay_out(backend, loss_type):
     """NaN and inf in the states of tokens of advantage 0."""
     batch = make_batch(**SMALL)
@@ -206,41 +177,6 @@ def test_states_without_gradient_stay_out(backend, loss_type):
     for poisoned in gradients[1:]:
         for actual, expected in zip(poisoned, gradients[0], strict=True):
             assert expected.any() and torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_strided_lora(backend):
-    batch = make_batch(**SMALL)
-    kept = make_support(batch, without=0.3, most=30)
-    lora_b = torch.randn(61, 3)
-    gradients = []
-    for strided in (False, True):
-        a_out = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).t()
-        a_out = (a_out if strided else a_out.contiguous()).requires_grad_()
-        assert a_out.is_contiguous() != strided
-        out = fused_grpo_loss(
-            batch.hidden.flatten(0, 1), batch.weight, batch.targets.flatten(), torch.ones(20),
-            batch.mask.flatten(), low_rank=(a_out, lora_b), support=kept, backend=backend,
-        )  # fmt: skip
-        out.loss.backward()
-        gradients.append(a_out.grad)
-    assert gradients[0].any()
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("backward", [None, Sampled(1e-3, seed=0)], ids=["exact", "sampled"])
-def test_half_precision_products(batch, backward, monkeypatch):
-    """As on a GPU: rows of logits and their gradients in two buffers."""
-    imitate(monkeypatch, torch.bfloat16)
-    kept = make_support(batch.to("cpu", torch.bfloat16), without=0.1)
-    options = {"config": config(), "old_logps": True, "backward": backward}
-    batch = with_logps_of(batch.to("cpu", torch.bfloat16), kept)
-    exact = run_fused(batch, exact=True, support=kept, **options)
-    actual = run_fused(batch, exact=False, support=kept, **options)
-    for name, gradient in exact.gradients.items():
-        if gradient is not None:
-            error = (actual.gradients[name] - gradient).norm() / gradient.norm()
-            assert error < 8e-3, name
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])
@@ -318,15 +254,120 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
     some = [csr(s) if s else None for s in ([[5]], [])]
     assert batch_support(some, 2, targets=[[5], []]).offsets.tolist() == [0, 1, 1, 1, 1]
     expect_equal(batch, emptied, {"config": config(), "old_logps": True})
+    with pytest.raises(ValueError, match=f"length: expected as many as .* tokens, {T}; got 2"):
+        batch_support(rows, 2)
     with pytest.raises(ValueError, match=r"support: expected the target .*batch_support"):
         run_fused(batch, exact=False, support=batch_support(rows, T))
 
 
-@pytest.mark.slow
+# What comes in: refused by name, masked, empty, and ragged in any way
+
+IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
+TARGETS = [7, 9, 2]
+
+
 @pytest.mark.parametrize(
-    ("objective", "without"), [(name, 0.3 * (i % 2)) for i, name in enumerate(OBJECTIVES)]
-)
-def test_triton_objectives(objective, without):
-    batch = make_batch(**SMALL)
-    kept = make_support(batch, without=without, most=30)
-    expect_equal(batch, kept, objective_options(objective), backend="triton")
+    ("change", "error", "message"),
+    [
+        ({"ids": [5, 7, 99, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
+        ({"ids": [-1, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected ids in \[0, 20\)"),
+        ({"ids": [7, 7, 7, 9, 2]}, ValueError, r"support.token_ids: expected each id once"),
+        ({"ids": [5, 7, 7, 8, 2]}, ValueError, r"support: expected the target .* \(1 of them\)"),
+        ({"offsets": [0, 3, 2, 5]}, ValueError, r"support.offsets: expected offsets that start"),
+        ({"offsets": [1, 2, 4, 5]}, ValueError, r"support.offsets: .* \(1 of them\)"),
+        ({"offsets": [0, 2, 4, 4]}, ValueError, r"support.offsets: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 4, 6]}, ValueError, r"support.offsets: .* end at the 5 ids"),
+        ({"offsets": [0, 2, 5]}, ValueError, r"support.offsets: expected shape \[4\]"),
+        ({"ids": [[5, 7, 7, 9, 2]]}, ValueError, r"token_ids: expected shape \[K\]"),
+        ({"ids": [5.0, 7, 7, 9, 2]}, TypeError, r"support.token_ids: expected dtype int64, int32"),
+        # Sets that overlap behind a masked token.
+        ({"offsets": [0, 3, 2, 5], "mask": torch.tensor([True, False, True])}, ValueError,
+         r"support.offsets: expected offsets .* \(1 of them\)"),
+        ({"support": 3}, TypeError, "support: expected a Support of token_ids"),
+        ({"capturable": True}, ValueError, "support: expected None with capturable=True"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["fused", "linear"])
+def test_bad_supports_are_refused_by_name(change, error, message, call):
+    change = dict(change)
+    ids, offsets = change.pop("ids", IDS), change.pop("offsets", OFFSETS)
+    options = {"support": (torch.tensor(ids), torch.tensor(offsets)), **change}
+    arguments = [torch.randn(3, 4), torch.randn(20, 4), torch.tensor(TARGETS)]
+    with pytest.raises(error, match=message):
+        if call == "fused":
+            fused_grpo_loss(*arguments, torch.ones(3), **options)
+        else:
+            linear_logprobs(*arguments, **options)
+
+
+def test_masked_tokens_may_have_anything():
+    """Offsets and ids that mean nothing, in the middle and at both ends."""
+    mask = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
+    ids = torch.tensor([-3, 99, 7, 5, 50, 9, 2, 2])
+    offsets = torch.tensor([44, 2, 4, -9, 5, 7, -5])
+    hidden, weight = torch.randn(6, 4), torch.randn(20, 4)
+    targets = torch.tensor([-1, 5, 77, -1, 2, 3])
+    out = linear_logprobs(hidden, weight, targets, mask=mask, support=(ids, offsets))
+    clean = csr([[], [7, 5], [], [], [9, 2], []])
+    expected = linear_logprobs(hidden, weight, targets, mask=mask, support=clean)
+    torch.testing.assert_close(out, expected)
+    assert out.logps[1] < 0 and out.logps[4] < 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
+def test_no_tokens(shape):
+    kept = (torch.zeros(0, dtype=torch.int32), torch.zeros(torch.Size(shape).numel() + 1).int())
+    hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
+    targets = torch.zeros(shape, dtype=torch.long)
+    out = fused_grpo_loss(hidden, weight, targets, torch.zeros(shape), support=kept)
+    out.loss.backward()
+    assert out.loss == 0 and not weight.grad.any()
+
+
+@st.composite
+def ragged(draw):
+    """Sets with their targets, masks, and rubbish where tokens are masked."""
+    V, N = 13, draw(st.integers(1, 6))
+    tokens = []
+    for _ in range(N):
+        entries = draw(st.lists(st.integers(0, V - 1), unique=True, max_size=V))
+        target = draw(st.sampled_from(entries)) if entries else draw(st.integers(0, V - 1))
+        active = draw(st.booleans())
+        if not active:
+            entries = draw(st.lists(st.integers(-5, V + 5), max_size=4))
+        tokens.append((entries, target, active))
+    return V, tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(ragged(), st.sampled_from(["dapo", "gspo"]), st.integers(0, 99), st.sampled_from([0, 3]))
+def test_any_ragged_support(case, loss_type, seed, rows):
+    V, tokens = case
+    g = torch.Generator().manual_seed(seed)
+    N = len(tokens)
+    hidden, weight = torch.randn(1, N, 5, generator=g), torch.randn(V, 5, generator=g)
+    kept = csr([entries for entries, _, _ in tokens])
+    targets = torch.tensor([[t for _, t, _ in tokens]])
+    mask = torch.tensor([[a for _, _, a in tokens]])
+    results = []
+    for call, dtype in (
+        (fused_grpo_loss, torch.float32),
+        (reference.fused_grpo_loss, torch.float64),
+    ):
+        h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight))
+        call(
+            h, w, targets, torch.tensor([1.5], dtype=dtype), mask,
+            old_logps=torch.full((1, N), -0.7, dtype=dtype), support=kept,
+            config=config(loss_type=loss_type, entropy_coef=0.1),
+        ).loss.backward()  # fmt: skip
+        results.append((h.grad, w.grad))
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+
+
+def test_double_backward_is_refused():
+    weight = torch.randn(20, 4, requires_grad=True)
+    kept = (torch.tensor(IDS), torch.tensor(OFFSETS))
+    out = linear_logprobs(torch.randn(3, 4), weight, torch.tensor(TARGETS), support=kept)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out.logps.sum(), weight, create_graph=True)

@@ -1,33 +1,40 @@
 """The trainer: its gradients, its seams, and that a run can be taken up again."""
 
 import json
-import math
 import random
 import re
-import time
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from grpo_kernels import fused_grpo_loss
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss
 from grpo_kernels.config import AGGREGATIONS
+from grpo_kernels.experimental import column_draw
 from grpo_kernels.hf_head import head_of
+from grpo_kernels.losses import Sapo
 from grpo_kernels.training import (
     Completion,
     Trainer,
-    TrainingConfig,
+    data,
     load_model,
     load_problems,
     ranks,
 )
-from grpo_kernels.training import metrics as of
-from grpo_kernels.training.micro_batches import equal_parts, plan_micro_batches
+from grpo_kernels.training.micro_batches import (
+    Size,
+    config_of_part,
+    equal_parts,
+    num_items,
+    pad_plan,
+    plan_micro_batches,
+)
 from grpo_kernels.training.policy import Batch, Policy, positions
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import (
     assert_same_grads,
     config_of,
+    first_samples,
     noise,
     rows_of,
     support_around,
@@ -44,12 +51,7 @@ def sampled(config, **options):
     """A trainer in its first step, with completions of several lengths, scored."""
     rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
     trainer = trainer_of(config, rollout=lambda _: rollout)
-    trainer.step = 1
-    samples = trainer.sampling(
-        trainer.train_problems[:4], trainer.step, of.Clock(torch.device("cpu"))
-    )
-    trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
-    return trainer, samples
+    return trainer, first_samples(trainer)
 
 
 def updated_gradient(trainer, samples, parts):
@@ -70,21 +72,17 @@ CUTS = {
     **{name: {"loss_type": name} for name in AGGREGATIONS},
     "kl": {"loss_type": "grpo", "beta": 0.1},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
-    "entropy, dapo": {"entropy_coef": 0.1},
     "gspo": {"loss_type": "gspo", "epochs_per_rollout": 2},
     # The threshold lies between two of the tokens: one on it would go either way by an ulp.
     "top entropy": {"top_entropy_quantile": 0.4},
     "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
-    "no skipping": {"skip_untrained": False, "loss_type": "bnpo"},
     "replayed": {"top_k": 20, "epochs_per_rollout": 2},
-    "turns": {"beta": 0.1},
-    "turns, by completion": {"loss_type": "grpo"},
-    "predicted": {"loss_type": "bnpo"},
+    "turns": {"loss_type": "grpo"},
+    "predicted": {"loss_type": "bnpo", "beta": 0.1, "skip_untrained": False},
 }
 # What a rollout puts between the tokens that it samples.
 TURNS = {
     "turns": {"turns": True},
-    "turns, by completion": {"turns": True},
     "predicted": {"turns": True, "ce_weight": 0.5},
 }
 
@@ -95,7 +93,7 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     trainer, samples = sampled(config, **TURNS.get(name, {}))
     whole, metrics = updated_gradient(trainer, samples, 16)
     assert len(set(samples.lengths)) > 2
-    for size in (1, 3, 4):
+    for size in (1, 3):
         grads, parts = updated_gradient(trainer, samples, size)
         assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
         assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
@@ -172,9 +170,13 @@ class FakeRollout:
         return done
 
 
-def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
+@pytest.mark.parametrize("loss_type", AGGREGATIONS)
+def test_the_gradient_is_that_of_one_call_of_the_loss(loss_type, tiny_model, tmp_path):
     """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
-    config = config_of(tiny_model, tmp_path, loss_type="dapo", max_grad_norm=1e9)
+    options = {"loss_type": loss_type, "entropy_coef": 0.1}
+    config = config_of(tiny_model, tmp_path, **options, max_grad_norm=1e9)
+    length = {"max_completion_length": 6} if loss_type == "dr_grpo" else {}
+    whole = GRPOLossConfig(**options, **length)
     trainer, samples = sampled(config)
     grads, metrics = updated_gradient(trainer, samples, 5)
     model, _ = load_model(config)
@@ -188,7 +190,7 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     T = batch.mask.shape[1]
     out = fused_grpo_loss(
         states.last_hidden_state[:, -T - 1 : -1], head_of(model).weight, batch.completions,
-        samples.advantages, batch.mask,
+        samples.advantages, batch.mask, config=whole,
     )  # fmt: skip
     out.loss.backward()
     expected = {f"model.{n}": p.grad for n, p in model.named_parameters()}
@@ -196,21 +198,58 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(tiny_model, tmp_path):
     assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-7)
 
 
-def test_micro_batches_hold_every_row_once_and_little_padding():
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_empty_part_counts_for_nothing(aggregation):
+    """And an empty whole: no denominator is 0."""
+    length = {"max_completion_length": 9} if aggregation == "dr_grpo" else {}
+    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=0.1, **length)
+    for whole in (Size(8, 30), Size(8, 0)):
+        part = config_of_part(config, Size(0, 0), whole, 2)
+        assert part.entropy_coef > 0  # entropies are wanted, as in the other processes
+        loss = grpo_loss(
+            -torch.ones(8, 6), torch.ones(8), torch.zeros(8, 6).bool(), entropy=torch.ones(8, 6),
+            config=part, num_items=num_items(config, whole, 2),
+        ).loss  # fmt: skip
+        assert loss == 0
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("size", (1, 3, 8, 100))
+def test_every_row_is_in_one_part(shared, size):
     draw = random.Random(0)
-    prompt_of, tokens = [i // 8 for i in range(32)], [1, 2, 3, 4]
-    lengths = [draw.randrange(1, 100) for _ in range(32)]
-    for shared in (True, False):
-        plan = plan_micro_batches(range(32), 5, prompt_of, tokens, lengths, shared=shared)
-        assert sorted(i for part in plan for i in part) == list(range(32))
-        assert all(len(part) <= 5 for part in plan) and len(plan) == 7
-    by_length = plan_micro_batches(range(32), 4, prompt_of, tokens, lengths, shared=False)
-    padded = sum(len(p) * max(lengths[i] for i in p) for p in by_length)
-    assert padded < 1.2 * sum(lengths)
-    # Long prompts, completions of one length: groups stay together.
-    prompt_of = [i % 4 for i in range(32)]
-    plan = plan_micro_batches(range(32), 8, prompt_of, [51] * 4, [3] * 32, shared=True)
-    assert all(len({prompt_of[i] for i in part}) == 1 for part in plan)
+    rows = draw.sample(range(24), 17)
+    lengths = [draw.randrange(1, 100) for _ in range(24)]
+    prompt_of = [i // 4 for i in range(24)]
+    plan = plan_micro_batches(rows, size, prompt_of, [9] * 6, lengths, shared=shared)
+    assert sorted(i for part in plan for i in part) == sorted(rows)
+    assert len(plan) == -(-17 // size) and all(0 < len(part) <= size for part in plan)
+
+
+def test_the_order_with_fewer_tokens_is_taken():
+    lengths, prompt_of = [1, 9, 1, 9], [0, 0, 1, 1]
+
+    def parts(prompt_length, shared):
+        plan = plan_micro_batches(
+            range(4), 2, prompt_of, [prompt_length] * 2, lengths, shared=shared
+        )
+        return {frozenset(part) for part in plan}
+
+    by_prompt = {frozenset({0, 1}), frozenset({2, 3})}
+    by_length = {frozenset({0, 2}), frozenset({1, 3})}
+    assert parts(100, shared=True) == by_prompt
+    assert parts(1, shared=True) == by_length == parts(100, shared=False)
+
+
+def test_no_rows_no_parts_but_the_empty_ones():
+    assert plan_micro_batches([], 4, [], [], [], shared=True) == []
+    assert pad_plan([], 0) == [[]]
+    assert pad_plan([[1], [2]], 4) == [[1], [2], [], []]
+    assert pad_plan([[1], [2]], 2) == [[1], [2]]
+
+
+def test_equal_parts():
+    assert equal_parts(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert equal_parts(3, 1) == [[0, 1, 2]]
 
 
 # Runs
@@ -223,53 +262,43 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
         is_correction="token_truncate", epochs_per_rollout=2, minibatches=2, eval_every=1,
         micro_batch_size=3, warmup_steps=2, schedule="cosine",
     )  # fmt: skip
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout(lengths=(6, 1, 3), logps=-5.5))
-    folder = trainer.train()
+
+    class Engine(FakeRollout):
+        description = "an engine"
+
+        def update_weights(self):
+            pass
+
+    folder = trainer_of(config, rollout=lambda _: Engine(lengths=(6, 1, 3), logps=-5.5)).train()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     expected = {
         "reward", "reward/noise", "accuracy", "loss", "kl", "entropy", "completion_length",
         "truncated", "groups_equal", "grad_norm", "ratio_mean", "ratio_max", "clip_low",
         "clip_high", "tokens", "learning_rate", "seconds", "seconds/generate", "seconds/score",
-        "seconds/train", "peak_memory_gib", "sampling/importance_sampling_ratio/mean",
+        "seconds/train", "seconds/sync", "sampler_gap", "peak_memory_gib",
+        "sampling/importance_sampling_ratio/mean",
     }  # fmt: skip
     assert expected <= set(rows[0]), expected - set(rows[0])
     assert rows[0]["ratio_max"] > 1 and rows[0]["grad_norm"] > 0
+    parts = [value for name, value in rows[0].items() if name.startswith("seconds/")]
+    assert rows[0]["seconds"] == pytest.approx(sum(parts))
     evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [0, 1, 2]
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 15
     page = (folder / "report.html").read_text()
     assert page.count("<svg") >= 8 and not re.search(r"(src|href)=.?(https?:)?//", page)
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in capsys.readouterr().out
+    assert "<!-- gap to the sampler's log-probs, nats -->" in page and "<!-- sync -->" in page
+    said = capsys.readouterr().out
+    assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
+    assert "Completions by an engine" in said and "(sync 0." in said
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(tiny_model)
     after = AutoModelForCausalLM.from_pretrained(folder / "model")
     for (name, p), q in zip(before.named_parameters(), after.parameters(), strict=True):
         assert not torch.equal(p, q), name
-
-
-def test_a_sampler_of_its_own_is_introduced_and_its_gap_and_time_shown(
-    tiny_model, tmp_path, curves, capsys
-):
-    curves.undo()
-
-    class Engine(FakeRollout):
-        description = "an engine"
-
-        def update_weights(self):
-            time.sleep(0.06)
-
-    config = config_of(tiny_model, tmp_path, eval_size=0)
-    folder = trainer_of(config, rollout=lambda _: Engine(logps=-5.5)).train()
-    said = capsys.readouterr().out
-    assert "Completions by an engine" in said and "(sync 0.1, generate 0." in said
-    page = (folder / "report.html").read_text()
-    assert "<!-- gap to the sampler's log-probs, nats -->" in page and "<!-- sync -->" in page
-    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    parts = [value for name, value in row.items() if name.startswith("seconds/")]
-    assert row["seconds"] == pytest.approx(sum(parts)) and row["seconds/sync"] >= 0.06
 
 
 def test_the_same_seed_gives_the_same_metrics(tiny_model, tmp_path):
@@ -302,25 +331,24 @@ def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
 
 
-def test_lora_on_the_head(tiny_model, tmp_path):
-    target = r".*\.q_proj|lm_head"
-    config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, lora_target=target, steps=2)
-    trainer = trainer_of(config)
-    trainer.train()
-    trained = {n: p for n, p in trainer.policy.named_parameters() if p.requires_grad}
-    outer = [p for n, p in trained.items() if "lm_head" in n and "lora_B" in n]
-    assert len(outer) == 1 and outer[0].abs().max() > 0
-    assert all("lora" in name for name in trained)
-
-
-def test_lora_trains_adapters_against_the_base(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, beta=0.1, lora_rank=2, steps=3, save_model=True)
-    trainer = trainer_of(config)
+@pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))
+def test_lora_trains_adapters_against_the_base(target, tiny_model, tmp_path):
+    config = config_of(
+        tiny_model, tmp_path, beta=0.1, lora_rank=2, steps=3, save_model=True,
+        **{"lora_target": target} if target else {},
+    )  # fmt: skip
+    trainer, (again, _) = trainer_of(config), load_model(config)
+    begin = {n: p.clone() for n, p in trainer.policy.model.named_parameters() if "lora_A" in n}
+    assert begin and all(torch.equal(p, again.get_parameter(n)) for n, p in begin.items())
     assert trainer.reference.copy is None
     folder = trainer.train()
     kls = [row["kl"] for row in rows_of(folder)]
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-4
     assert (folder / "model" / "adapter_model.safetensors").exists()
+    trained = {n: p for n, p in trainer.policy.named_parameters() if p.requires_grad}
+    assert all("lora" in name for name in trained)
+    outer = [p for n, p in trained.items() if "lm_head" in n and "lora_B" in n]
+    assert len(outer) == bool(target) and all(p.abs().max() > 0 for p in outer)
 
 
 def test_dropout_is_off(tmp_path):
@@ -360,15 +388,6 @@ def test_layers_are_checkpointed(tiny_model, tmp_path, monkeypatch):
     config = config_of(tiny_model, tmp_path, name="c", **options)
     trainer_of(config, rollout=lambda _: FakeRollout()).train()
     assert len(calls) == 4
-
-
-def test_adapters_begin_as_the_seed_says(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, lora_rank=2)
-    first, second = (
-        {n: p.clone() for n, p in load_model(config)[0].named_parameters() if "lora_A" in n}
-        for _ in range(2)
-    )
-    assert first and all(torch.equal(p, second[n]) for n, p in first.items())
 
 
 def test_a_metric_of_one_minibatch_is_not_lost(tiny_model, tmp_path):
@@ -411,88 +430,127 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
 
         def __init__(self, run_name, **_):
             super().__init__()
-            calls.append(("name", run_name))
+            calls.append(run_name)
 
         def store_init_configuration(self, values):
-            calls.append(("config", values["learning_rate"]))
+            calls.append(values["learning_rate"])
 
         def log(self, values, step=None, **_):
-            calls.append((step, sorted(values)))
+            calls.append((step, "reward" in values, "held_out_accuracy" in values))
 
         def finish(self):
             calls.append("finished")
 
     tracking.register_tracker_class(Kept)
     trainer_of(config_of(tiny_model, tmp_path, trackers=["kept"], eval_size=3)).train()
-    assert calls[:2] == [("name", "t"), ("config", 0.01)] and calls[-1] == "finished"
-    assert [c[0] for c in calls[2:-1]] == [0, 1, 2, 2]
-    assert calls[2][1] == ["held_out_accuracy"] and "reward" in calls[3][1]
+    steps = [(0, False, True), (1, True, False), (2, True, False), (2, False, True)]
+    assert calls == ["t", 0.01, *steps, "finished"]
     with pytest.raises(ImportError, match="trackers: aim is not installed"):
         trainer_of(config_of(tiny_model, tmp_path, name="u", trackers=["aim"]))
 
 
-def test_an_update_that_is_not_finite_is_left_out(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path, steps=1)
-    trainer = trainer_of(config)
-    before = [p.clone() for p in trainer.policy.parameters()]
-    hook = next(trainer.policy.parameters()).register_hook(lambda g: g * math.nan)
+def test_every_step_is_handed_out(tiny_model, tmp_path):
+    seen = []
+    config = config_of(tiny_model, tmp_path, save_every=-1)
+    folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
+    assert [row["step"] for row, _ in seen] == [1, 2]
+    row, samples = seen[0]
+    assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
+    assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
+    assert samples.prompt_of == [i // 4 for i in range(16)]
+    assert samples.logps.shape == samples.mask.shape
+    assert not (folder / "checkpoints").exists()
+
+
+def test_prompts_are_tokenized_once(tiny_model, tmp_path):
+    trainer = trainer_of(config_of(tiny_model, tmp_path, eval_size=3))
+    again = []
+    trainer.encode._encode = again.append
     trainer.train()
-    hook.remove()
-    assert all(torch.equal(p, q) for p, q in zip(before, trainer.policy.parameters(), strict=True))
-    assert "the update was left out" in capsys.readouterr().out
+    assert again == []
+    messages = [{"role": "user", "content": "a"}]
+    encode = data.PromptEncoder(None, chat=False)
+    encode._encode = lambda prompt: [prompt]
+    assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
 
 
-# Options
+def train(config):
+    return rows_of(trainer_of(config).train())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"steps": 0}, "steps: expected at least 1; got 0"),
-        ({"num_generations": 1}, "num_generations: expected at least 2"),
-        ({"epsilon": 2.0}, r"epsilon: expected a number in \[0, 1\]"),
-        ({"loss_type": "sapo", "delta": 1.5}, "delta: expected None, as loss_type='sapo'"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected one for each of"),
-        ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
-        ({"trainable": "("}, "trainable: expected a regular expression"),
-        ({"tolerance": 0.1}, "tolerance: expected 0.005 with backward='exact'"),
-        ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
-        ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
-        ({"name": "a/b"}, "name: expected the name of a folder"),
-        ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
-        ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
-        ({"eval_temperature": 1.0}, "eval_temperature: expected 0 where eval_size is 0"),
-        ({"rollout": "sglang"}, "rollout: expected one of generate, vllm; got 'sglang'"),
-        ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
-    ),
-)
-def test_options_are_checked(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        config_of("m", tmp_path, **options)
+def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
+    """Its repr is recorded, by which a run goes on."""
+    config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
+    by_instance = train(config)
+    named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
+    assert by_instance == train(named)
+    recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]
+    assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
+    assert len(train(replace(config, steps=3, resume=True))) == 3
+    with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
+        train(replace(config, steps=4, resume=True, loss_type=Sapo()))
 
 
-def test_types_are_checked(tmp_path):
-    for options in ({"steps": 1.5}, {"beta": "x"}, {"stop": "x"}, {"resume": 1}, {"model": 3}):
-        (name,) = options
-        with pytest.raises(TypeError, match=f"{name}: expected"):
-            TrainingConfig(**{"model": "m", **options})
+def test_the_sampled_backward(tiny_model, tmp_path, monkeypatch):
+    """Other columns in every micro-batch, and the same ones in a run from the same seed."""
+    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)  # that of a small model
+    drawn = {"backward": "sampled", "tolerance": 0.5, "micro_batch_size": 4}
+    first, again, exact = (
+        train(config_of(tiny_model, tmp_path, name=name, **options))
+        for name, options in (("a", drawn), ("b", drawn), ("c", {}))
+    )
+    assert first == again and first[0]["loss"] == pytest.approx(exact[0]["loss"], abs=1e-5)
+    assert first[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"trainable": "nothing"}, "trainable: expected to match the name of a parameter"),
-        ({"rewards": ["nobody"]}, "rewards: expected some of answer, .*; got 'nobody'"),
-        ({"dataset": "no:thing"}, "dataset: expected module:function; got 'no:thing'"),
-        ({"is_correction": "token_mask"}, "is_correction: expected 'none' with a rollout that"),
-        ({"max_prompt_length": 1}, "max_prompt_length: expected room for at least one prompt"),
-    ),
-)
-def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        trainer_of(config_of(tiny_model, tmp_path, **options)).train()
+# Groups of equal rewards, which are replaced by those of other problems
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
-        load_model(config_of(tmp_path / "nowhere", tmp_path))
+def judge(prompts, completions, answer, **_):
+    """The same for all completions of a sum below 10, as if they were solved."""
+    return [
+        0.5 if int(right) < 10 else value
+        for right, value in zip(answer, noise(prompts, completions), strict=True)
+    ]
+
+
+def resampled(model, tmp_path, reward=judge, **options):
+    kept = []
+    trainer = trainer_of(config_of(model, tmp_path, **options), rewards={"noise": reward})
+    folder = trainer.train(lambda row, samples: kept.append(samples))
+    return rows_of(folder), kept, trainer
+
+
+def test_groups_of_equal_rewards_are_replaced(tiny_model, tmp_path):
+    rows, kept, trainer = resampled(tiny_model, tmp_path, steps=3, resample_equal_groups=20)
+    assert sum(row["resampled"] for row in rows) > 0
+    for row, samples in zip(rows, kept, strict=True):
+        assert row["groups_equal"] == 0 and row["resampled"] == samples.resampled
+        assert len(samples.problems) == 4 and len(samples.texts) == 16
+        assert all(int(problem["answer"]) >= 10 for problem in samples.problems)
+        # What belongs together still does.
+        assert samples.prompts == [trainer.encode(problem) for problem in samples.problems]
+        answers = [samples.problems[i]["answer"] for i in samples.prompt_of]
+        assert samples.rewards[:, 0].tolist() == judge(None, samples.texts, answers)
+        assert samples.texts == trainer.sampler.texts(samples.completions)
+        assert samples.mask.sum(1).tolist() == samples.lengths
+        means = samples.advantages.view(4, 4).mean(1)
+        torch.testing.assert_close(means, torch.zeros_like(means), atol=1e-6, rtol=0)
+
+
+def test_resampling_ends(tiny_model, tmp_path):
+    rows, _, _ = resampled(
+        tiny_model, tmp_path, steps=2, resample_equal_groups=3,
+        reward=lambda prompts, completions, **_: [1.0] * len(completions),
+    )  # fmt: skip
+    assert [row["resampled"] for row in rows] == [12, 12]
+    assert [row["groups_equal"] for row in rows] == [1, 1]
+    assert "resampled" not in train(config_of(tiny_model, tmp_path, name="not asked"))[0]
+
+
+def test_a_resumed_run_draws_the_same_groups(tiny_model, tmp_path):
+    options = {"resample_equal_groups": 20, "save_every": 1}
+    whole, _, _ = resampled(tiny_model, tmp_path / "whole", steps=4, **options)
+    resampled(tiny_model, tmp_path / "parts", steps=2, **options)
+    parts, _, _ = resampled(tiny_model, tmp_path / "parts", steps=4, resume=True, **options)
+    assert parts == whole

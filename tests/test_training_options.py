@@ -1,90 +1,212 @@
-"""Options that are misspelled or another library's, the hook of `train`, and a missing extra."""
+"""Options of a run: from Python, as flags and in files, what refuses them, and a missing extra."""
 
-import json
+import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_kernels.experimental import column_draw
-from grpo_kernels.losses import Sapo
-from grpo_kernels.training import checkpoint, data, parse_config
-from grpo_kernels.training.metrics import Clock
+from grpo_kernels.training import TrainingConfig, load_model, parse_config
+from grpo_kernels.training.config import DEFAULTS
+from grpo_kernels.training.loading import check_rollout
+from grpo_kernels.training.ranks import make_accelerator
 from grpo_kernels.training.requirements import NEEDED
-from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
+from grpo_kernels.training.vllm_server import engine_options
+from tests.helpers import trainer_runs
+from tests.helpers.trainer_runs import trainer_of
 
 ROOT = Path(__file__).parents[1]
+SERVER = {"rollout": "vllm", "vllm_mode": "server"}
+COLOCATE = {"rollout": "vllm", "vllm_mode": "colocate"}
+
+
+def config_of(**options):
+    return trainer_runs.config_of("m", "runs", **options)
 
 
 @pytest.mark.parametrize(
-    ("flag", "answer"),
+    ("options", "message"),
     (
-        ("--stepz", "--steps INT"),
-        ("--step", "--steps INT"),
-        ("--num-generation", "--num_generations INT"),
-        ("--learning_rat=3", "--learning_rate FLOAT"),
-        ("--no_share_promts", "--share_prompts, --no_share_prompts"),
-        ("--xyzzy", "--help"),
+        ({"steps": 0}, "steps: expected at least 1; got 0"),
+        ({"num_generations": 1}, "num_generations: expected at least 2"),
+        ({"resample_equal_groups": -1}, "resample_equal_groups: expected at least 0; got -1"),
+        ({"epsilon": 2.0}, r"epsilon: expected a number in \[0, 1\]"),
+        ({"loss_type": "sapo", "delta": 1.5}, "delta: expected None, as loss_type='sapo'"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected one for each of"),
+        ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
+        ({"trainable": "("}, "trainable: expected a regular expression"),
+        ({"tolerance": 0.1}, "tolerance: expected 0.005 with backward='exact'"),
+        ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
+        ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
+        ({"name": "a/b"}, "name: expected the name of a folder"),
+        ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
+        ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
+        ({"eval_temperature": 1.0}, "eval_temperature: expected 0 where eval_size is 0"),
+        ({"rollout": "sglang"}, "rollout: expected one of generate, vllm; got 'sglang'"),
+        ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
+        ({"head": "sharded", "top_k": 5}, "replay_support: expected false with a sharded head"),
+        ({**COLOCATE, "vllm_mode": "ipc"}, "vllm_mode: expected one of colocate, server; got"),
+        ({**COLOCATE, "vllm_dtype": "fp16"}, "vllm_dtype: expected one of auto, fp32, bf16; got"),
+        ({**COLOCATE, "vllm_gpu_memory_utilization": 0.0}, r"a number in \(0, 1\]; got 0.0"),
+        ({**COLOCATE, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
+        ({**SERVER, "vllm_server_timeout": 0.0}, "vllm_server_timeout: expected a number > 0"),
+        ({**SERVER, "vllm_request_timeout": -1.0}, "vllm_request_timeout: expected a number > 0"),
+        ({**COLOCATE, "vllm_max_model_length": 9}, r"vllm_max_model_length: .* = \d+; got 9"),
+        ({**SERVER, "vllm_max_model_length": 0}, "vllm_max_model_length: expected at least"),
+        *(
+            ({**SERVER, "vllm_server_base_url": url}, "vllm_server_base_url: expected one like")
+            for url in ("127.0.0.1:8000", "http://", "http://a:80/v1", "ftp://a:1", "http://a/", "")
+        ),
     ),
 )
-def test_an_unknown_flag_is_answered(flag, answer, capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse_config(["--model", "m", flag, "3"])
-    text = capsys.readouterr().err
-    assert exit.value.code == 2 and flag in text and answer in text
-    assert len(text.splitlines()) < 25
+def test_values_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**options)
 
 
-def test_a_key_of_a_file_is_answered(tmp_path, capsys):
+@pytest.mark.parametrize("url", ("http://here:8001", "http://here:8001/", "https://here:1"))
+def test_the_url_is_one_of_a_server(url):
+    assert config_of(**SERVER, vllm_server_base_url=url).vllm_server_base_url == url
+
+
+def test_types_are_checked():
+    for options in (
+        {"steps": 1.5}, {"beta": "x"}, {"stop": "x"}, {"resume": 1}, {"output": 3},
+        {"vllm_max_model_length": 4096.0}, {"vllm_server_timeout": "10"},
+        {"vllm_enable_sleep_mode": 1}, {"vllm_server_base_url": 8000},
+    ):  # fmt: skip
+        (name,) = options
+        with pytest.raises(TypeError, match=f"{name}: expected"):
+            TrainingConfig(model="m", **SERVER, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"trainable": "nothing"}, "trainable: expected to match the name of a parameter"),
+        ({"rewards": ["nobody"]}, "rewards: expected some of answer, .*; got 'nobody'"),
+        ({"is_correction": "token_mask"}, "is_correction: expected 'none' with a rollout that"),
+        ({"max_prompt_length": 1}, "max_prompt_length: expected room for at least one prompt"),
+    ),
+)
+def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path, real_memory):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(trainer_runs.config_of(tiny_model, tmp_path, **options)).train()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
+        load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))
+
+
+# Flags and files
+
+
+def test_flags_and_yaml(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("modell: m\neval_evry: 3\n")
+    path.write_text("model: m\nlearning_rate: 1e-6\nstop: ['</answer>']\nbeta: 0.04\nsteps: 7\n")
+    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
+    assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
+    assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "messages"),
+    (
+        ("model: m", ["--stepz", "3"], ["--stepz", "--steps INT"]),
+        ("model: m", ["--step", "3"], ["--steps INT"]),
+        ("model: m", ["--num-generation", "3"], ["--num_generations INT"]),
+        ("model: m", ["--learning_rat=3"], ["--learning_rate FLOAT"]),
+        ("model: m", ["--no_share_promts"], ["--share_prompts, --no_share_prompts"]),
+        ("model: m", ["--xyzzy", "3"], ["--xyzzy", "--help"]),
+        ("modell: m\neval_evry: 3", [], ["--modell", "--model STR", "--eval_every INT"]),
+        ("model: m\nbeta: high", [], ["--beta"]),
+        ("model: m\nsteps: true", [], ["--steps"]),
+        ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
+        ("steps: 3", [], ["model: expected a hub name or a folder"]),
+        ("steps", [], ["expected options, one per line as `steps: 100`; got 'steps'"]),
+        (": {", [], ["run.yaml"]),
+    ),
+)
+def test_what_is_not_understood_is_answered(text, flags, messages, tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        parse_config([str(path), *flags])
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and len(said.splitlines()) < 25
+    for message in messages:
+        assert message in said
+
+
+def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit):
-        parse_config([str(path)])
-    text = capsys.readouterr().err
-    assert "--modell" in text and "--model STR" in text and "--eval_every INT" in text
-    path.write_text("steps")
-    with pytest.raises(SystemExit):
-        parse_config([str(path)])
-    assert "expected options, one per line as `steps: 100`; got 'steps'" in capsys.readouterr().err
+        parse_config(["--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "weight of the KL to the reference policy" in words
+    for name in TrainingConfig.__dataclass_fields__:
+        told = re.search(rf"--{name}\b[^-]*?(--no_{name} )?(\S.*?)\(default:", words)
+        assert told and len(told[2].split()) >= 2, name
 
 
-def test_every_step_is_handed_out(tiny_model, tmp_path, real_memory):
-    seen = []
-    config = config_of(tiny_model, tmp_path, save_every=-1)
-    with no_curves():
-        folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
-    assert [row["step"] for row, _ in seen] == [1, 2]
-    row, samples = seen[0]
-    assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
-    assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
-    assert samples.prompt_of == [i // 4 for i in range(16)]
-    assert samples.logps.shape == samples.mask.shape
-    assert not (folder / "checkpoints").exists()
+# Options of vLLM: a value other than the default of each, and what it acts with.
+OF_VLLM = {
+    "vllm_mode": ("server", [COLOCATE]),
+    "vllm_dtype": ("bf16", [COLOCATE, SERVER]),
+    "vllm_max_model_length": (4096, [COLOCATE, SERVER]),
+    "vllm_gpu_memory_utilization": (0.5, [COLOCATE]),
+    "vllm_enable_sleep_mode": (True, [COLOCATE]),
+    "vllm_server_base_url": ("http://127.0.0.1:9000", [SERVER]),
+    "vllm_server_timeout": (1.0, [SERVER]),
+    "vllm_request_timeout": (1.0, [SERVER]),
+    "vllm_sync_dir": ("/somewhere", [SERVER]),
+}
 
 
-def test_prompts_are_tokenized_once(tiny_model, tmp_path, real_memory):
-    trainer = trainer_of(config_of(tiny_model, tmp_path, eval_size=3))
-    again = []
-    trainer.encode._encode = again.append
-    with no_curves():
-        trainer.train()
-    assert again == []
-    messages = [{"role": "user", "content": "a"}]
-    encode = data.PromptEncoder(None, chat=False)
-    encode._encode = lambda prompt: [prompt]
-    assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if name.startswith("vllm_")])
+def test_an_option_of_vllm_acts_in_its_mode_alone(name):
+    value, modes = OF_VLLM[name]
+    for mode in modes:
+        assert getattr(config_of(**{**mode, name: value}), name) == value
+    with pytest.raises(ValueError) as error:
+        config_of(rollout="generate", **{name: value})
+    expected = f"{name}: expected {DEFAULTS[name]!r} with rollout generate; got {value!r}"
+    assert str(error.value) == expected
+    for mode in (COLOCATE, SERVER):
+        if mode not in modes and name != "vllm_mode":
+            with pytest.raises(ValueError, match=rf"{name}: .* vllm_mode {mode['vllm_mode']}.*; g"):
+                config_of(**{**mode, name: value})
 
 
-def test_a_checkpoint_is_for_the_options_it_was_made_with():
-    config = {"model": "m", "steps": 3, "schedule": "constant"}
-    state = {"config": config, "processes": 1}
-    checkpoint.check_same(state, config, 1)
-    with pytest.raises(ValueError, match="model: was 'm', is 'other'"):
-        checkpoint.check_same(state, {**config, "model": "other"}, 1)
+@pytest.mark.parametrize("name", ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"))
+def test_a_cpu_has_no_memory_to_share(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"{name}: expected .* on a CPU, .*; got"):
+        load_model(config_of(**COLOCATE, **{name: OF_VLLM[name][0]}))  # there is no such model
 
+
+def test_a_vllm_that_is_not_installed_is_said_first(monkeypatch):
+    monkeypatch.setattr("grpo_kernels.training.loading.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="rollout: vllm is not installed: pip install"):
+        load_model(config_of(rollout="vllm"))
+
+
+def test_vllms_log_probs_may_correct(monkeypatch):
+    monkeypatch.setattr("grpo_kernels.training.loading.find_spec", lambda name: name)
+    config = config_of(rollout="vllm", is_correction="token_truncate")
+    check_rollout(config, make_accelerator(config))
+
+
+def test_a_revision_is_that_of_the_engine():
+    config = config_of(rollout="vllm", revision="v1")
+    assert engine_options(config, 1, on_gpu=True)["revision"] == "v1"
+    assert "revision" not in engine_options(config_of(rollout="vllm"), 1, on_gpu=True)
+
+
+# A missing extra
 
 HOOK = """
 import sys
@@ -115,50 +237,3 @@ def test_a_missing_extra_is_named():
     assert run.stdout.strip() == expected
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("]")[0]
     assert all(f'"{package}>=' in extra for package in NEEDED.values())
-
-
-def train(config):
-    with no_curves():
-        return rows_of(trainer_of(config).train())
-
-
-def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path, real_memory):
-    """Its repr is recorded, by which a run goes on."""
-    config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
-    by_instance = train(config)
-    named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
-    assert by_instance == train(named)
-    recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]
-    assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
-    assert len(train(replace(config, steps=3, resume=True))) == 3
-    with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
-        train(replace(config, steps=4, resume=True, loss_type=Sapo()))
-
-
-def pulls(tokens):
-    """A loss that trains tokens of advantage 0 as well."""
-    return -(1 + tokens.advantages) * tokens.logps
-
-
-def test_nothing_is_skipped_that_trains(tiny_model, tmp_path, real_memory):
-    equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
-    for loss_type, skips in (("dapo", True), (Sapo(), True), (pulls, False)):
-        trainer = trainer_of(config_of(tiny_model, tmp_path, loss_type=loss_type), rewards=equal)
-        samples = trainer.sampling(
-            trainer.train_problems[:4], trainer.step, Clock(torch.device("cpu"))
-        )
-        assert not any(samples.may_train)
-        rows = list(range(len(samples.texts)))
-        assert trainer.scorer.trained(samples, 0, rows) == ([] if skips else rows)
-
-
-def test_the_sampled_backward(tiny_model, tmp_path, real_memory, monkeypatch):
-    """Other columns in every micro-batch, and the same ones in a run from the same seed."""
-    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)  # that of a small model
-    drawn = {"backward": "sampled", "tolerance": 0.5, "micro_batch_size": 4}
-    first, again, exact = (
-        train(config_of(tiny_model, tmp_path, name=name, **options))
-        for name, options in (("a", drawn), ("b", drawn), ("c", {}))
-    )
-    assert first == again and first[0]["loss"] == pytest.approx(exact[0]["loss"], abs=1e-5)
-    assert first[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=1e-3)

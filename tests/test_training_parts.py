@@ -1,11 +1,11 @@
-"""The trainer's parts: rewards, data, warnings, command-line options."""
+"""The trainer's parts: rewards, data, logs, warnings."""
 
 import json
 import math
-import re
-import time
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from grpo_kernels.training import (
     load_problems,
     logs,
     metrics,
-    parse_config,
     rewards,
 )
 from grpo_kernels.training.metrics import accuracy_of, wilson_interval
@@ -41,10 +40,8 @@ def config_of(**options):
         ("<answer></answer>", ""),
         ("<answer>1</answer><answer>2</answer>", None),
         ("<answer><answer>1</answer></answer>", None),
-        ("<answer><think>1</think></answer>", "<think>1</think>"),
         ("</answer>12<answer>", None),
         ("<answer>12", None),
-        ("12</answer>", None),
         ("<ANSWER>12</ANSWER>", None),
         ("", None),
     ),
@@ -80,35 +77,13 @@ def test_rewards_of_gsm8k():
 
 
 @pytest.mark.parametrize(
-    "text",
-    (
-        "<answer>" * 10**5, "</answer>" * 10**5, "<answer>" + "9" * 10**6 + "</answer>",
-        "<answer>" + "1," * 10**6 + "</answer>", " " * 10**6 + "<answer>5</answer>",
-        "<answer>" + " " * 10**6 + "5</answer>", "\x00" * 10**6, "<think>" * 10**5 + "1" * 10**6,
-        "-" * 10**6,
-    ),
-)  # fmt: skip
-def test_hostile_text_is_read_in_no_time(text):
-    rewards.math_equal([], ["<answer>5</answer>"], answer=["5"])  # imports math-verify
-    start = time.perf_counter()
-    for function in (rewards.answer, problems.addition, rewards.math_equal):
-        assert 0 <= function([], [text], answer=["5"])[0] <= 2
-    assert rewards.format([], [text])[0] <= 0.8
-    rewards.number_of(text)
-    assert time.perf_counter() - start < 2
-
-
-@pytest.mark.parametrize(
     ("text", "reward", "right"),
     (
         ("<answer>12</answer>", 1.0, True),
-        ("\n<answer> 12 </answer> and more", 1.0, True),
         ("<answer>13</answer>", 0.5, False),
         ("The sum is <answer>12</answer>", 0.4, True),
-        ("<answer>12", 0.2, False),
         ("<answer>12</answer><answer>12</answer>", 0.6, False),
         ("<answer>twelve</answer>", 0.4, False),
-        ("", 0.0, False),
     ),
 )
 def test_addition(text, reward, right):
@@ -196,33 +171,24 @@ def test_what_some_updates_do_not_have_is_of_the_others():
 def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     log = logs.Logs(tmp_path)
     assert log.append("metrics.jsonl", {"step": 1, "loss": math.nan}) is None
-    real, full = Path.open, [True]
+    real = Path.open
 
-    class Half:
-        """Takes the first bytes and then no more."""
+    @contextmanager
+    def full(self, mode="r", *args, **options):
+        """Files take their first bytes and then no more."""
+        with real(self, mode, *args, **options) as file:
+            write = file.write
+            if mode == "a":
+                file = SimpleNamespace(write=lambda text: (write(text[:5]), fail()))
+            yield file
 
-        def __init__(self, file):
-            self.file = file
+    def fail():
+        raise OSError(28, "No space left on device")
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, text):
-            self.file.write(text[:5])
-            self.file.flush()
-            raise OSError(28, "No space left on device")
-
-    def opened(self, mode="r", *args, **options):
-        file = real(self, mode, *args, **options)
-        return Half(file) if mode == "a" and full[0] else file
-
-    monkeypatch.setattr(Path, "open", opened)
-    assert "No space left" in log.append("metrics.jsonl", {"step": 2})
-    assert logs.read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
-    full[0] = False
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        assert "No space left" in log.append("metrics.jsonl", {"step": 2})
+        assert logs.read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]
     assert log.append("metrics.jsonl", {"step": 3}) is None
     assert [row["step"] for row in logs.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     logs.truncate(tmp_path, 2)
@@ -234,23 +200,21 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
 # Data
 
 
-def test_additions_are_held_out():
-    train, held_out = load_problems(config_of(dataset="examples.problems:additions"))
-    prompts = [p["prompt"] for p in train], [p["prompt"] for p in held_out]
-    assert len(train) == 54 and len(held_out) == 27 and not set(prompts[0]) & set(prompts[1])
-    assert all(p["prompt"].endswith("?\n") and p["answer"].isdigit() for p in train)
-
-
-def test_word_problems_are_held_out():
-    config = config_of(dataset="examples.problems:gsm_symbolic", train_size=20, eval_size=5)
-    train, held_out = load_problems(config)
-    assert len(held_out) == 5 and 10 < len(train) <= 20
-    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
-    assert data.EXAMPLE in train[0]["prompt"] and rewards.number_of(train[0]["answer"]) is not None
-    chat = load_problems(
-        config_of(dataset="examples.problems:gsm_symbolic", train_size=2, eval_size=0, chat=True)
-    )
-    assert [m["role"] for m in chat[0][0]["prompt"]] == ["user"]
+@pytest.mark.parametrize(
+    ("name", "sizes"), (("additions", (54, 27)), ("gsm_symbolic", (20, 5)), ("chain_sum", (20, 5)))
+)
+def test_made_problems_are_held_out(name, sizes):
+    where = __name__ if name == "chain_sum" else "examples.problems"
+    given = {} if name == "additions" else {"train_size": 20, "eval_size": 5}
+    train, held_out = load_problems(config_of(dataset=f"{where}:{name}", **given))
+    prompts = [{p["prompt"] for p in some} for some in (train, held_out)]
+    assert len(held_out) == sizes[1] and sizes[0] / 2 < len(train) <= sizes[0]
+    assert not prompts[0] & prompts[1]
+    assert all(rewards.number_of(p["answer"]) is not None for p in (*train, *held_out))
+    chat = load_problems(config_of(dataset=f"{where}:{name}", **given, chat=True))[0][0]
+    if name == "gsm_symbolic":
+        assert data.EXAMPLE in train[0]["prompt"]
+        assert [m["role"] for m in chat["prompt"]] == ["user"]
 
 
 def test_files(tmp_path):
@@ -285,33 +249,14 @@ def test_a_problem_is_not_in_both_parts(tmp_path):
         ('{"question": "a", "answer": "b"}\n{', "expected rows of json in .*a.jsonl"),
         ('{"text": "a"}', r"expected problems with a question .* got \['text'\]"),
         ("", "expected rows of json in .*a.jsonl"),
+        (None, "expected a file; .*a.jsonl does not exist"),
     ),
 )
 def test_files_that_are_no_problems(text, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text(text)
+    if text is not None:
+        (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0))
-
-
-def test_without_the_hub_it_says_what_works(monkeypatch):
-    import datasets
-
-    def offline(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConnectionError, match=r"no route to host\. Without the hub: a \.jsonl"):
-        load_problems(config_of(dataset="openai/gsm8k:main"))
-
-
-def test_gsm8k_as_the_hub_has_it(monkeypatch):
-    import datasets
-
-    split = datasets.Dataset.from_list([{"question": "q", "answer": "2+2\n#### 1,234"}] * 3)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": split, "test": split})
-    train, test = load_problems(config_of(dataset="openai/gsm8k:main", train_size=2))
-    assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
-    assert rewards.is_correct("<answer>1234</answer>", train[0]["answer"])
 
 
 def test_every_problem_once_an_epoch():
@@ -381,46 +326,3 @@ def test_a_reward_that_is_gamed_is_told():
             assert watch.after_evaluation(evaluation(58)) is None
     assert "the reward rose from" in watch.after_evaluation(evaluation(20))
     assert watch.after_evaluation(evaluation(61)) is None
-
-
-# Options
-
-
-def test_flags_and_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: m\nlearning_rate: 1e-6\nstop: ['</answer>']\nbeta: 0.04\nsteps: 7\n")
-    config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
-    assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
-    assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "message"),
-    (
-        ("modell: m", [], "--modell"),
-        ("model: m\nbeta: high", [], "--beta"),
-        ("model: m", ["--stepz", "3"], "--stepz"),
-        ("model: m\nsteps: true", [], "--steps"),
-        ("model: m", ["--step", "3"], "--step"),
-        ("model: m", ["--loss_type", "ppo"], "loss_type: expected one of grpo"),
-        ("steps: 3", [], "model: expected a hub name or a folder"),
-        (": {", [], "run.yaml"),
-    ),
-)
-def test_options_that_are_not_understood(text, flags, message, tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(SystemExit):
-        parse_config([str(path), *flags])
-    assert message in capsys.readouterr().err
-
-
-def test_every_option_is_explained(capsys):
-    with pytest.raises(SystemExit):
-        parse_config(["--help"])
-    text = capsys.readouterr().out
-    assert "weight of the KL to the reference policy" in " ".join(text.replace("│", " ").split())
-    words = " ".join(text.replace("│", " ").split())
-    for name in TrainingConfig.__dataclass_fields__:
-        told = re.search(rf"--{name}\b[^-]*?(--no_{name} )?(\S.*?)\(default:", words)
-        assert told and len(told[2].split()) >= 2, name

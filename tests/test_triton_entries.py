@@ -190,6 +190,7 @@ ORDERS = {
     "neighbours": (3 * PART, 0, 3 * PART - 1, 2, 2 * PART + 1, 0, 2 * PART + 1, 0),
     "one": (5 * PART + 3,),
     "around_nothing": (0, 0, 8 * PART, 0, 0),
+    "wide": (3, 9 * PART),
 }
 
 
@@ -204,15 +205,18 @@ def long_segments(sizes, device, dtype, K):
 
 
 @pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize("sizes", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_long_segments(device, dtype, sizes, into):
-    factors, index, offsets, rows = long_segments(sizes, device, dtype, K=50)
+def test_sums_of_long_segments(device, dtype, order, into):
+    # Once more columns than a block of entries or of parts has, and more parts than one.
+    wide = order == "wide" and (dtype, into) == (torch.float32, "new")
+    sizes, K = ORDERS[order], 2050 if wide else 50
+    factors, index, offsets, rows = long_segments(sizes, device, dtype, K)
     segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
     wanted = torch.float32 if into == "float32" else dtype
-    before = None if into == "new" else torch.randn(len(sizes), 50, device=device).to(wanted)
-    expected = torch.zeros(len(sizes), 50, dtype=torch.float64, device=device)
+    before = None if into == "new" else torch.randn(len(sizes), K, device=device).to(wanted)
+    expected = torch.zeros(len(sizes), K, dtype=torch.float64, device=device)
     expected.index_add_(0, segments, factors[:, None].double() * rows[index].double())
     results = []
     for backend in (triton_backend, triton_backend, torch_backend):
@@ -224,25 +228,3 @@ def test_sums_of_long_segments(device, dtype, sizes, into):
     unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
     for result in results:
         torch.testing.assert_close(result.double(), expected, rtol=unit, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_long_segments_of_wide_rows(device):
-    """More columns than a block of entries or of parts has, and more parts than one."""
-    factors, index, offsets, rows = long_segments((3, 9 * PART), device, torch.float32, K=2050)
-    result = triton_backend.segment_sums(factors, index, offsets, rows, rows.dtype, None)
-    products = factors[:, None].double() * rows[index].double()
-    expected = torch.stack([products[:3].sum(0), products[3:].sum(0)])
-    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_entries_without_a_gradient_are_not_read(device):
-    entries, (_, rows) = on(device, some_entries()), operands(16, device, torch.float32)
-    factors = torch.ones(len(entries), device=device)
-    factors[entries.ids == 3] = 0.0
-    rows[3] = float("nan")
-    result = triton_backend.segment_sums(
-        factors, entries.ids, entries.offsets, rows, rows.dtype, None
-    )
-    assert result.isfinite().all() and result.norm() > 0

@@ -18,80 +18,100 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 SAMPLES = BOTH[0]
 
 
-def test_a_server_that_is_down(serve, served_config):
-    server = serve()
-    server.stop()
-    with pytest.raises(RolloutError) as error:
-        rollout_of(served_config(server, vllm_server_timeout=3.0))
-    text = str(error.value)
-    assert text.startswith(f"vllm_server_base_url: {server.url}/health does not answer (")
-    assert "not in vllm_server_timeout = 3 s. Start one with\n  env " in text
-    assert f"--host 127.0.0.1 --port {server.port}" in text
-
-
-@pytest.mark.parametrize("seconds", (2.0, 20.0))
-def test_the_time_to_wait_is_the_options(seconds, serve, served_config, monkeypatch):
-    now, slept = [0.0], []
+def test_a_server_that_is_down(serve, served_config, monkeypatch):
+    now = [0.0]
     clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda s: (slept.append(s), now.__setitem__(0, now[0] + s))
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
     server = serve()
     server.stop()
     monkeypatch.setattr(vllm_server, "time", clock)
-    with pytest.raises(RolloutError):
-        rollout_of(served_config(server, vllm_server_timeout=seconds))
-    assert seconds <= sum(slept) <= seconds + 1
+    with pytest.raises(RolloutError) as error:
+        rollout_of(served_config(server, vllm_server_timeout=20.0))
+    assert 20 <= now[0] <= 21
+    text = str(error.value)
+    assert text.startswith(f"vllm_server_base_url: {server.url}/health does not answer (")
+    assert "not in vllm_server_timeout = 20 s. Start one with\n  env " in text
+    assert f"--host 127.0.0.1 --port {server.port}" in text
 
 
-def test_a_server_that_is_still_starting(serve, served_config):
-    server = serve()
-    server.stop()
-    threading.Timer(0.1, server.start).start()
-    assert rollout_of(served_config(server, vllm_server_timeout=100.0)).engine.name == "tiny"
+PATIENT = {"vllm_server_timeout": 100.0, "vllm_request_timeout": 100.0}
 
 
-def test_a_slow_answer_is_asked_for_again(ready, capsys):
-    server, rollout = ready(vllm_request_timeout=0.3)
-    expected = sample(rollout)
-    server.delays[SAMPLES] = [0.6]
-    assert sample(rollout) == expected
-    text = capsys.readouterr().out
-    assert "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it" in text
-    assert len(server.loads) == 2 and rollout.engine.at_once == 1
+def hangs(path):
+    """Requests stay without an answer, and then the server refuses connections."""
+
+    def fault(server):
+        server.delays[path] = [30.0]
+        threading.Timer(0.5, server.stop).start()
+
+    return fault
 
 
-def test_a_server_that_stays_slow(ready):
-    server, rollout = ready(vllm_request_timeout=0.05)
-    server.delays[SAMPLES] = [0.2] * 9
-    with pytest.raises(RolloutError, match=r"did not answer in 0\.05 s .* \(3 times in a row\)"):
-        sample(rollout)
+# Options of the run; seconds until a question is given up; what goes wrong; seconds until the
+# server is there again; what is told; how often it was sent weights.
+FAULTS = {
+    "slow": (
+        {"vllm_request_timeout": 0.3}, 30, lambda s: s.delays.update({SAMPLES: [0.6]}), None,
+        "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it", 2,
+    ),
+    "started again": (
+        {}, 30, lambda s: setattr(s, "restarts", 2), None,
+        "has other weights than it was sent: it was started again", 3,
+    ),
+    "away": (PATIENT, 30, lambda s: s.stop(), 0.1, "does not answer", 2),
+    # It answers 500 and ends.
+    "engine died": (PATIENT, 30, lambda s: setattr(s, "dies", True), 0.3, "does not answer", 2),
+    # Such a question is never answered, and the server does not end.
+    "died while asked": (
+        {}, 0.2, lambda s: s.delays.update({"/collective_rpc": [0.5]}), None,
+        "/collective_rpc did not answer in 0.2 s. Looking for it", 2,
+    ),
+    "died while sampling": (PATIENT, 0.3, hangs(SAMPLES), 1.0, "does not answer", 2),
+}  # fmt: skip
 
 
-def test_a_server_that_was_started_again(ready, capsys):
-    server, rollout = ready()
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lost_server_is_sent_the_weights_and_asked_again(name, ready, monkeypatch, capsys):
+    options, soon, fault, back, told, loads = FAULTS[name]
+    server, rollout = ready(**options)
     expected = sample(rollout)
     seeds = {body["seed"] for body in server.asked(SAMPLES)}
-    server.restarts = 2
+    monkeypatch.setattr(vllm_server, "_SOON", soon)
+    fault(server)
+    if back:
+        threading.Timer(back, server.start).start()
+    begun = time.monotonic()
     assert sample(rollout) == expected
-    assert len(server.loads) == 3 and server.sent == rollout.tag
+    assert time.monotonic() - begun < 20  # before an answer that comes too late
+    assert len(server.loads) == loads and server.sent == rollout.tag
     assert {body["seed"] for body in server.asked(SAMPLES)} == seeds
-    told = capsys.readouterr().out
-    assert told.count("has other weights than it was sent: it was started again") == 2
-    server.restarts = 3
-    with pytest.raises(RolloutError, match=r"other weights than it was sent.*\(3 times in a row\)"):
-        sample(rollout)
+    assert told in capsys.readouterr().out
+    while_it_sampled = name in ("slow", "engine died", "died while sampling")
+    assert rollout.engine.at_once == (1 if while_it_sampled else 256)
 
 
-def test_a_server_that_is_away_for_a_while(ready):
-    server, rollout = ready(vllm_server_timeout=100.0)
-    expected = sample(rollout)
-    server.stop()
-    threading.Timer(0.1, server.start).start()
-    assert sample(rollout) == expected and len(server.loads) == 2
-    server.stop()
-    threading.Timer(0.1, server.start).start()
+@pytest.mark.parametrize(
+    ("soon", "fault"), ((30, lambda s: s.stop()), (0.3, hangs("/collective_rpc")))
+)
+def test_weights_are_sent_to_a_server_that_was_lost_meanwhile(soon, fault, ready, monkeypatch):
+    server, rollout = ready(**PATIENT)
+    monkeypatch.setattr(vllm_server, "_SOON", soon)
+    fault(server)
+    threading.Timer(1.0, server.start).start()
+    begun = time.monotonic()
     rollout.update_weights()
-    assert server.sent == rollout.tag
+    assert time.monotonic() - begun < 20 and server.sent == rollout.tag
+
+
+@pytest.mark.parametrize("fault", ("slow", "started again"))
+def test_a_server_that_is_lost_three_times_ends_the_run(fault, ready):
+    server, rollout = ready(vllm_request_timeout=0.05 if fault == "slow" else 5.0)
+    server.delays[SAMPLES] = [0.2] * 9 if fault == "slow" else []
+    server.restarts = 3 if fault == "started again" else 0
+    said = r"did not answer in 0\.05 s" if fault == "slow" else "other weights than it was sent"
+    with pytest.raises(RolloutError, match=rf"{said}.*\(3 times in a row\)"):
+        sample(rollout)
 
 
 def test_a_server_that_does_not_come_back(ready):
@@ -100,42 +120,6 @@ def test_a_server_that_does_not_come_back(ready):
     for call in (rollout.update_weights, lambda: sample(rollout)):
         with pytest.raises(RolloutError, match=r"vllm_server_base_url: .*/health does not answer"):
             call()
-
-
-def test_a_server_whose_engine_died(ready):
-    """It answers 500 and ends."""
-    server, rollout = ready(vllm_server_timeout=100.0)
-    expected = sample(rollout)
-    server.dies = True
-    threading.Timer(0.3, server.start).start()
-    assert sample(rollout) == expected and len(server.loads) == 2
-
-
-def test_an_engine_that_died_while_it_was_asked(ready, monkeypatch, capsys):
-    """Such a question is never answered, and the server does not end."""
-    server, rollout = ready()
-    expected = sample(rollout)
-    monkeypatch.setattr(vllm_server, "_SOON", 0.2)
-    server.delays["/collective_rpc"] = [0.5]
-    assert sample(rollout) == expected and len(server.loads) == 2
-    assert "/collective_rpc did not answer in 0.2 s. Looking for it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", (SAMPLES, "/collective_rpc"))
-def test_an_engine_that_died_while_it_worked(path, ready, monkeypatch):
-    """Requests stay without an answer, and then the server refuses connections."""
-    server, rollout = ready(vllm_server_timeout=100.0, vllm_request_timeout=100.0)
-    expected = sample(rollout)
-    monkeypatch.setattr(vllm_server, "_SOON", 0.3)
-    server.delays[path] = [30.0]
-    threading.Timer(0.5, server.stop).start()
-    threading.Timer(1.0, server.start).start()
-    begun = time.monotonic()
-    if path == SAMPLES:
-        assert sample(rollout) == expected
-    else:
-        rollout.update_weights()  # whose first request it is
-    assert time.monotonic() - begun < 20 and server.sent == rollout.tag
 
 
 def test_a_run_that_takes_the_others_server(ready):
@@ -149,23 +133,19 @@ def test_a_run_that_takes_the_others_server(ready):
     assert len(server.loads) == 4
 
 
-def test_what_the_server_says_is_told(ready):
+@pytest.mark.parametrize("name", ("wrong count", "wrong shape", "after wrong shape", "sampling"))
+def test_what_the_server_says_is_told(name, ready, tmp_path):
+    """It is not asked again, and nothing is left of the weights that it did not take."""
     server, rollout = ready()
-    server.refuses[SAMPLES] = ["wrong count"] * 3
-    with pytest.raises(RolloutError, match=r"/v1/completions answers 500 .*expected 21 tensors"):
-        sample(rollout)
-    assert len(server.loads) == 1
-
-
-@pytest.mark.parametrize("name", ("wrong count", "wrong shape", "after wrong shape"))
-def test_weights_that_the_server_does_not_take(name, ready, tmp_path):
-    server, rollout = ready()
-    server.refuses["/collective_rpc"] = [name]
+    path, call = "/collective_rpc", rollout.update_weights
+    if name == "sampling":
+        name, path, call = "wrong count", SAMPLES, lambda: sample(rollout)
+    server.refuses[path] = [name] * 3
     said = recorded("default", name)[0]["answer"]["error"]["message"].split("'")[1]
     with pytest.raises(RolloutError) as error:
-        rollout.update_weights()
-    assert "/collective_rpc answers 500" in str(error.value) and said in str(error.value)
-    assert list(tmp_path.iterdir()) == []
+        call()
+    assert f"{path} answers 500" in str(error.value) and said in str(error.value)
+    assert list(tmp_path.iterdir()) == [] and len(server.loads) == 1
 
 
 def test_a_prefix_cache_that_is_in_use(ready):
@@ -175,13 +155,6 @@ def test_a_prefix_cache_that_is_in_use(ready):
     rollout.engine.patience = 0.0
     server.refuses["/reset_prefix_cache"] = ["busy"]
     with pytest.raises(RolloutError, match="expected no request while weights are sent; got some"):
-        rollout.update_weights()
-
-
-def test_a_folder_that_is_not_there(serve, served_config, tmp_path):
-    server = serve()
-    rollout = rollout_of(served_config(server, vllm_sync_dir=str(tmp_path / "nowhere")))
-    with pytest.raises(RolloutError, match=r"vllm_sync_dir: weights cannot be written there: .*No"):
         rollout.update_weights()
 
 
@@ -213,9 +186,6 @@ def test_fewer_requests_at_a_time_after_a_loss(ready):
     server.delays[SAMPLES] = [0.1] * 6
     rollout(prompts, 4, SAMPLING)
     assert server.most_at_once == 6
-    server.restarts, server.delays[SAMPLES] = 1, []
-    rollout(prompts, 4, SAMPLING)
-    assert rollout.engine.at_once == 256
     server.delays[SAMPLES] = [1.0]
     rollout(prompts, 4, SAMPLING)
     assert rollout.engine.at_once == 3

@@ -64,24 +64,18 @@ def test_every_parameter_is_sent(ready):
 
 
 def test_seeds_are_drawn_from_torchs_generator(ready):
+    """A prompt's is by its place, and not by which thread was first."""
     server, rollout = ready()
     server.any_seed = True
     prompts = prompts_of(rollout)
-
-    def seeds(torch_seed, order=1):
-        torch.manual_seed(torch_seed)
+    for seed, order in ((0, 1), (0, -1), (1, 1)):
+        torch.manual_seed(seed)
+        drawn = torch.randint(2**31 - 1, (3,)).tolist()
+        torch.manual_seed(seed)
         server.requests.clear()
         rollout(prompts[::order], 4, SAMPLING)
         found = {tuple(body["prompt"]): body["seed"] for body in server.asked(COMPLETIONS)}
-        return [found[tuple(prompt)] for prompt in prompts[::order]], torch.rand(3).tolist()
-
-    assert seeds(0) == seeds(0)
-    assert seeds(0)[0] != seeds(1)[0]
-    # A prompt's is by its place, and not by which thread was first.
-    assert seeds(0)[0] == seeds(0, order=-1)[0]
-    torch.manual_seed(0)
-    drawn = torch.randint(2**31 - 1, (3,)).tolist()
-    assert seeds(0)[0] == drawn
+        assert [found[tuple(prompt)] for prompt in prompts[::order]] == drawn
 
 
 def test_log_probs_are_those_of_the_policy(ready):
@@ -102,15 +96,20 @@ def test_log_probs_are_those_of_the_policy(ready):
     assert len({tuple(one.token_ids) for one in done}) == 12
 
 
-def test_the_likeliest_completion_is_repeated(ready):
-    server, rollout = ready()
-    done = sample(rollout, replace(SAMPLING, temperature=0.0), count=2)
-    bodies = server.asked(COMPLETIONS)
-    assert all((b["n"], b["temperature"], b["logprobs"]) == (1, 0.0, None) for b in bodies)
-    assert len(done) == 6 and done[::2] == done[1::2] and all(c.logps is None for c in done)
+@pytest.mark.parametrize("kind", ("default", "masks"))
+def test_the_likeliest_completion_is_repeated(kind, ready):
+    """A server that returns masks wants a temperature above 0: one token is left then."""
+    server, rollout = ready(kind, **(MASKS if kind == "masks" else {}))
+    sampling = MASKED if kind == "masks" else SAMPLING
+    done = sample(rollout, replace(sampling, temperature=0.0, record_support=False), count=2)
+    for body in server.asked(GENERATE if kind == "masks" else COMPLETIONS):
+        params = body.get("sampling_params", body)
+        expected = (1, 1, 1.0) if kind == "masks" else (1, 0, 0.0)
+        assert (params["n"], params["top_k"], params["temperature"]) == expected
+    assert len(done) == 6 and done[::2] == done[1::2]
+    assert all(one.logps is None and one.support is None for one in done)
     for prompt, one in zip(prompts_of(rollout), done[::2], strict=True):
-        likeliest = logits_of(rollout, prompt, one.token_ids).argmax(-1).tolist()
-        assert one.token_ids == likeliest
+        assert one.token_ids == logits_of(rollout, prompt, one.token_ids).argmax(-1).tolist()
 
 
 def test_stop_strings_cut_log_probs_too(ready):
@@ -163,17 +162,6 @@ def test_words_that_were_kept_reach_the_completions(ready):
             assert one.logps[t] == pytest.approx(logp, abs=1e-4)
 
 
-def test_the_likeliest_completion_where_masks_are_returned(ready):
-    server, rollout = ready("masks", **MASKS)
-    greedy = replace(MASKED, temperature=0.0, record_support=False)
-    done = sample(rollout, greedy, count=1)
-    params = server.asked(GENERATE)[0]["sampling_params"]
-    assert (params["n"], params["top_k"], params["temperature"]) == (1, 1, 1.0)
-    for prompt, one in zip(prompts_of(rollout), done, strict=True):
-        assert one.token_ids == logits_of(rollout, prompt, one.token_ids).argmax(-1).tolist()
-        assert one.support is None
-
-
 def folder_of(tmp_path, tag):
     return str(tmp_path / f"grpo_kernels-{socket.gethostname()}-{os.getpid()}-{tag}")
 
@@ -224,21 +212,26 @@ def test_another_engine_is_refused(about, message, serve, served_config):
     assert "Start one with\n  env " in str(error.value) and server.loads == []
 
 
-def test_an_engine_without_masks_is_refused_where_supports_are_replayed(serve, served_config):
-    server = serve()
-    with pytest.raises(RolloutError, match="vLLM: expected sampling_mask True; got False") as error:
-        rollout_of(served_config(server, **MASKS))
-    assert " --return-sampling-mask" in str(error.value)
-    assert " --enable-scale-out" in str(error.value)
-    assert rollout_of(served_config(server, **MASKS, replay_support=False)).why_gap is None
-
-
-@pytest.mark.parametrize(("name", "status"), (("no dev mode", 404), ("no extension", 500)))
-def test_a_server_without_the_extension_is_refused(name, status, serve, served_config):
-    with pytest.raises(RolloutError, match=f"this library's extension; .* answers {status}") as err:
-        rollout_of(served_config(serve(name)))
-    assert "VLLM_SERVER_DEV_MODE=1" in str(err.value)
-    assert "--worker-extension-cls grpo_kernels.integrations.vllm.WorkerExtension" in str(err.value)
+@pytest.mark.parametrize(
+    ("name", "options", "message", "flags"),
+    (
+        ("default", MASKS, "vLLM: expected sampling_mask True; got False",
+         ("--return-sampling-mask", "--enable-scale-out")),
+        ("no dev mode", {}, "this library's extension; .* answers 404",
+         ("VLLM_SERVER_DEV_MODE=1", "--worker-extension-cls grpo_kernels.integrations.vllm.")),
+        ("no extension", {}, "this library's extension; .* answers 500",
+         ("VLLM_SERVER_DEV_MODE=1", "--worker-extension-cls grpo_kernels.integrations.vllm.")),
+    ),
+)  # fmt: skip
+def test_a_server_without_what_a_run_needs_is_refused(
+    name, options, message, flags, serve, served_config
+):
+    server = serve(name)
+    with pytest.raises(RolloutError, match=message) as error:
+        rollout_of(served_config(server, **options))
+    assert all(f" {flag}" in str(error.value) for flag in flags)
+    if options:
+        assert rollout_of(served_config(server, **options, replay_support=False)).why_gap is None
 
 
 def test_masks_without_their_endpoint(ready):

@@ -13,7 +13,13 @@ from grpo_kernels.training import Completion, TrainingConfig
 from grpo_kernels.training.checkpoint import latest
 from grpo_kernels.training.rollout import RolloutError
 from grpo_kernels.training.watch import GAPS, Watch
-from tests.helpers.trainer_runs import config_of, trainer_of
+from tests.helpers.trainer_runs import (
+    assert_same_weights,
+    config_of,
+    rows_of,
+    trainer_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -60,18 +66,6 @@ def of_copy(config, **options):
     return trainer, trainer.sampler.rollout
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(trainer):
-    return {n: p.detach().clone() for n, p in trainer.policy.named_parameters()}
-
-
-def assert_same_weights(mine, expected, same=True):
-    assert all(torch.equal(mine[n], p) for n, p in expected.items()) is same
-
-
 # When weights are sent
 
 
@@ -89,33 +83,18 @@ def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path)
     ]  # fmt: skip
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["sampler_gap"] < 1e-5 for row in rows)
+    assert all(0 < row["sampler_gap"] < 1e-5 for row in rows)
     assert all(row["sampler_gap"] <= row["sampler_gap_max"] < 1e-4 for row in rows)
-    assert all(row["seconds/sync"] > 0 for row in rows)
-    parts = [v for k, v in rows[0].items() if k.startswith("seconds/")]
-    assert rows[0]["seconds"] == pytest.approx(sum(parts))
 
 
 def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
+    """Also where the sampler had some, which are no longer those of the policy."""
     whole, _ = of_copy(config_of(tiny_model, tmp_path, name="whole", steps=3))
-    whole.train()
     of_copy(config_of(tiny_model, tmp_path, steps=2))[0].train()
     trainer, rollout = of_copy(config_of(tiny_model, tmp_path, steps=3, resume=True))
-    trainer.train()
-    assert rollout.events == ["sync", "sample"]
-    rows, expected = rows_of(trainer.config.folder), rows_of(whole.config.folder)
-    for name in ("loss", "grad_norm", "sampler_gap", "sampler_gap_max"):
-        assert [row[name] for row in rows] == [row[name] for row in expected], name
-
-
-def test_weights_of_a_trainer_that_was_used_are_sent_after_a_load(tiny_model, tmp_path):
-    """Its sampler has weights, which are no longer those of the policy."""
-    of_copy(config_of(tiny_model, tmp_path))[0].train()
-    trainer, rollout = of_copy(config_of(tiny_model, tmp_path, steps=3, resume=True))
     trainer.sampler.update_weights()
-    trainer.train()
+    assert rows_of(trainer.train()) == rows_of(whole.train())
     assert rollout.events == ["sync", "sync", "sample"]
-    assert rows_of(trainer.config.folder)[-1]["sampler_gap"] < 1e-5
 
 
 def test_a_rollout_without_weights_of_its_own_needs_none(tiny_model, tmp_path):
@@ -130,11 +109,11 @@ def test_a_rollout_without_weights_of_its_own_needs_none(tiny_model, tmp_path):
 def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
     config = config_of(tiny_model, tmp_path, skip_untrained=skip, micro_batch_size=5)
-    trainer, _ = of_copy(config, rewards=equal)
+    trainer, rollout = of_copy(config, rewards=equal)
     before = weights_of(trainer)
     rows = rows_of(trainer.train())
     assert all(row["groups_equal"] == 1 and 0 < row["sampler_gap"] < 1e-5 for row in rows)
-    assert all(row["seconds/sync"] > 0 for row in rows)
+    assert rollout.events == ["sync", "sample"] * 2
     assert_same_weights(weights_of(trainer), before)
 
 
@@ -154,30 +133,15 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
     assert len(kept) == 2
     assert limit == pytest.approx(GAPS["float32"][0]) and limit < mean < largest
     assert_same_weights(weights_of(trainer), kept[1])
-    assert_same_weights(kept[0], kept[1], same=False)
+    with pytest.raises(AssertionError):
+        assert_same_weights(kept[0], kept[1])
     # The steps before are kept, and the run goes on from them.
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2]
     assert latest(config.folder).name == "step-000002"
     again, rollout = of_copy(config_of(tiny_model, tmp_path, steps=4, resume=True))
-    rows = rows_of(again.train())
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rollout.events[:2] == [
-        "sync",
-        "sample",
-    ]
     whole, _ = of_copy(config_of(tiny_model, tmp_path, steps=4, name="whole"))
-    assert [row["grad_norm"] for row in rows_of(whole.train())] == [r["grad_norm"] for r in rows]
-
-
-def test_another_model_is_found_in_the_first_step(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path)
-    trainer, rollout = of_copy(config)
-    rollout.deaf = True  # and so at the weights it began with, all 0
-    before = weights_of(trainer)
-    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0\.03 on average"):
-        trainer.train()
-    assert_same_weights(weights_of(trainer), before)
-    assert latest(config.folder) is None
-    assert not (config.folder / "metrics.jsonl").exists()
+    assert rows_of(again.train()) == rows_of(whole.train())
+    assert rollout.events[:2] == ["sync", "sample"]
 
 
 def test_a_sampler_that_does_not_explain_itself_is_not_stopped(tiny_model, tmp_path):
@@ -188,30 +152,6 @@ def test_a_sampler_that_does_not_explain_itself_is_not_stopped(tiny_model, tmp_p
 
 
 # A rollout that cannot go on
-
-
-@pytest.mark.parametrize(
-    ("fails_at", "kept"), ((3, None), (5, 1), (7, 2)), ids=("first step", "step 2", "evaluation")
-)
-def test_a_rollout_that_ends_leaves_a_checkpoint(fails_at, kept, tiny_model, tmp_path, capsys):
-    """Events: sync, answer, sample; sync, sample; sync, answer."""
-    config = config_of(tiny_model, tmp_path, eval_size=4)
-    trainer, rollout = of_copy(config)
-    rollout.fails_at = fails_at
-    with pytest.raises(RolloutError, match="the sampler went away"):
-        trainer.train()
-    found, told = latest(config.folder), capsys.readouterr().out
-    if kept is None:
-        assert found is None and "resume goes on" not in told
-        return
-    assert found.name == f"step-{kept:06d}"
-    assert f"Stopped: resume goes on after step {kept}" in told
-    # The evaluation after the last step is made up for.
-    steps = 2 if kept == 2 else 3
-    again, rollout = of_copy(config_of(tiny_model, tmp_path, eval_size=4, steps=steps, resume=True))
-    assert [row["step"] for row in rows_of(again.train())] == [1, 2, 3][:steps]
-    rows = [json.loads(line) for line in (config.folder / "evaluations.jsonl").open()]
-    assert [row["step"] for row in rows] == [0, steps]
 
 
 def test_without_checkpoints_there_is_none(tiny_model, tmp_path):
@@ -226,10 +166,6 @@ def test_without_checkpoints_there_is_none(tiny_model, tmp_path):
 # Limits of the gap
 
 
-def watch():
-    return Watch(TrainingConfig(model="m"))
-
-
 @pytest.mark.parametrize(
     ("dtype", "first", "inside", "outside"),
     (
@@ -239,33 +175,25 @@ def watch():
         ("bfloat16", 0.01, 0.099, 0.101),
         ("bfloat16", 0.05, 0.19, 0.21),
         ("bfloat16", 0.2, 0.29, 0.31),
+        ("bfloat16", 0.2, 0.29, math.nan),
     ),
 )
 def test_limits_of_the_gap(dtype, first, inside, outside):
-    watched = watch()
+    config = TrainingConfig(model="m")
+    watched, resumed = Watch(config), Watch(config)
     assert watched.unexplained_gap(first, 1.0, dtype) is None
-    assert watched.unexplained_gap(inside, 1.0, dtype) is None
-    error = watched.unexplained_gap(outside, 1.25, dtype)
-    assert f"got {outside:.2g}, and 1.2 at most" in error and dtype in error
-    assert f"first step: {first:.2g}" in error
     # A run that goes on from a checkpoint has the same limit.
-    resumed = watch()
     resumed.restore(json.loads(json.dumps(watched.state())))
-    assert resumed.unexplained_gap(inside, 1.0, dtype) is None
-    assert resumed.unexplained_gap(outside, 1.25, dtype) == error
-
-
-@pytest.mark.parametrize(("dtype", "most"), (("float32", 0.03), ("bfloat16", 0.3)))
-def test_limit_of_the_first_gap(dtype, most):
-    assert watch().unexplained_gap(0.99 * most, 1.0, dtype) is None
-    assert f"to {most:.2g} on average" in watch().unexplained_gap(1.01 * most, 1.0, dtype)
+    for one in (watched, resumed):
+        assert one.unexplained_gap(inside, 1.0, dtype) is None
+        error = one.unexplained_gap(outside, 1.25, dtype)
+        assert f"got {outside:.2g}, and 1.2 at most" in error and dtype in error
+        assert f"first step: {first:.2g}" in error
+    # States from before the gap was watched have none.
+    resumed.restore({k: v for k, v in watched.state().items() if k != "first_gap"})
+    assert resumed.first_gap is None
+    most = GAPS[dtype][1]
+    assert Watch(config).unexplained_gap(0.99 * most, 1.0, dtype) is None
+    assert f"to {most:.2g} on" in Watch(config).unexplained_gap(1.01 * most, 1.0, dtype)
     for nothing in (math.nan, math.inf):
-        assert watch().unexplained_gap(nothing, nothing, dtype)
-
-
-def test_states_from_before_the_gap_was_watched():
-    state = watch().state()
-    del state["first_gap"]
-    watched = watch()
-    watched.restore(state)
-    assert watched.unexplained_gap(0.02, 1.0, "float32") is None
+        assert "got" in Watch(config).unexplained_gap(nothing, nothing, dtype)

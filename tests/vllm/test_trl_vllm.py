@@ -35,13 +35,8 @@ CASES = {
 RUNS = {
     **{f"theirs_{name}": (False, trl_vllm.run, [TRL], case) for name, case in CASES.items()},
     **{f"mine_{name}": (False, trl_vllm.run, [FUSED], case) for name, case in CASES.items()},
-    "not_packed": (False, trl_vllm.run, [FUSED], {"packed": False, **EACH_STEP}),
     "masked": (True, trl_vllm.run, [MASKED], {**TRUNCATED, **IN_TWOS}),
     "replayed": (True, trl_vllm.run_replayed, [], {**TRUNCATED, **IN_TWOS}),
-    "patched": (
-        True, trl_vllm.run, [TRL], {"patch": {"replay_support": True}, **TRUNCATED, **IN_TWOS}
-    ),
-    "whole": (True, trl_vllm.run, [FUSED], {**TRUNCATED, **IN_TWOS}),
 }  # fmt: skip
 
 
@@ -61,7 +56,7 @@ def runs(tmp_path_factory):
         yield {
             name: (masks if with_masks else plain).submit(
                 function, *arguments, folder / name,
-                stored=models[name.split("_")[-1] in ("tied", "lora", "packed")], **options,
+                stored=models[name.split("_")[-1] in ("tied", "lora")], **options,
             )
             for name, (with_masks, function, arguments, options) in RUNS.items()
         }  # fmt: skip
@@ -80,26 +75,12 @@ def test_the_same_run(case, runs):
     assert max(gaps_of(mine)) < CLOSE
 
 
-def test_a_head_that_is_not_packed_again_is_stale(runs):
-    first, *later = gaps_of(runs["not_packed"].result())
-    assert first < CLOSE
-    assert min(later) > 10 * CLOSE
-
-
 def test_supports_are_what_sampling_kept(runs):
+    """And the run is that of TRL's trainer with masked rows of logits."""
     run, supports, kept, gaps = runs["replayed"].result()
+    assert_same_run(run, runs["masked"].result())
     assert supports == kept
     assert len(set(map(len, supports))) > 4
     assert max(gaps_of(run)) < CLOSE
     # Two micro-batches for each update, every other of which is the first on its batch.
     assert max(gaps[0:2] + gaps[4:6]) < CLOSE < 0.01 < min(gaps[2:4] + gaps[6:8])
-
-
-def test_the_same_run_as_with_masked_logits(runs):
-    replayed, theirs = runs["replayed"].result()[0], runs["masked"].result()
-    assert_same_run(replayed, theirs)
-    assert_same_run(runs["patched"].result(), theirs)
-
-
-def test_without_replay_the_whole_softmax_is_another_policy(runs):
-    assert min(gaps_of(runs["whole"].result())) > 0.05

@@ -1,9 +1,11 @@
 """Runs of the trainer that sample by the real vLLM."""
 
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from accelerate.state import AcceleratorState
@@ -11,6 +13,7 @@ from accelerate.state import AcceleratorState
 from grpo_kernels.training.interruptions import RESUME
 from tests.helpers.ranks import WORLD, Ranks
 from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
+from tests.helpers.vllm_masks import enable_masks
 from tests.helpers.vllm_runs import hears_interrupts, vllm_config, vllm_model
 from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
 from tests.ranks.test_training_ranks import KINDS, environment_of
@@ -78,6 +81,47 @@ def test_an_interrupt_leaves_no_process(model, tmp_path):
     assert process.returncode == RESUME, error.decode()
     left = subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True)
     assert left.stdout == ""
+
+
+TRUNCATED = {
+    "top_p alone": {"top_p": 0.8},
+    "corrected": {
+        "top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7,
+        "is_correction": "token_truncate",
+    },
+    "not replayed": {"top_k": 10, "replay_support": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_masks():
+    """A process whose vLLM returns masks."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, enable_masks) as pool:
+        yield pool
+
+
+def truncated_run(model, output, options):
+    config = vllm_config(model, output, eval_size=3, save_every=-1, **options)
+    with no_curves():
+        return rows_of(trainer_of(config).train())
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_the_policy_that_sampled_is_trained(name, with_masks, model, tmp_path):
+    options = TRUNCATED[name]
+    rows = with_masks.submit(truncated_run, model, tmp_path, options).result()
+    assert len(rows) == 2
+    for row in rows:
+        if options.get("replay_support", True):
+            # Over the ids of the masks; over others log-probs would differ.
+            assert 0 < row["sampler_gap_max"] < CLOSE
+            assert 1 < row["support/mean"] < 257
+        else:
+            # Measured, and explained by the ids that were left out.
+            assert row["sampler_gap"] > 0.05 and "support/mean" not in row
+        if "is_correction" in options:
+            assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=CLOSE)
 
 
 @pytest.fixture
