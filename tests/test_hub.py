@@ -1,151 +1,160 @@
-"""Models and datasets of a hub: what is asked for, and what is said where there is none.
+"""GSM8K and a model from a hub, end to end, with a miniature hub at a loopback address."""
 
-The hub is a miniature at a loopback address, with the headers that `huggingface_hub` documents.
-"""
-
-import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
-from grpo_kernels.training import TrainingConfig, load_problems, rewards
+from examples.word_problems import word_problems
+from tests.helpers.hub import COMMIT, Hub
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_models import make_tokenizer
 
-ROOT = Path(__file__).parents[1]
-COMMIT = "b" * 40
-# By a part of the path.
-REFUSALS = {
-    "gated": (401, "GatedRepo", "Access is restricted. You must have access to it."),
-    "nobody": (404, "RepoNotFound", "Repository not found"),
-    "v9": (404, "RevisionNotFound", "Invalid rev id: v9"),
-}
-# Loads models and datasets; prints of each the number of weights or problems, or the error.
-LOAD = """
-import json, sys
-from grpo_kernels.training import TrainingConfig, load_model, load_problems
-for options in json.loads(sys.argv[1]):
-    try:
-        if "dataset" in options:
-            print(len(load_problems(TrainingConfig(model="m", **options))[0]))
-        else:
-            print(sum(p.numel() for p in load_model(TrainingConfig(**options))[0].parameters()))
-    except Exception as error:
-        print(" ".join(f"{type(error).__name__}: {error}".split()))
+MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k"
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+---
+Problems of one or two steps.
 """
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    import datasets
+    import transformers
+
+    folder = tmp_path_factory.mktemp("hub")
+    config = transformers.Qwen2Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = folder / "models" / MODEL
+    transformers.Qwen2ForCausalLM(config).save_pretrained(model)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    data = folder / "datasets" / DATA
+    (data / "main").mkdir(parents=True)
+    (data / "README.md").write_text(CARD)
+    for split, count in (("train", 40), ("test", 12)):
+        rows = [{key: row[key] for key in ("question", "answer")}
+                for row in word_problems(count, count)]  # fmt: skip
+        table = datasets.Dataset.from_list(rows)
+        table.to_parquet(str(data / "main" / f"{split}-00000-of-00001.parquet"))
+    return folder
 
 
 @pytest.fixture
-def hub(tiny_model):
-    """An address, what was asked there, and a list whose length is the answers to break off."""
-    asked, drops = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self):
-            asked.append((self.command, self.path))
-            status, code, text = 404, "EntryNotFound", "Entry not found"
-            for part, refusal in REFUSALS.items():
-                if part in self.path:
-                    status, code, text = refusal
-            headers, data = {"X-Error-Code": code, "X-Error-Message": text}, b""
-            file = tiny_model / self.path.split("/")[-1]
-            if "/resolve/" in self.path and code == "EntryNotFound" and file.is_file():
-                status, data = 200, file.read_bytes()
-                headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
-            self.send_response(status)
-            headers |= {"X-Repo-Commit": COMMIT, "Content-Length": str(len(data))}
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET" and data and drops:
-                drops.pop()
-                data, self.close_connection = data[: len(data) // 2], True
-            if self.command == "GET":
-                self.wfile.write(data)
-
-        do_GET = do_HEAD
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked, drops
-        server.shutdown()
+def hub(repositories):
+    served = Hub(repositories)
+    yield served
+    served.close()
 
 
-def loaded(url, home, *options):
-    """What comes of loading these, line by line, in a process of its own."""
+def train(hub, home, output, *flags, data=f"{DATA}:main", **environment):
+    """Runs the example; returns its status and what it printed."""
     run = subprocess.run(
-        [sys.executable, "-c", LOAD, json.dumps(options)],
+        [sys.executable, "examples/train_gsm8k.py", "--dataset", data, "--model", MODEL, "--chat",
+         "--steps", "1", "--prompts_per_step", "2", "--num_generations", "2",
+         "--max_completion_length", "4", "--max_prompt_length", "1024", "--eval_size", "4",
+         "--output", str(output), *flags],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_TOKEN": "",
-             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": "",
+             "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+    return run.returncode, run.stdout + run.stderr
 
 
-@pytest.mark.slow
-def test_a_connection_that_drops_is_tried_again_and_a_revision_is_pinned(hub, tmp_path):
-    url, asked, drops = hub
-    drops.extend("xx")
-    model = {"model": "tiny/model", "revision": "v1"}
-    (weights,) = loaded(url, tmp_path, model)
-    assert weights.isdigit() and not drops
-    fetched = [path for command, path in asked if command == "GET" and "/resolve/" in path]
+def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
+    home = tmp_path / "home"
+    status, told = train(hub, home, tmp_path / "first")
+    assert status == 0, told
+    rows = [json.loads(x) for x in (tmp_path / "first/gsm8k/answers.jsonl").open()]
+    expected = word_problems(12, 12)[:4]
+    assert [row["answer"] for row in rows[:4]] == [
+        row["answer"].split("#### ")[1] for row in expected
+    ]
+    for row, problem in zip(rows, expected, strict=False):
+        (message,) = row["prompt"]
+        assert message["role"] == "user" and message["content"].endswith(problem["question"])
+        assert "<<" not in message["content"]
+    fetched = [path for command, path in hub.asked if command == "GET" and "/resolve/" in path]
     assert any(path.endswith("model.safetensors") for path in fetched)
-    assert all("/v1/" in path or COMMIT in path for path in fetched)
-    asked.clear()
-    assert loaded(url, tmp_path, model) == [weights]  # from the cache
-    assert not [path for command, path in asked if command == "GET" and ".safetensors" in path]
+    assert any(path.endswith("train-00000-of-00001.parquet") for path in fetched)
+
+    # Again: nothing is fetched twice. And without a hub.
+    hub.asked.clear()
+    status, told = train(hub, home, tmp_path / "second")
+    assert status == 0, told
+    assert not [p for c, p in hub.asked if c == "GET" and p.endswith((".safetensors", ".parquet"))]
+    hub.close()
+    status, told = train(hub, home, tmp_path / "third", HF_HUB_OFFLINE="1")
+    assert status == 0, told
+    metrics = [(tmp_path / run / "gsm8k/metrics.jsonl").read_text() for run in ("first", "third")]
+    first, third = (json.loads(text.splitlines()[0]) for text in metrics)
+    assert first["loss"] == third["loss"] and first["grad_norm"] == third["grad_norm"]
 
 
-@pytest.mark.slow
-def test_what_is_not_there_is_said(hub, tmp_path):
-    url, _, _ = hub
-    cases = (
-        ({"model": "gated/model"}, "accept the terms on its page, then `hf auth login`"),
-        ({"model": "nobody/model"}, "there is none of this name, or it is private"),
-        ({"model": "tiny/model", "revision": "v9"}, "it has no such revision"),
-        ({"dataset": "gated/data:main"}, "accept the terms on its page"),
-        ({"dataset": "nobody/data:main"}, "there is none of this name, or it is private"),
-    )
-    said = loaded(url, tmp_path, *(options for options, _ in cases))
-    for line, (options, message) in zip(said, cases, strict=True):
-        assert options.get("model", "data") in line and message in line, line
-        assert "Without the hub: " in line
+def test_a_revision_is_pinned(hub, tmp_path):
+    flags = ("--revision", "v1")
+    status, told = train(hub, tmp_path / "home", tmp_path, *flags, data=f"{DATA}:main@v1")
+    assert status == 0, told
+    files = [path for _, path in hub.asked if "/resolve/" in path]
+    assert files and all("/v1/" in path or COMMIT["v1"] in path for path in files)
 
 
-def test_without_a_hub_it_says_what_works(monkeypatch):
-    import datasets
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    (
+        ("gated model", "model: 'Qwen/.*accept the terms on its page, then `hf auth login`"),
+        ("no model", "model: 'Qwen/.*there is none of this name, or it is private"),
+        ("no revision", "model: 'Qwen/.*it has no such revision"),
+        ("gated data", "dataset: openai/gsm8k was neither.*accept the terms on its page"),
+        (
+            "no data",
+            "dataset: openai/gsm8k was neither.*there is none of this name, or it is private",
+        ),
+        (
+            "away",
+            "(?s)dataset: openai/gsm8k was neither cached nor downloaded.*Without the hub: a .json",
+        ),
+    ),
+)
+def test_what_is_not_there_is_said(fault, message, hub, repositories, tmp_path):
+    flags = ()
+    if fault == "away":
+        hub.close()
+    elif fault == "no revision":
+        flags = ("--revision", "v9")
+    elif fault.startswith("gated"):
+        hub.gated = {MODEL if fault.endswith("model") else DATA}
+    else:
+        kind, name = ("models", MODEL) if fault.endswith("model") else ("datasets", DATA)
+        other = tmp_path / "hub"
+        shutil.copytree(repositories, other)
+        shutil.rmtree(other / kind / name)
+        hub.folder = other
+    status, told = train(hub, tmp_path / "home", tmp_path, *flags)
+    assert status != 0 and re.search(message, told), told
 
-    def offline(*_, **__):
-        raise OSError("no route to host")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConnectionError, match=r"no route to host\. Without the hub: a \.jsonl"):
-        load_problems(TrainingConfig(model="m", dataset="openai/gsm8k:main"))
-
-
-def test_gsm8k_as_the_hub_has_it(monkeypatch):
-    import datasets
-
-    split = datasets.Dataset.from_list([{"question": "q", "answer": "2+2\n#### 1,234"}] * 3)
-    asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset",
-        lambda *args, **options: asked.append((args, options)) or {"train": split, "test": split},
-    )  # fmt: skip
-    config = TrainingConfig(model="m", dataset="openai/gsm8k:main@v1", train_size=2)
-    train, test = load_problems(config)
-    assert all(args == ("openai/gsm8k", "main") for args, _ in asked)
-    assert asked and all(options["revision"] == "v1" for _, options in asked)
-    assert len(train) == 2 and len(test) == 3 and train[0]["answer"] == "1,234"
-    assert rewards.is_correct("<answer>1234</answer>", train[0]["answer"])
+def test_a_connection_that_drops_is_tried_again(hub, tmp_path):
+    hub.drops = 1
+    status, told = train(hub, tmp_path / "home", tmp_path)
+    assert status == 0, told
