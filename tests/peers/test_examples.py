@@ -83,7 +83,7 @@ def test_troubles_shown(study, tiny_model, tmp_path, noisy_rewards):
 
 
 def test_short_ones_are_short():
-    for example, most in ((custom_reward, 80), ("lightning_grpo", 150)):
+    for example, most in ((custom_reward, 80), (tool_use, 120), ("lightning_grpo", 150)):
         path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None
         assert len((path or Path(example.__file__)).read_text().splitlines()) <= most
 
