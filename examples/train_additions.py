@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         show_every=5, save_model=False,
     ).unused()  # fmt: skip
     config = resolved(config)
-    return Trainer(config, *load_model(config), *load_problems(config)).train()
+    problems = load_problems(config)  # before a model is downloaded
+    return Trainer(config, *load_model(config), *problems).train()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def config_of(argv: Sequence[str] | None = None) -> TrainingConfig:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     config = resolved(config_of(argv)).unused()
-    return Trainer(config, *load_model(config), *load_problems(config)).train()
+    problems = load_problems(config)  # before a model is downloaded
+    return Trainer(config, *load_model(config), *problems).train()
 
 
 if __name__ == "__main__":
