@@ -156,14 +156,14 @@ def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
 
 def test_launched_as_users_do(tiny_model, tmp_path):
     """By torchrun, from the command line, to an end without an error."""
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     options = {
         "model": tiny_model, "output": tmp_path, "name": "t", "steps": 2, "prompts_per_step": 2,
         "num_generations": 2, "eval_size": 3, "max_completion_length": 5,
     }  # fmt: skip
     given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "examples.train_additions", *given],
+        [sys.executable, "-m", *launcher, "examples/train_additions.py", *given],
         cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
         timeout=JOB_S,
     )  # fmt: skip
