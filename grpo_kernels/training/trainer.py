@@ -29,11 +29,7 @@ from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards
-from .rollout import (
-    Rollout,
-    Sampler,
-    vocabulary_of,
-)
+from .rollout import Rollout, Sampler, vocabulary_of
 from .run_log import RunLog
 from .samples import Samples
 from .sampling import Sampling
