@@ -72,7 +72,7 @@ class Study(NamedTuple):
     smooth: bool = True
 
 
-_SAMPLED = ["--backward", "sampled", "--tolerance"]
+_SAMPLED = ["--sampled_tolerance"]
 _TOP_P = ["--top_p", "0.8"]
 STUDIES = {
     "sampled": Study(

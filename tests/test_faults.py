@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.training import checkpoint
+from grpo_kernels.training import checkpoint, updates
 from grpo_kernels.training.interruptions import BadUpdates, Preempted
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
@@ -89,8 +89,9 @@ def test_a_reward_function_that_fails_leaves_a_checkpoint(name, tiny_model, tmp_
 # Gradients, checkpoints, folders
 
 
-def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 4})
+def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(updates, "MOST_BAD", 4)
+    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
     trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
     clip, weights = trainer.accelerator.clip_grad_norm_, []
 
@@ -198,7 +199,7 @@ def test_a_rollout_that_dies_or_returns_rubbish(spoil, message, tiny_model, tmp_
 
 def test_weights_that_are_nan_end_the_run(tiny_model, tmp_path):
     """No update is made of them, and the checkpoint before them is named."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9, "max_bad_updates": 3})
+    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
     trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
 
     def spoil(row, _):
@@ -206,7 +207,7 @@ def test_weights_that_are_nan_end_the_run(tiny_model, tmp_path):
             with torch.no_grad():
                 trainer.policy.model.model.norm.weight[0] = math.nan
 
-    with pytest.raises(BadUpdates, match=r"3 updates in a row .* checkpoint: .*step-000001"):
+    with pytest.raises(BadUpdates, match=r"10 updates in a row .* checkpoint: .*step-000001"):
         trainer.train(spoil)
 
 

@@ -156,11 +156,11 @@ def test_log_probs_are_those_of_the_policy_that_sampled(name, tiny_model, tmp_pa
     assert samples.entropy_threshold == pytest.approx(float(threshold), rel=1e-4, abs=2e-5)
     torch.testing.assert_close(samples.old_logps, expected, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(samples.ref_logps, expected, rtol=1e-4, atol=2e-5)
-    update = trainer._update(samples, 0, list(range(len(samples.texts))))
+    update = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
     assert update["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert update["ratio_max"] == pytest.approx(1, abs=1e-4) and update["kl"] < 1e-6
     torch.testing.assert_close(samples.logps, expected, rtol=1e-4, atol=2e-5)
-    again = trainer._update(samples, 1, list(range(len(samples.texts))))
+    again = trainer.updates(samples, 1, 1, list(range(len(samples.texts))))
     assert again["ratio_max"] > 1.01
 
 

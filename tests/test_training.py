@@ -63,8 +63,8 @@ def updated_gradient(trainer, samples, parts):
         grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.optimizer, "step", keep)
-        metrics = trainer._update(samples, 0, list(range(len(samples.texts))))
+        patch.setattr(trainer.updates.optimizer, "step", keep)
+        metrics = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
     return grads, metrics
 
 
@@ -288,8 +288,10 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 15
     page = (folder / "report.html").read_text()
     assert page.count("<svg") >= 8 and not re.search(r"(src|href)=.?(https?:)?//", page)
-    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "<!-- gap to the sampler's log-probs, nats -->" in page and "<!-- sync -->" in page
+    assert (
+        "<!-- gap to the sampler's log-probs, nats, log scale -->" in page
+        and "<!-- sync -->" in page
+    )
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
     assert "Completions by an engine" in said and "(sync 0." in said
@@ -494,7 +496,7 @@ def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
 def test_the_sampled_backward(tiny_model, tmp_path, monkeypatch):
     """Other columns in every micro-batch, and the same ones in a run from the same seed."""
     monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)  # that of a small model
-    drawn = {"backward": "sampled", "tolerance": 0.5, "micro_batch_size": 4}
+    drawn = {"sampled_tolerance": 0.5, "micro_batch_size": 4}
     first, again, exact = (
         train(config_of(tiny_model, tmp_path, name=name, **options))
         for name, options in (("a", drawn), ("b", drawn), ("c", {}))

@@ -37,13 +37,13 @@ def config_of(**options):
         ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected one for each of"),
         ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
         ({"trainable": "("}, "trainable: expected a regular expression"),
-        ({"tolerance": 0.1}, "tolerance: expected 0.005 with backward='exact'"),
+        ({"sampled_tolerance": -0.1}, "sampled_tolerance: expected at least 0; got -0.1"),
+        ({"head": "sharded", "sampled_tolerance": 0.1}, "sampled_tolerance: expected 0 with a"),
         ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
         ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
         ({"name": "a/b"}, "name: expected the name of a folder"),
         ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
         ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
-        ({"eval_temperature": 1.0}, "eval_temperature: expected 0 where eval_size is 0"),
         ({"rollout": "sglang"}, "rollout: expected one of generate, vllm; got 'sglang'"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
         ({"head": "sharded", "top_k": 5}, "replay_support: expected false with a sharded head"),
@@ -53,8 +53,6 @@ def config_of(**options):
         ({**COLOCATE, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
         ({**SERVER, "vllm_server_timeout": 0.0}, "vllm_server_timeout: expected a number > 0"),
         ({**SERVER, "vllm_request_timeout": -1.0}, "vllm_request_timeout: expected a number > 0"),
-        ({**COLOCATE, "vllm_max_model_length": 9}, r"vllm_max_model_length: .* = \d+; got 9"),
-        ({**SERVER, "vllm_max_model_length": 0}, "vllm_max_model_length: expected at least"),
         *(
             ({**SERVER, "vllm_server_base_url": url}, "vllm_server_base_url: expected one like")
             for url in ("127.0.0.1:8000", "http://", "http://a:80/v1", "ftp://a:1", "http://a/", "")
@@ -74,7 +72,7 @@ def test_the_url_is_one_of_a_server(url):
 def test_types_are_checked():
     for options in (
         {"steps": 1.5}, {"beta": "x"}, {"stop": "x"}, {"resume": 1}, {"output": 3},
-        {"vllm_max_model_length": 4096.0}, {"vllm_server_timeout": "10"},
+        {"vllm_server_timeout": "10"},
         {"vllm_enable_sleep_mode": 1}, {"vllm_server_base_url": 8000},
     ):  # fmt: skip
         (name,) = options
@@ -155,7 +153,6 @@ def test_every_option_is_explained(capsys):
 OF_VLLM = {
     "vllm_mode": ("server", [COLOCATE]),
     "vllm_dtype": ("bf16", [COLOCATE, SERVER]),
-    "vllm_max_model_length": (4096, [COLOCATE, SERVER]),
     "vllm_gpu_memory_utilization": (0.5, [COLOCATE]),
     "vllm_enable_sleep_mode": (True, [COLOCATE]),
     "vllm_server_base_url": ("http://127.0.0.1:9000", [SERVER]),

@@ -90,11 +90,11 @@ def gradient_of(trainer, samples):
     grads = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trainer.optimizer, "step", lambda *_, **__: grads.update(
+            trainer.updates.optimizer, "step", lambda *_, **__: grads.update(
                 {n: p.grad.clone() for n, p in trainer.policy.named_parameters()}
             ),
         )  # fmt: skip
-        metrics = trainer._update(samples, 0, list(range(len(samples.texts))))
+        metrics = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
     return grads, metrics
 
 

@@ -25,10 +25,9 @@ from . import ranks
 # how the work is cut into pieces.
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
-    "trackers", "micro_batch_size", "reward_timeout", "max_bad_updates", "max_memory_gib",
-    "vllm_gpu_memory_utilization", "vllm_server_base_url",
-    "vllm_enable_sleep_mode", "vllm_max_model_length",
-    "vllm_server_timeout", "vllm_request_timeout", "vllm_sync_dir",
+    "trackers", "micro_batch_size", "reward_timeout", "vllm_gpu_memory_utilization",
+    "vllm_server_base_url", "vllm_enable_sleep_mode", "vllm_server_timeout",
+    "vllm_request_timeout", "vllm_sync_dir",
 }  # fmt: skip
 _STATE, _WEIGHTS = "state.json", "trained.pt"
 _HASHES = "sha256.json"

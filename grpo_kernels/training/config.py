@@ -110,9 +110,6 @@ class TrainingConfig(GRPOLossConfig):
     """Where vLLM is: in this process (in each, of several), or a server of its own."""
     vllm_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype that vLLM computes in: fp32, bf16, or auto: that of the policy's GEMMs."""
-    vllm_max_model_length: int | None = None
-    """Tokens that vLLM has room for in a sequence; none: max_prompt_length +
-    max_completion_length."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of each GPU's memory that a colocated vLLM fills, weights included."""
     vllm_enable_sleep_mode: bool = False
@@ -140,10 +137,9 @@ class TrainingConfig(GRPOLossConfig):
     batch_invariant: bool = False
     """The head makes the same log-prob of the same state, to the bit, whatever else is in the
     micro-batch."""
-    backward: Literal["exact", "sampled"] = "exact"
-    """Backward of the head: exact, or sampled (docs/sampled_backward.md)."""
-    tolerance: float = 5e-3
-    """Relative noise of a sampled backward."""
+    sampled_tolerance: float = 0.0
+    """Relative noise of the head's gradients by a sampled backward, 0.005 say
+    (docs/sampled_backward.md); 0: exact ones."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -167,13 +163,8 @@ class TrainingConfig(GRPOLossConfig):
     """Learning rate over time: constant, or linear or cosine to 0."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises from 0."""
-    max_memory_gib: float = 0.0
-    """Memory that a process may take, on a GPU or of its own on a CPU; what needs more is made in
-    smaller parts; 0: all there is."""
     max_grad_norm: float = 1.0
     """Scale larger gradients down to this norm."""
-    max_bad_updates: int = 10
-    """Updates in a row whose gradient is NaN or inf, and which are left out, until the run ends."""
 
     # Logs and checkpoints
     name: str = "grpo"
@@ -182,8 +173,6 @@ class TrainingConfig(GRPOLossConfig):
     """Folder that runs are kept in."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
-    eval_temperature: float = 0.0
-    """Temperature of evaluations; 0: the likeliest token."""
     show_every: int = 10
     """Steps between printed completions."""
     save_every: int = 0
@@ -201,13 +190,13 @@ class TrainingConfig(GRPOLossConfig):
         self._check_types()
         for name in ("train_size", "steps", "prompts_per_step", "minibatches",
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
-                     "micro_batch_size", "show_every", "max_bad_updates"):  # fmt: skip
+                     "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
-                     "resample_equal_groups", "reward_timeout", "max_memory_gib",
-                     "warmup_steps", "weight_decay", "eval_temperature"):  # fmt: skip
+                     "resample_equal_groups", "reward_timeout", "sampled_tolerance",
+                     "warmup_steps", "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
-        for name in ("learning_rate", "max_grad_norm", "tolerance", "lora_alpha", "temperature",
+        for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature",
                      "vllm_server_timeout", "vllm_request_timeout"):  # fmt: skip
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
@@ -310,10 +299,10 @@ class TrainingConfig(GRPOLossConfig):
             refuse("rewards", "at least one reward function")
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             refuse("reward_weights", f"one for each of {self.rewards}")
-        if self.batch_invariant and self.backward == "sampled":
-            refuse("batch_invariant", "false with backward sampled, which draws for a whole batch")
-        if self.head == "sharded" and self.backward == "sampled":
-            refuse("backward", "exact with a sharded head")
+        if self.batch_invariant and self.sampled_tolerance:
+            refuse("batch_invariant", "false with sampled_tolerance, as draws are of whole batches")
+        if self.head == "sharded" and self.sampled_tolerance:
+            refuse("sampled_tolerance", "0 with a sharded head")
         if self.head == "sharded" and self.records_support:
             refuse("replay_support", "false with a sharded head and top_k, top_p or min_p")
         if self.prompts_per_step % self.minibatches:
@@ -327,8 +316,6 @@ class TrainingConfig(GRPOLossConfig):
                 raise ValueError(
                     f"trainable: expected a regular expression; got {self.trainable!r} ({error})"
                 ) from None
-        if self.backward == "exact" and self.tolerance != DEFAULTS["tolerance"]:
-            refuse("tolerance", f"{DEFAULTS['tolerance']} with backward='exact', without noise")
         if self.eval_every and not self.eval_size:
             refuse("eval_every", "0 where eval_size is 0")
         if self.top_entropy_quantile < 1 and self.entropy_coef:
@@ -342,20 +329,12 @@ class TrainingConfig(GRPOLossConfig):
         for name in ("lora_alpha", "lora_target"):
             if not self.lora_rank and getattr(self, name) != DEFAULTS[name]:
                 refuse(name, f"{DEFAULTS[name]!r} where lora_rank is 0")
-        if self.eval_temperature and not self.eval_size:
-            refuse("eval_temperature", "0 where eval_size is 0")
         for name in (name for name in DEFAULTS if name.startswith("vllm_")):
             given = getattr(self, name) != DEFAULTS[name]
             if given and self.rollout != "vllm":
                 refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
             if given and self.vllm_mode not in _VLLM_MODES_OF.get(name, (self.vllm_mode,)):
                 refuse(name, f"{DEFAULTS[name]!r} with vllm_mode {self.vllm_mode}")
-        need = self.max_prompt_length + self.max_completion_length
-        if self.vllm_max_model_length is not None and self.vllm_max_model_length < need:
-            refuse(
-                "vllm_max_model_length",
-                f"at least max_prompt_length + max_completion_length = {need}",
-            )
         if not re.fullmatch(r"https?://[^/]+:\d+/?", self.vllm_server_base_url):
             refuse("vllm_server_base_url", "one like http://127.0.0.1:8000")
 

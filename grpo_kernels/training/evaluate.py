@@ -44,9 +44,9 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
 
-    One answer is at `config.eval_temperature`, several are at `config.temperature`, and neighbors.
+    One answer is of the likeliest tokens, several are at `config.temperature`, and neighbors.
     """
-    temperature = config.eval_temperature if count == 1 else config.temperature
+    temperature = 0.0 if count == 1 else config.temperature
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
     # Equally many per process; of those that come twice the second is dropped at the end.

@@ -30,9 +30,9 @@ class BadUpdates(RuntimeError):
 
     def __init__(self, count: int, checkpoint: Path | None) -> None:
         super().__init__(
-            f"max_bad_updates: {count} updates in a row had a gradient of NaN or inf and were left "
-            f"out. The last checkpoint: {checkpoint}. Look at what grew before it (ratio_max, "
-            "grad_norm, entropy in the report); a lower learning_rate may get past it"
+            f"{count} updates in a row had a gradient of NaN or inf and were left out. The last "
+            f"checkpoint: {checkpoint}. Look at what grew before it (ratio_max, grad_norm, entropy "
+            "in the report); a lower learning_rate may get past it"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +37,6 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
         project_dir=str(config.folder), kwargs_handlers=handlers,
     )  # fmt: skip
-    _limit_memory(config.max_memory_gib, accelerator.device)
     found = {str(tracker) for tracker in accelerator.log_with}
     missing = [name for name in config.trackers if name not in found | {"all"}]
     if missing:
@@ -55,34 +53,6 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
             "(examples/configs/fsdp2.yaml); got sharded"
         )
     return accelerator
-
-
-def _limit_memory(gib: float, device: torch.device) -> None:
-    """Makes what a process allocates beyond so much fail as on a device without memory; 0: nothing.
-
-    On a CPU by the limit on its data, which Linux enforces. It holds for the rest of the process.
-    """
-    if not gib:
-        return
-    limit = int(gib * 2**30)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        share = limit / torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
-        return
-    try:
-        import resource
-    except ImportError:
-        raise ValueError("max_memory_gib: expected 0 on Windows, which has no limit") from None
-    status = Path("/proc/self/status")
-    if status.exists():
-        held = next(int(x.split()[1]) for x in status.read_text().splitlines() if "VmData" in x)
-        if held * 1024 >= limit:
-            raise ValueError(
-                f"max_memory_gib: expected more than {held / 2**20:.1f}, which the process takes "
-                f"before it trains; got {gib}"
-            )
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def sharding(accelerator: Accelerator) -> str | None:

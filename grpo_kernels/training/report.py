@@ -9,17 +9,40 @@ import argparse
 import html
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import logs
 from .config import TrainingConfig
 
 Row = Mapping[str, Any]
+# Step and value, or step, value and the ends of its interval.
+Points = Sequence[tuple[float, ...]]
 _SHOWN = 4
 _SMOOTH = 5
 _ANSWERS = 20
+_PHASES = ("sync", "generate", "reward", "score", "train")
+# Pictures of a page: the metrics that a run has in one; one that ends with "/" stands for all that
+# begin so.
+_CURVES = {
+    "reward, mean of 5 steps": ("reward", "reward/"),
+    "accuracy while sampling, mean of 5 steps": ("accuracy", "accuracy/"),
+    "held-out accuracy, 95 % interval": ("held_out", "held_out/"),
+    "KL to the reference": ("kl",),
+    "entropy, nats": ("entropy",),
+    "completion length, tokens": ("completion_length",),
+    "share of completions cut, of equal groups": ("truncated", "groups_equal"),
+    "share of tokens clipped": ("clip_low", "clip_high"),
+    "gradient norm": ("grad_norm",),
+    "importance ratio": ("ratio_mean", "ratio_max"),
+    "gap to the sampler's log-probs, nats, log scale": ("sampler_gap", "sampler_gap_max"),
+    "seconds per step": ("seconds", "seconds/"),
+    "peak memory, GiB": ("peak_memory_gib",),
+}
+
+
+# Lines in the terminal
 
 
 def line(row: Row) -> str:
@@ -39,9 +62,6 @@ def line(row: Row) -> str:
     split = [f"{part} {row[key]:.1f}" for part in _PHASES if (key := f"seconds/{part}") in row]
     parts.append(f"{row['seconds']:.1f} s ({', '.join(split)})")
     return "  ".join(parts)
-
-
-_PHASES = ("sync", "generate", "reward", "score", "train")
 
 
 def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
@@ -107,61 +127,74 @@ def summary(folder: Path) -> str:
     return f"{text}\nLook at {folder / 'report.html'}"
 
 
+# Pages
+
+
+class Run(NamedTuple):
+    """The logs of a run."""
+
+    config: Row
+    rows: Sequence[Row]
+    evaluations: Sequence[Row]
+
+    @staticmethod
+    def of(folder: Path) -> Run:
+        config = json.loads((folder / "config.json").read_text())
+        files = ("metrics.jsonl", "evaluations.jsonl")
+        return Run(config, *(logs.read(folder / name) for name in files))
+
+    def names(self, name: str) -> list[str]:
+        """The metrics that a name of `_CURVES` stands for."""
+        if not name.endswith("/"):
+            return [name]
+        if name == "held_out/":
+            last = self.evaluations[-1:]
+            return [name + part for e in last for part in e.get("by", {}).get("held_out", {})]
+        return list(dict.fromkeys(key for row in self.rows for key in row if key.startswith(name)))
+
+    def curve(self, name: str) -> Points:
+        """The values of a metric, by step."""
+        kind, _, part = name.partition("/")
+        if kind != "held_out":
+            return [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
+        if not part:
+            return [(e["step"], e["accuracy"], e["low"], e["high"]) for e in self.evaluations]
+        of_part = [(e["step"], e.get("by", {}).get(kind, {}).get(part)) for e in self.evaluations]
+        return [(step, one["accuracy"]) for step, one in of_part if one is not None]
+
+
 def write(folder: Path) -> Path:
     """Makes `report.html` from the logs in the folder, however many steps they have."""
-    rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
-    samples = logs.read(folder / "samples.jsonl")
-    config = json.loads((folder / "config.json").read_text())
-    parts = [_numbers(rows, evaluations), _warnings(rows)]
-    if rows:
-        parts.append(_pictures(rows, evaluations))
-    answers = logs.read(folder / "answers.jsonl")
-    parts += [_evaluation(evaluations, answers), _samples(samples), _options(config)]
-    model = config["model"]
+    run, samples = Run.of(folder), logs.read(folder / "samples.jsonl")
+    model = run.config["model"]
     model = Path(model).name if Path(model).is_absolute() else model
-    title = html.escape(f"{config['name']}: {model} on {config['dataset']}")
-    page = _PAGE.format(title=title, body="\n".join(parts))
-    path = folder / "report.html"
-    scratch = path.with_suffix(".tmp")
-    _put(scratch, page)
-    scratch.replace(path)
-    return path
+    answers = logs.read(folder / "answers.jsonl")
+    parts = (
+        _numbers(run), _warnings(run.rows), _pictures({"": run}),
+        _evaluation(run.evaluations, answers), _samples(samples),
+        "<details><summary>Options</summary>"
+        + _table((), ((name, str(value)) for name, value in run.config.items())) + "</details>",
+    )  # fmt: skip
+    title = f"{run.config['name']}: {model} on {run.config['dataset']}"
+    return _put(folder / "report.html", title, parts)
 
 
-def _put(path: Path, page: str) -> None:
-    """Writes a page, whatever is in its text: half of a surrogate pair, too."""
-    path.write_text(page, encoding="utf-8", errors="replace")
-
-
-def picture(folder: Path) -> Path:
-    """`reward.png`: the reward of the samples and the accuracy on held-out problems."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows, evaluations = logs.read(folder / "metrics.jsonl"), logs.read(folder / "evaluations.jsonl")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, label in (("reward", "reward"), ("accuracy", "accuracy while sampling")):
-        known = [(r["step"], r[name]) for r in rows if _has(r, name)]
-        if known:
-            steps, values = zip(*known, strict=True)
-            (drawn,) = axes.plot(steps, _smooth(values), label=f"{label}, mean of {_SMOOTH} steps")
-            axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.4)
-    if evaluations:
-        points = [(e["step"], e["accuracy"], e["low"], e["high"]) for e in evaluations]
-        x, y, low, high = zip(*points, strict=True)
-        errors = [[b - a for a, b in zip(low, y, strict=True)],
-                  [b - a for a, b in zip(y, high, strict=True)]]  # fmt: skip
-        axes.errorbar(x, y, errors, fmt="o", capsize=3, label="held-out accuracy, 95 %")
-    axes.set_xlabel("step")
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"GRPO, {json.loads((folder / 'config.json').read_text())['dataset']}")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    path = folder / "reward.png"
-    figure.savefig(path, dpi=120)
-    return path
+def compare(folders: Sequence[Path]) -> Path:
+    """Makes `compare.html`, beside the first folder: the curves of several runs together."""
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = {name: Run.of(folder) for name, folder in zip(names, folders, strict=True)}
+    configs = [run.config for run in runs.values()]
+    others = {
+        key: [str(config.get(key, "")) for config in configs]
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if key not in ("name", "output") and any(c.get(key) != configs[0].get(key) for c in configs)
+    }
+    parts = [f"<h2>{html.escape(name)}</h2>{_numbers(run)}" for name, run in runs.items()]
+    parts += [_pictures(runs), "<h2>Options that differ</h2>"]
+    parts += [_table(("", *names), ((key, *values) for key, values in others.items()))]
+    return _put(folders[0].parent / "compare.html", " and ".join(names), parts)
 
 
 _PAGE = """<!doctype html>
@@ -173,10 +206,8 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1120
        color: #222; }}
 h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
-th, td {{ text-align: left; vertical-align: top; padding: .3rem .6rem;
-         border-bottom: 1px solid #ddd; }}
-td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
-pre {{ white-space: pre-wrap; margin: 0; font-size: 12px; max-height: 16rem; overflow: auto; }}
+th, td {{ text-align: left; vertical-align: top; padding: .3rem .6rem; white-space: pre-wrap;
+         border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
 .plots {{ display: grid; gap: .5rem;
          grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); }}
 .plots svg {{ width: 100%; height: auto; }}
@@ -190,78 +221,76 @@ pre {{ white-space: pre-wrap; margin: 0; font-size: 12px; max-height: 16rem; ove
 """
 
 
-def _numbers(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
+def _put(path: Path, title: str, parts: Iterable[str]) -> Path:
+    """Writes a page, whatever is in its text: half of a surrogate pair, too."""
+    page = _PAGE.format(title=html.escape(title), body="\n".join(parts))
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(page, encoding="utf-8", errors="replace")
+    return scratch.replace(path)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts, none of which is taken for HTML."""
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in texts) + "</tr>"
+
+    return f"<table>{cells('th', head)}{''.join(cells('td', row) for row in rows)}</table>"
+
+
+def _numbers(run: Run) -> str:
+    rows, evaluations = run.rows, run.evaluations
     if not rows:
         return "" if evaluations else "<p>No step yet.</p>"
-    last = rows[-1]
     facts = {
-        "steps": f"{last['step']:,}",
+        "steps": f"{rows[-1]['step']:,}",
         "reward, last 5 steps": f"{_smooth([r['reward'] for r in rows])[-1]:.3f}",
         "seconds per step": f"{sum(r['seconds'] for r in rows) / len(rows):.1f}",
         "peak memory": f"{max(r['peak_memory_gib'] for r in rows):.2f} GiB",
     }
     if evaluations:
-        e = evaluations[-1]
-        before = f"{evaluations[0]['accuracy']:.1%}"
-        if e is evaluations[0]:
-            facts["held-out accuracy, before"] = before
-        else:
-            facts["held-out accuracy, before -> now"] = f"{before} &rarr; {e['accuracy']:.1%}"
+        shares = dict.fromkeys(f"{e['accuracy']:.1%}" for e in (evaluations[0], evaluations[-1]))
+        facts["held-out accuracy, before -> now"] = " &rarr; ".join(shares)
     cells = "".join(f"<div><b>{value}</b>{name}</div>" for name, value in facts.items())
     return f'<div class="numbers">{cells}</div>'
 
 
 def _warnings(rows: Sequence[Row]) -> str:
     told = [(r["step"], text) for r in rows for text in r.get("warnings", [])]
-    if not told:
-        return ""
     divs = "".join(
         f'<div class="warning">step {step}: {html.escape(text)}</div>' for step, text in told[-20:]
     )
-    return f"<h2>Warnings</h2>{divs}"
+    return f"<h2>Warnings</h2>{divs}" if divs else ""
 
 
 def _evaluation(evaluations: Sequence[Row], answers: Sequence[Row]) -> str:
     """The last evaluation beside the first, by group, and some of its answers."""
     if not evaluations:
         return ""
-    before, now = evaluations[0], evaluations[-1]
-    rows = [("all", before, now)]
+    now = evaluations[-1]
+    compared = [evaluations[0], now] if len(evaluations) > 1 else [now]
+    rows = [("all", str(now["problems"]), *map(_interval, compared))]
     for column, values in now.get("by", {}).items():
-        known = before.get("by", {}).get(column, {})
-        rows += [(f"{column}: {value}", known.get(value), new) for value, new in values.items()]
-    compared = [before, now][now is before :]
-    head = "".join(f"<th>step {one['step']}</th>" for one in compared)
-    cells = "".join(
-        f"<tr><td>{html.escape(name)}</td><td class='number'>{new['problems']}</td>"
-        + "".join(
-            f"<td class='number'>{_interval(one)}</td>" for one in [old, new][now is before :]
-        )
-        + "</tr>"
-        for name, old, new in rows
-    )
-    table = f"<table><tr><th>held out</th><th>problems</th>{head}</tr>{cells}</table>"
-    several = "".join(
-        f"<tr><td>{html.escape(name)}</td><td class='number'>"
-        f"{_interval(dict(zip(('accuracy', 'low', 'high'), value, strict=True)))}</td></tr>"
-        for name, value in now.get("samples", {}).items()
-    )
-    if several:
-        table += f"<p>Of several samples per problem:</p><table>{several}</table>"
+        for value, part in values.items():
+            parts = (e.get("by", {}).get(column, {}).get(value) for e in compared)
+            rows.append((f"{column}: {value}", str(part["problems"]), *map(_interval, parts)))
+    table = _table(("held out", "problems", *(f"step {e['step']}" for e in compared)), rows)
+    if several := now.get("samples"):
+        shares = {k: dict(zip(("accuracy", "low", "high"), v, strict=True))
+                  for k, v in several.items()}  # fmt: skip
+        table += "<p>Of several samples per problem:</p>"
+        table += _table((), ((name, _interval(share)) for name, share in shares.items()))
     last = [a for a in answers if a["step"] == now["step"] and "sample" not in a]
     # Wrong ones say more.
     shown = sorted(last, key=lambda answer: bool(answer["correct"]))[:_ANSWERS]
-    cells = "".join(
-        f"<tr><td><pre>{html.escape(_text_of(a['prompt'])[-600:])}</pre></td>"
-        f"<td><pre>{html.escape(a['completion'])}{'' if a['ended'] else ' <i>[cut]</i>'}</pre></td>"
-        f"<td>{html.escape(str(a['answer']))}</td><td>{'right' if a['correct'] else 'wrong'}</td>"
-        "</tr>"
-        for a in shown
-    )
     return (
         f"<h2>Held-out problems</h2>{table}<details><summary>{len(shown)} of {len(last)} answers, "
-        "wrong ones first</summary><table><tr><th>prompt</th><th>completion</th><th>answer</th>"
-        f"<th></th></tr>{cells}</table></details>"
+        "wrong ones first</summary>"
+        + _table(
+            ("prompt", "completion", "answer", ""),
+            ((*_texts(a), "right" if a["correct"] else "wrong") for a in shown),
+        )
+        + "</details>"
     )
 
 
@@ -270,187 +299,43 @@ def _interval(one: Row | None) -> str:
 
 
 def _samples(samples: Sequence[Row]) -> str:
-    if not samples:
+    last = [s for s in samples if s["step"] == samples[-1]["step"]]
+    if not last:
         return ""
-    cells = []
-    for row in [s for s in samples if s["step"] == samples[-1]["step"]]:
-        cut = "" if row["ended"] else " <i>[cut]</i>"
-        cells.append(
-            f"<tr><td><pre>{html.escape(_text_of(row['prompt'])[-600:])}</pre></td>"
-            f"<td><pre>{html.escape(row['completion'])}{cut}</pre></td>"
-            f"<td>{html.escape(str(row['answer']))}</td><td class='number'>{row['reward']:.2f}</td>"
-            f"<td class='number'>{row['advantage']:+.2f}</td></tr>"
-        )
-    return (
-        f"<h2>Completions of step {samples[-1]['step']}</h2><table><tr><th>prompt</th>"
-        f"<th>completion</th><th>answer</th><th>reward</th><th>advantage</th></tr>{''.join(cells)}"
-        "</table>"
-    )
+    rows = ((*_texts(row), f"{row['reward']:.2f}", f"{row['advantage']:+.2f}") for row in last)
+    head = ("prompt", "completion", "answer", "reward", "advantage")
+    return f"<h2>Completions of step {last[0]['step']}</h2>{_table(head, rows)}"
 
 
-def _options(config: Row) -> str:
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
-        for name, value in config.items()
-    )
-    return f"<details><summary>Options</summary><table>{rows}</table></details>"
+def _texts(row: Row) -> tuple[str, str, str]:
+    """Prompt, completion and answer, as they are shown."""
+    cut = "" if row["ended"] else " [cut]"
+    return _text_of(row["prompt"])[-600:], row["completion"] + cut, str(row["answer"])
 
 
-def _pictures(rows: Sequence[Row], evaluations: Sequence[Row]) -> str:
-    x = [row["step"] for row in rows]
-
-    def lines(*names: str, smooth: bool = False, log: bool = False) -> Callable[[Any], None]:
-        def draw(axes: Any) -> None:
-            for name in names:
-                known = [(s, r[name]) for s, r in zip(x, rows, strict=True) if _has(r, name)]
-                if not known:
-                    continue
-                steps, values = zip(*known, strict=True)
-                label = name.removeprefix("reward/").removeprefix("accuracy/").replace("_", " ")
-                line = "o" if len(steps) == 1 else "-"  # a line of one point is not to be seen
-                curve = _smooth(values) if smooth else values
-                (drawn,) = axes.plot(steps, curve, line, markersize=4, label=label)
-                if smooth:
-                    axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.3, markersize=3)
-            if len(names) > 1 and axes.lines:
-                axes.legend(fontsize=7)
-            if log and axes.lines:
-                axes.set_yscale("log")
-
-        return draw
-
-    def accuracy(axes: Any) -> None:
-        steps = [e["step"] for e in evaluations]
-        values = [e["accuracy"] for e in evaluations]
-        axes.plot(steps, values, "o-", label="all")
-        low, high = [e["low"] for e in evaluations], [e["high"] for e in evaluations]
-        axes.fill_between(steps, low, high, alpha=0.2)
-        for value in evaluations[-1].get("by", {}).get("held_out", {}):
-            known = [(e["step"], e["by"]["held_out"][value]["accuracy"]) for e in evaluations
-                     if value in e.get("by", {}).get("held_out", {})]  # fmt: skip
-            axes.plot(*zip(*known, strict=True), "--", label=value)
-        if len(axes.lines) > 1:
-            axes.legend(fontsize=7)
-        axes.set_ylim(0, 1.02)
-
-    def split(axes: Any) -> None:
-        parts = [p for p in _PHASES if any(_has(r, f"seconds/{p}") for r in rows)]
-        ends, at = (x, rows) if len(x) > 1 else ([x[0] - 0.5, x[0] + 0.5], [*rows, *rows])
-        axes.stackplot(ends, [[r.get(f"seconds/{p}", 0) for r in at] for p in parts], labels=parts)
-        axes.legend(fontsize=7, loc="lower left")
-        axes.set_ylim(bottom=0)
-
-    functions = [name for name in rows[-1] if name.startswith("reward/")]
-    panels: dict[str, Callable[[Any], None]] = {
-        "reward, mean of 5 steps": lines("reward", *functions, smooth=True)
-    }
-    if _has(rows[-1], "accuracy"):
-        levels = {name for r in rows for name in r if name.startswith("accuracy/level_")}
-        panels["accuracy while sampling, mean of 5 steps"] = lines(
-            "accuracy", *sorted(levels, key=lambda name: float(name.split("_")[-1])), smooth=True
-        )
-    if evaluations:
-        panels["held-out accuracy, 95 % interval"] = accuracy
-    for title, names in (
-        ("KL to the reference", ("kl",)), ("entropy, nats", ("entropy",)),
-        ("completion length, tokens", ("completion_length",)),
-        ("share of completions cut, of equal groups", ("truncated", "groups_equal")),
-        ("share of tokens clipped", ("clip_low", "clip_high")),
-        ("gradient norm", ("grad_norm",)), ("importance ratio", ("ratio_mean", "ratio_max")),
-    ):  # fmt: skip
-        if any(_has(r, name) for r in rows for name in names):
-            panels[title] = lines(*names)
-    if any(_has(r, "sampler_gap") for r in rows):
-        panels["gap to the sampler's log-probs, nats"] = lines(
-            "sampler_gap", "sampler_gap_max", log=True
-        )
-    panels["seconds per step"] = split
-    panels["peak memory, GiB"] = lines("peak_memory_gib")
-    pictures = "".join(_svg(title, draw) for title, draw in panels.items())
-    return f'<h2>Curves</h2><div class="plots">{pictures}</div>'
-
-
-def compare(folders: Sequence[Path]) -> Path:
-    """Makes `compare.html`, beside the first folder: the curves of several runs together."""
-    names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    steps = [logs.read(folder / "metrics.jsonl") for folder in folders]
-    held_out = [logs.read(folder / "evaluations.jsonl") for folder in folders]
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-
-    def lines(name: str, rows: Sequence[Sequence[Row]], band: bool = False) -> Any:
-        def draw(axes: Any) -> None:
-            for label, own in zip(names, rows, strict=True):
-                known = [r for r in own if _has(r, name)]
-                x, values = [r["step"] for r in known], [r[name] for r in known]
-                smooth = _smooth(values) if name in ("reward", "accuracy") and not band else values
-                if band:
-                    edges = [[r[name] - r["low"] for r in known],
-                             [r["high"] - r[name] for r in known]]  # fmt: skip
-                    axes.errorbar(x, values, edges, fmt="o-", markersize=3, capsize=3, label=label)
-                else:
-                    axes.plot(x, smooth, "o" if len(x) == 1 else "-", label=label)
-            if name == "accuracy":
-                axes.set_ylim(0, 1.02)
-            axes.legend(fontsize=7)
-
-        return draw
-
-    panels = {
-        title: lines(name, rows, band)
-        for title, name, rows, band in (
-            ("reward, mean of 5 steps", "reward", steps, False),
-            ("held-out accuracy, 95 % interval", "accuracy", held_out, True),
-            ("accuracy while sampling, mean of 5 steps", "accuracy", steps, False),
-            ("KL to the reference", "kl", steps, False),
-            ("entropy, nats", "entropy", steps, False),
-            ("completion length, tokens", "completion_length", steps, False),
-            ("share of tokens clipped, below", "clip_low", steps, False),
-            ("share of tokens clipped, above", "clip_high", steps, False),
-            ("largest importance ratio", "ratio_max", steps, False),
-            ("share of groups with equal rewards", "groups_equal", steps, False),
-            ("gradient norm", "grad_norm", steps, False),
-            ("seconds per step", "seconds", steps, False),
-            ("peak memory, GiB", "peak_memory_gib", steps, False),
-        )
-        # What is the same in every step, as a ratio of 1 is, says nothing.
-        if band or len({r[name] for own in rows for r in own if _has(r, name)}) > 1
-    }
-    pictures = "".join(_svg(title, draw) for title, draw in panels.items())
-    parts = [
-        "".join(
-            f"<h2>{html.escape(name)}</h2>{_numbers(rows, evaluations)}"
-            for name, rows, evaluations in zip(names, steps, held_out, strict=True)
-        ),
-        f'<h2>Curves</h2><div class="plots">{pictures}</div>',
-        _differences(names, configs),
-    ]
-    title = html.escape(" and ".join(names))
-    path = folders[0].parent / "compare.html"
-    _put(path, _PAGE.format(title=title, body="\n".join(parts)))
-    return path
-
-
-def _differences(names: Sequence[str], configs: Sequence[Row]) -> str:
-    """The options that are not the same in all runs."""
-    options = [
-        key for key in dict.fromkeys(key for config in configs for key in config)
-        if key not in ("name", "output") and any(c.get(key) != configs[0].get(key) for c in configs)
+def _pictures(runs: Mapping[str, Run]) -> str:
+    """The curves of one run, or each metric with a line per run."""
+    drawn: dict[str, dict[str, Points]] = {}
+    for title, names in _CURVES.items():
+        if len(runs) == 1:
+            (run,) = runs.values()
+            found = [known for name in names for known in run.names(name)]
+            drawn[title] = {name.partition("/")[2] or name: run.curve(name) for name in found}
+            continue
+        shown = [name for name in names if not name.endswith("/")]
+        for name in shown:
+            lines = {label: run.curve(name) for label, run in runs.items()}
+            # What is the same in every step, as a ratio of 1 is, says nothing.
+            if len({point[1:] for points in lines.values() for point in points}) > 1:
+                drawn[title if len(shown) == 1 else f"{title}: {name}"] = lines
+    pictures = [
+        _svg(title, {label: points for label, points in lines.items() if points})
+        for title, lines in drawn.items() if any(lines.values())
     ]  # fmt: skip
-    if not options:
-        return "<p>All options are the same.</p>"
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    rows = "".join(
-        f"<tr><td>{html.escape(key)}</td>"
-        + "".join(f"<td>{html.escape(str(config.get(key, '')))}</td>" for config in configs)
-        + "</tr>"
-        for key in options
-    )
-    return f"<h2>Options that differ</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+    return f'<h2>Curves</h2><div class="plots">{"".join(pictures)}</div>' if pictures else ""
 
 
-def _svg(title: str, draw: Callable[[Any], None]) -> str:
+def _svg(title: str, lines: Mapping[str, Points]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -458,7 +343,23 @@ def _svg(title: str, draw: Callable[[Any], None]) -> str:
     figure = Figure(figsize=(4.4, 2.8), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    draw(axes)
+    for label, points in lines.items():
+        steps, values, *ends = zip(*points, strict=True)
+        if ends:
+            far = [[abs(a - b) for a, b in zip(end, values, strict=True)] for end in ends]
+            axes.errorbar(steps, values, far, fmt="o-", markersize=3, capsize=3, label=label)
+            axes.set_ylim(0, 1.02)
+            continue
+        smooth = "mean of" in title
+        curve = _smooth(values) if smooth else values
+        # A line of one point is not to be seen.
+        (drawn,) = axes.plot(steps, curve, "o" if len(steps) == 1 else "-", label=label)
+        if smooth:
+            axes.plot(steps, values, ".", color=drawn.get_color(), alpha=0.3, markersize=3)
+    if len(lines) > 1:
+        axes.legend(fontsize=7)
+    if "log scale" in title:
+        axes.set_yscale("log")
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("step", fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -468,10 +369,6 @@ def _svg(title: str, draw: Callable[[Any], None]) -> str:
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
-
-
-def _has(row: Row, name: str) -> bool:
-    return row.get(name) is not None
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -175,17 +175,15 @@ class Sampler:
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> list[int | None]:
         """Prompts that each process samples at a time, once its memory has run out."""
         own = [getattr(self.rollout, "most_prompts", None)]
-        by_rank = ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
-        return {"most_prompts": by_rank, "max_memory_gib": self.config.max_memory_gib}
+        return ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
 
-    def restore_memory(self, memory: dict[str, Any] | None) -> None:
-        """Goes on with what a run had left of it, unless there is another budget now."""
-        same = memory is not None and memory["max_memory_gib"] == self.config.max_memory_gib
-        if memory is not None and same and hasattr(self.rollout, "most_prompts"):
-            self.rollout.most_prompts = memory["most_prompts"][self.accelerator.process_index]
+    def restore_memory(self, memory: list[int | None]) -> None:
+        """Goes on with what a run had left of it."""
+        if hasattr(self.rollout, "most_prompts"):
+            self.rollout.most_prompts = memory[self.accelerator.process_index]
 
     def weights_changed(self) -> None:
         """Notes that a rollout with a copy of the weights needs them again."""

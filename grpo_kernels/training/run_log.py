@@ -147,7 +147,6 @@ class RunLog:
         self.progress.close()
         if self.main:
             self._write_report()
-            report.picture(self.config.folder)
             self.say(report.summary(self.config.folder))
         for tracker in self.accelerator.trackers:
             tracker.finish()

@@ -86,12 +86,11 @@ class Scorer:
             taken["chunk_mib"] = self.chunk_bytes / 2**20
         return taken
 
-    def restore_memory(self, memory: list[int | None] | None) -> None:
+    def restore_memory(self, memory: Sequence[int | None]) -> None:
         """Goes on with what a run had left of it, unless the option is another one now."""
-        if memory is not None and memory[0] == self.config.micro_batch_size:
-            _, size, self.chunk_bytes = memory
-            assert size is not None
-            self.micro_batch_size = size
+        option, size, chunk_bytes = memory
+        if option == self.config.micro_batch_size:
+            self.micro_batch_size, self.chunk_bytes = size or option, chunk_bytes
 
     def in_memory(
         self,
@@ -110,7 +109,7 @@ class Scorer:
                 drop_gradients()
                 now = self._smaller()
             clear_device_cache(garbage_collection=True)
-            drawn = self.config.backward == "sampled"
+            drawn = self.config.sampled_tolerance > 0
             same = "other columns are drawn" if drawn else "the gradients are the same"
             warn(f"memory ran out: from now on {now}; {same}")
 

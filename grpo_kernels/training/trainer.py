@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 
-from ..execution import Execution
 from ..hf_head import check_logits
 from ..retry import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Order, Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
-from .interruptions import BadUpdates, Interruptions, Preempted, StepError
+from .interruptions import Interruptions, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout
 from .metrics import Evaluation
-from .micro_batches import Size, config_of_part, equal_parts, num_items
+from .micro_batches import equal_parts
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_correct, resolve_rewards
@@ -34,6 +30,7 @@ from .run_log import RunLog
 from .samples import Samples
 from .sampling import Sampling
 from .scoring import Scorer
+from .updates import Updates
 
 _T = TypeVar("_T")
 OnStep = Callable[[dict[str, Any], Samples], object]
@@ -90,7 +87,7 @@ class Trainer:
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.order = Order(self.train_problems, config.seed)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
-        self.policy, self.optimizer = self._prepare(model)
+        self.policy, optimizer = self._prepare(model)
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
@@ -101,9 +98,9 @@ class Trainer:
         self.scorer = Scorer(
             self.policy, self.reference, self.interruptions, config, tokenizer.pad_token_id
         )
-        self.step, self.best, self.bad_updates = 0, dict[str, Any](), 0
+        self.updates = Updates(self.scorer, optimizer, self.log)
+        self.step, self.best = 0, dict[str, Any]()
         self.saved = 0  # the last step of which there is a checkpoint
-        self.within_step = False  # whether weights are between two steps
         self.evaluated = True  # False where an evaluation is due
         checkpoint.trained_weights_only(self.accelerator)
 
@@ -159,7 +156,7 @@ class Trainer:
             except BaseException as error:
                 if not isinstance(error, (StepError, Preempted)) and not ran_out_of_memory(error):
                     raise
-                self._drop_gradients()
+                self.updates.drop_gradients()
                 self._stop_after(trained, error)
                 raise
             due = improved or last or _every(config.save_every, self.step)
@@ -175,113 +172,22 @@ class Trainer:
         self.interruptions.check()
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
-            self._in_memory(partial(self.scorer.score, samples, minibatches))
+            self.updates.in_memory(partial(self.scorer.score, samples, minibatches))
             rounds = self.step == 1 and ranks.gemm_dtype(self.config) != "float32"
             if rounds and samples.sampling_logps is not None:
-                found = self._in_memory(partial(self.scorer.check_sampler, samples))
+                found = self.updates.in_memory(partial(self.scorer.check_sampler, samples))
                 if found is not None and found.closer not in (None, self.config.logits_dtype):
                     self.log.warn(str(found))
         with clock("train"):
-            updates = [self._update(samples, 0, minibatches[0])]
+            why_gap, update = getattr(self.rollout, "why_gap", None), self.updates
+            self.sampler.weights_changed()
+            of_updates = [update(samples, self.step, 0, minibatches[0], why_gap)]
             if samples.old_logps is None and samples.logps is not None:
                 samples.old_logps = samples.logps.clone()  # of the policy that sampled
             rest = (minibatches * self.config.epochs_per_rollout)[1:]
-            updates += [self._update(samples, number, rows) for number, rows in enumerate(rest, 1)]
-        self.within_step = False
-        return self._row(samples, updates, clock), samples
-
-    # Updates
-
-    def _update(self, samples: Samples, number: int, rows: list[int]) -> dict[str, float]:
-        """Takes the rollout's optimizer step `number`, on these rows of every process."""
-        config = self.config
-        rate = config.learning_rate_at((self.step - 1) * config.updates_per_step + number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        merged, loss = self._in_memory(partial(self._accumulate, samples, number, rows))
-        return {
-            **merged, "grad_norm": self._optimizer_step(), "learning_rate": rate,
-            "loss": ranks.reduce(self.accelerator, float(loss), metrics.mean),
-        }  # fmt: skip
-
-    def _in_memory(self, work: Callable[[], _T]) -> _T:
-        """Does the work again, in smaller parts, as long as memory runs out."""
-        return self.scorer.in_memory(work, self._drop_gradients, self.log.warn)
-
-    def _accumulate(
-        self, samples: Samples, number: int, rows: list[int]
-    ) -> tuple[dict[str, float], Tensor]:
-        """Adds up the gradient of an update, part by part; its metrics and its loss."""
-        accelerator = self.accelerator
-        plan = self.scorer.plan(samples, self.scorer.trained(samples, number, rows))
-        whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
-        world, loss_config = accelerator.num_processes, self.scorer.loss(samples)
-        items, ce_items = num_items(loss_config, whole, world), max(whole.tokens, 1) / world
-        if samples.logps is None:
-            samples.logps = torch.zeros(samples.mask.shape, device=accelerator.device)
-        measured: list[dict[str, Tensor]] = []
-        loss = torch.zeros((), device=accelerator.device)
-        sharded, interruptions = ranks.sharding(accelerator) is not None, self.interruptions
-        for index, part in enumerate(plan):
-            batch, where = samples.batch(part, self.tokenizer.pad_token_id)
-            T = batch.attention.shape[1]
-            part_config = config_of_part(loss_config, samples.size(part), whole, world)
-            last = index == len(plan) - 1
-            # DeepSpeed steps within the backward in which gradients are to be synced.
-            accelerator.sync_gradients = last
-            with nullcontext() if last else accelerator.no_sync(self.policy):
-                with interruptions.shared(waits=sharded, may_stop=number == 0):
-                    with accelerator.autocast():
-                        # Of a part without rows the cross-entropy counts for nothing, too.
-                        constants = samples.per_token(where, T, ce_items if part else math.inf)
-                        part_loss, part_metrics, logps = self.policy(
-                            "loss", batch, samples.advantages[where], part_config,
-                            **constants, num_items=items,
-                            execution=self._execution(f"columns-{number}-{index}"),
-                        )  # fmt: skip
-                    if not last:
-                        accelerator.backward(part_loss)
-                measured.append(part_metrics)
-                if last:
-                    merged = metrics.merge_micro_batches(measured, self._gather)
-                    if number == 0:
-                        dtype = getattr(self.sampler.rollout, "why_gap", None)
-                        merged |= self.log.watch.sampler_gap(merged, dtype)
-                    with interruptions.shared(waits=sharded or world > 1):
-                        accelerator.backward(part_loss)
-            loss += part_loss.detach()
-            if part:
-                samples.logps[where, :T] = logps
-        return merged, loss
-
-    def _execution(self, draw: str) -> Execution:
-        """The `Execution` of a micro-batch's loss; a sampled backward has the columns of a draw."""
-        execution = self.scorer.execution()
-        if self.config.backward == "exact":
-            return execution
-        from ..experimental import Sampled
-
-        return replace(execution, backward=Sampled(self.config.tolerance, self._seed(draw)))
-
-    def _drop_gradients(self) -> None:
-        ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
-
-    def _optimizer_step(self) -> float:
-        """Clips the gradient and, if it is finite, steps; returns its norm."""
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        grad_norm = float(norm) if norm is not None else math.nan
-        self.bad_updates += 1
-        if norm is None or math.isfinite(grad_norm):
-            self.within_step = True
-            self.optimizer.step()
-            self.bad_updates = 0
-        self.sampler.weights_changed()
-        self.optimizer.zero_grad()
-        if self.bad_updates >= self.config.max_bad_updates:
-            raise BadUpdates(self.bad_updates, checkpoint.latest(self.config.folder))
-        return grad_norm
+            of_updates += [update(samples, self.step, i, rows) for i, rows in enumerate(rest, 1)]
+        self.updates.within_step = False
+        return self._row(samples, of_updates, clock), samples
 
     # Metrics and evaluations
 
@@ -300,8 +206,8 @@ class Trainer:
         if c.resample_equal_groups:
             row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
         row |= self.scorer.taken_of_memory()
-        if self.bad_updates:
-            row["bad_updates"] = self.bad_updates
+        if self.updates.bad:
+            row["bad_updates"] = self.updates.bad
         # That of an evaluation before this step, too.
         if self.sampler.sync_seconds:
             clock.seconds["sync"], self.sampler.sync_seconds = self.sampler.sync_seconds, 0.0
@@ -311,7 +217,7 @@ class Trainer:
         return row
 
     def evaluate(self, problems: Sequence[Problem]) -> Evaluation:
-        """Accuracy of one completion per problem, at `config.eval_temperature`."""
+        """Accuracy of one completion per problem, of the likeliest tokens."""
         return evaluate(
             problems, self.sampler, self.rewards, self.is_correct, self.config, self.accelerator
         )
@@ -348,11 +254,11 @@ class Trainer:
             self.accelerator.load_state(str(found))
             self.sampler.weights_changed()
             self.step, self.best = state["step"], state["best"]
-            self.saved, self.within_step = self.step, False
-            self.scorer.restore_memory(state.get("memory"))
-            self.sampler.restore_memory(state.get("sampling_memory"))
+            self.saved, self.updates.within_step = self.step, False
+            self.scorer.restore_memory(state["memory"])
+            self.sampler.restore_memory(state["sampling_memory"])
             self.order.restore(state["problems"])
-            self.evaluated = state.get("evaluated", True)
+            self.evaluated = state["evaluated"]
             self.log.watch.restore(state["watch"])
             self.log.say(f"Going on after step {self.step}, from {found}")
         self.accelerator.wait_for_everyone()
@@ -362,7 +268,7 @@ class Trainer:
         self.step = step
         if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
             return  # the others wait elsewhere
-        if self.saved < step and not self.within_step and self.config.save_every >= 0:
+        if self.saved < step and not self.updates.within_step and self.config.save_every >= 0:
             self._save()
         then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
         self.log.say(f"Stopped: {then}")
@@ -371,7 +277,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        if self.bad_updates or not ranks.finite(self.accelerator, self.policy):
+        if self.updates.bad or not ranks.finite(self.accelerator, self.policy):
             self.log.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
             return
         state = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +63,7 @@ class VLLMRollout:
 
         def start() -> None:
             self.engine: Colocated | Server = (
-                Colocated(config, accelerator, self.say) if colocated else Server(config)
+                Colocated(config, accelerator) if colocated else Server(config)
             )
             self._check()
 
@@ -227,16 +226,13 @@ class Colocated:
     Args:
         config: the run's.
         accelerator: of the run.
-        say: prints a line.
     """
 
-    def __init__(
-        self, config: TrainingConfig, accelerator: Accelerator, say: Callable[[str], None]
-    ) -> None:
-        self.on_gpu, self.say = accelerator.device.type == "cuda", say
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
+        on_gpu = accelerator.device.type == "cuda"
         prompts = -(-config.prompts_per_step // accelerator.num_processes)
-        options = engine_options(config, prompts * config.num_generations, self.on_gpu)
-        if self.on_gpu:
+        options = engine_options(config, prompts * config.num_generations, on_gpu)
+        if on_gpu:
             options["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
             options["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         if accelerator.num_processes > 1:
@@ -250,17 +246,13 @@ class Colocated:
             except (ValueError, TypeError, RuntimeError) as error:
                 raise RolloutError(_explain(error, config)) from error
         self.about = self.llm.collective_rpc("grpo_kernels_about")[0]
-        self.sleeps = self.on_gpu and config.vllm_enable_sleep_mode
-        self.at_once = sys.maxsize  # prompts
+        self.sleeps = on_gpu and config.vllm_enable_sleep_mode
 
     def load(self, weights: Iterator[tuple[str, Tensor]], count: int, tag: str) -> None:
         """Replaces the weights."""
         if self.sleeps:
             self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("grpo_kernels_load", args=(weights, str(count), tag))
-        self._reset_cache()
-
-    def _reset_cache(self) -> None:
         # Prompts would go on from states of the weights before.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM: expected no request while weights are sent; got some")
@@ -277,35 +269,10 @@ class Colocated:
         text = bool(request["stop"])
         params = [Params(seed=seed, detokenize=text, **request) for seed in seeds]
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        done: list[Any] = []
-        while len(done) < len(inputs):
-            part = slice(len(done), len(done) + self.at_once)
-            try:
-                done += self.llm.generate(inputs[part], params[part], use_tqdm=False)
-            except torch.OutOfMemoryError as error:
-                self._make_room(len(inputs[part]), error)
+        done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
         return [_of_output(output) for answer in done for output in answer.outputs]
-
-    def _make_room(self, tried: int, error: Exception) -> None:
-        """Drops what is being sampled, and lets fewer prompts be sampled at a time."""
-        engine = self.llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        # It has noted states in the cache that were never computed.
-        self._reset_cache()
-        if tried == 1:
-            raise RolloutError(
-                f"vLLM ran out of memory with the completions of one prompt ({error}). Lower "
-                "num_generations, max_completion_length or vllm_gpu_memory_utilization"
-            ) from error
-        self.at_once = tried // 2
-        self.say(
-            f"warning: vLLM ran out of memory with {tried} prompts; from now on it samples for "
-            f"{self.at_once} at a time"
-        )
-        if self.on_gpu:
-            torch.cuda.empty_cache()
 
     def wait(self) -> None:
         """Waits for nothing: this engine is lost with its process alone."""

@@ -281,7 +281,7 @@ def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str,
 
 def max_model_length(config: TrainingConfig) -> int:
     """Tokens that vLLM has room for in a sequence."""
-    return config.vllm_max_model_length or config.max_prompt_length + config.max_completion_length
+    return config.max_prompt_length + config.max_completion_length
 
 
 def cpu_cache_bytes(text_config: Any, rows: int, length: int, width: int) -> int:

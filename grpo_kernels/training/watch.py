@@ -174,7 +174,7 @@ class Watch:
         self.evaluations = [(a, b, c) for a, b, c in state["evaluations"]]
         self.last_told, self.rewards = state["told"], state["rewards"]
         self.first_entropy = state["first_entropy"]
-        self.first_gap = state.get("first_gap")
+        self.first_gap = state["first_gap"]
 
 
 def worst_token(samples: Samples, against: Tensor, tokenizer: Any) -> tuple[float, str]:

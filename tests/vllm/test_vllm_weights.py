@@ -68,33 +68,6 @@ def test_the_likeliest_tokens_are_those_of_generate(tied):
         assert one.token_ids == row[: len(one.token_ids)]
 
 
-def test_out_of_memory_means_fewer_prompts_at_a_time(tied, monkeypatch, capsys):
-    rollout, model = tied
-    rollout.update_weights()
-    runner = rollout.engine.llm.llm_engine.engine_core.engine_core.model_executor
-    worker = runner.driver_worker.worker
-    execute, tokens = worker.model_runner.execute_model, []
-
-    def small(scheduled, *args, **kwargs):
-        tokens.append(scheduled.total_num_scheduled_tokens)
-        if len(scheduled.num_scheduled_tokens) > 4:  # completions: more than one prompt's
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(scheduled, *args, **kwargs)
-
-    monkeypatch.setattr(worker.model_runner, "execute_model", small)
-    assert gap(rollout, model) < CLOSE
-    assert rollout.engine.at_once == 1
-    assert "out of memory with 2 prompts" in capsys.readouterr().out
-    monkeypatch.setattr(
-        worker.model_runner, "execute_model",
-        lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError("no")),
-    )  # fmt: skip
-    with pytest.raises(RolloutError, match=r"completions of one prompt .*num_generations"):
-        sample(rollout)
-    monkeypatch.undo()
-    assert gap(rollout, model) < CLOSE
-
-
 def test_adapters_arrive(tmp_path):
     folder = vllm_model(tmp_path)
     config = vllm_config(folder, tmp_path, lora_rank=4)
