@@ -134,7 +134,7 @@ def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: Value
     outside = targets != targets.clamp(0, V - 1)
     where = "" if mask is None else " at unmasked positions"
     checks.add(
-        outside if mask is None else outside & mask,
+        outside if mask is None else selected(mask, outside, False),
         f"targets: expected ids in [0, {V}){where}; got ids outside",
     )
 
@@ -196,11 +196,11 @@ def head_call(
     if execution.capturable and flat_mask is not None:
         # Masked rows take part, and may hold anything but for the ones of a bias.
         of_states = 1 + (head.low_rank is not None)
-        clean = (Term(_selected(flat_mask, x, 0), y) for x, y in terms[:of_states])
+        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:of_states])
         terms = (*clean, *terms[of_states:])
-        flat_targets = _selected(flat_mask, flat_targets, 0)
+        flat_targets = selected(flat_mask, flat_targets, 0)
         if isinstance(temperature, Tensor):
-            temperature = _selected(flat_mask, temperature, 1)
+            temperature = selected(flat_mask, temperature, 1)
     return HeadCall(
         terms=terms,
         targets=flat_targets,
@@ -244,7 +244,7 @@ def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:
     return head
 
 
-def _selected(mask: Tensor, x: Tensor, otherwise: int) -> Tensor:
+def selected(mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
     """The rows of `x` in `mask`; `otherwise` in the others."""
     return torch.where(mask if x.ndim == 1 else mask[:, None], x, otherwise)
 

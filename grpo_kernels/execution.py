@@ -69,6 +69,10 @@ class Execution:
             masked ones and those of advantage 0 too, at their cost, and values are checked by
             assertions on the device. For the exact backward, without a support.
         backward: None, the exact one, or `grpo_kernels.experimental.Sampled`.
+        keep_gradients: in two passes over a frozen head, the forward keeps the gradient of each
+            log-prob by `hidden`, `[N, H]` in its dtype, so that the backward has no GEMM. False:
+            the backward makes the logits again, of rows that have a gradient: one GEMM more, and
+            less work where most rows turn out to have none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -80,6 +84,7 @@ class Execution:
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None
     capturable: bool = False
     backward: Sampled | None = None
+    keep_gradients: bool = True
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
@@ -88,6 +93,7 @@ class Execution:
             raise ValueError(f"chunk_bytes: expected a positive int, or None; got {size!r}")
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("capturable", self.capturable)
+        check_bool("keep_gradients", self.keep_gradients)
         if self.matmul is not None and not callable(self.matmul):
             raise TypeError(
                 f"matmul: expected a function of two tensors, or None; got {self.matmul!r}"

@@ -42,7 +42,7 @@ from .dense import Gradients
 from .execution import Execution
 from .grpo_loss import flat_loss, policy_loss
 from .head import LMHead, Support
-from .linear_logprobs import flat_logprobs
+from .linear_logprobs import flat_logprobs, keeps_gradients
 from .metrics import loss_metrics
 from .objective import LossInputs, token_local
 from .outputs import GRPOLossOutput
@@ -154,13 +154,14 @@ def fused_grpo_loss(
     one_pass, wanted = token_local(config, inputs), call.wants_grad()
     # A factor per row makes the gradient of the logits, unless it is beyond float16.
     keeps = not config.entropy_has_gradient and call.dtype != torch.float16
+    keep = not one_pass and not config.entropy_has_gradient and keeps_gradients(call)
     routes = routes_of(
         call,
         support,
         partial(_tokens_with_grad, config, inputs),
-        gradients=one_pass and any(wanted),
+        gradients=(one_pass and any(wanted)) or keep,
         keeps=keeps and any(wanted),
-        agreed={"one pass": one_pass, "entropy_coef": config.entropy_coef},
+        agreed={"one pass": one_pass, "entropy_coef": config.entropy_coef, "keep_gradients": keep},
     )
     if one_pass and routes.makes_logits:
         run = partial(_OnePass.apply, *call.tensors, config, inputs, routes, keeps, wanted)
@@ -169,7 +170,7 @@ def fused_grpo_loss(
         )
         metrics = loss_metrics(config, inputs, logps, entropy, *d_stats) | metrics
     else:  # without logits a second pass costs nothing
-        logps, entropy, _ = flat_logprobs(call.tensors, routes, entropy=True)
+        logps, entropy, _ = flat_logprobs(call.tensors, routes, entropy=True, keep=keep)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
     shape = call.layout.shape
     values = (x.detach().reshape(shape) for x in (logps, entropy))

@@ -6,18 +6,24 @@ computes the logits again for the rows that have one:
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
+
+Where the head is frozen dh is all, and a row's is its log-prob's times a number: two GEMMs.
+
+    forward    Z = h W^T;  lse, l, E = token_stats(Z);  u = (dl / dZ) W
+    backward   dh = g u
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import head_call
+from .arguments import HeadCall, head_call, selected
 from .autograd import (
     dtypes_of,
     eager_only,
@@ -58,9 +64,11 @@ def linear_logprobs(
         hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
             is the state that predicts `targets[..., t]`: the caller shifts.
         head: the LM head's weight `[V, H]`, or an `LMHead`.
-        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1.
-        mask: of the shape of `targets`, bool or 0/1; None computes every token. Masked positions
-            may hold anything, cost nothing, and come back as 0.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1; or with one
+            dimension more, `[..., K]`: several per token, which may repeat. Then `logps` is
+            `[..., K]`, at the GEMMs of one target. Without a support, for the exact backward.
+        mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
+            anything, cost nothing, and come back as 0.
         entropy: computes the entropy, too.
         support: the sets that the sampler kept for each token: results are of the softmax over
             these ids (`docs/support.md`).
@@ -69,7 +77,9 @@ def linear_logprobs(
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
         gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient
-        turns out to be 0.
+        turns out to be 0. Where no tensor of `head` wants a gradient, the forward keeps that of
+        each log-prob by `hidden`, which is all that the backward then needs, unless `entropy` or
+        `logsumexp` have one (`Execution.keep_gradients`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -82,42 +92,95 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     check_bool("entropy", entropy)
-    call = head_call(hidden, local_head(head), targets, mask, None, execution)
+    many = isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None)
+    first = targets[..., 0] if many and targets.shape[-1] else targets
+    call = head_call(hidden, local_head(head), first, mask, None, execution)
+    if many and targets.shape[-1] > 1:
+        call = _with_targets(call, targets, support)
+    keep = keeps_gradients(call)
     routes = routes_of(
-        call, support, None, gradients=False, keeps=False, logsumexp=True,
-        agreed={"entropy": entropy},
+        call, support, None, gradients=keep, keeps=keep, logsumexp=True,
+        agreed={"entropy": entropy, "targets per token": call.targets[:1].numel(),
+                "keep_gradients": keep},
     )  # fmt: skip
-    found = flat_logprobs(call.tensors, routes, entropy=entropy)
-    return LogprobOutput(*(None if x is None else x.reshape(call.layout.shape) for x in found))  # type: ignore[arg-type]
+    logps, *others = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+    shape = call.layout.shape
+    return LogprobOutput(
+        logps.reshape(targets.shape if many else shape),
+        *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
+    )
+
+
+def _with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
+    """The call with several targets per token, `[..., K]`, in place of the first of them."""
+    if support is not None:
+        raise ValueError(
+            "support: expected None with several targets per token; got a support, of which "
+            "entries=True scores every id"
+        )
+    if call.execution.backward is not None:
+        raise ValueError(
+            "backward: expected None with several targets per token; got "
+            f"{call.execution.backward!r}"
+        )
+    flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
+    if call.execution.capturable and call.mask is not None:
+        flat = selected(call.mask, flat, 0)
+    return replace(call, targets=flat)
+
+
+def keeps_gradients(call: HeadCall) -> bool:
+    """True if the forward keeps the gradient of each log-prob by the states."""
+    ranks, execution, wanted = call.head.ranks, call.execution, call.wants_grad()
+    return (
+        execution.keep_gradients
+        and execution.backward is None
+        and any(wanted[::2])
+        and not any(wanted[1::2])
+        and call.targets.ndim == 1
+        # Ranks with tokens of their own may have other losses.
+        and (ranks is None or ranks.hidden in ("replicated", "partial"))
+    )
 
 
 def flat_logprobs(
-    tensors: Sequence[Tensor], routes: Routes, *, entropy: bool
+    tensors: Sequence[Tensor], routes: Routes, *, entropy: bool, keep: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms."""
-    run = partial(_TwoPasses.apply, *tensors, routes, entropy)
+    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms.
+
+    `keep`: see `keeps_gradients`; the routes are planned for it.
+    """
+    run = partial(_TwoPasses.apply, *tensors, routes, entropy, keep)
     return with_fewer_rows(run, routes.plan, **routes.limits())
 
 
 class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        *tensors, routes, wants_entropy, plan = args
+        *tensors, routes, wants_entropy, keep, plan = args
+        N, like = len(tensors[0]), tensors[0]
         # Not views of one tensor: the caller may change them in place.
-        per_token = [tensors[0].new_zeros(len(tensors[0]), dtype=torch.float32) for _ in range(3)]
-        logps, logsumexp, entropy = per_token
-        with torch.autocast(logps.device.type, enabled=False):
-            for route in routes.of(tensors, plan, entropy=wants_entropy, keeps=False, draws=False):
+        logps, logsumexp, entropy = per_token = [
+            like.new_zeros(shape, dtype=torch.float32)
+            for shape in (routes.call.targets.shape, (N,), (N,))
+        ]
+        wanted = [keep and wanted for wanted in ctx.needs_input_grad[: len(tensors)]]
+        kept = Gradients(tensors, wanted, every_row=plan.num_rows == N)
+        keeps = keep and routes.call.dtype != torch.float16
+        with torch.autocast(like.device.type, enabled=False):
+            for route in routes.of(tensors, plan, entropy=wants_entropy, keeps=keeps, draws=False):
                 for rows in route.chunks():
                     stats = route.sweep(rows)
                     logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
                     if wants_entropy:
                         entropy[rows.index] = stats.entropy
-        ctx.save_for_backward(*tensors, *torch.stack(per_token))
+                    if keep:
+                        route.add(rows, kept, torch.ones_like(stats.logps))
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept.all())
         if plan.has_masked and routes.tokens is not None:
             for x in per_token:
-                x.masked_fill_(~routes.tokens, 0.0)
-        ctx.routes, ctx.wants_entropy = routes, wants_entropy
+                x.copy_(selected(routes.tokens, x, 0.0))
+        ctx.routes, ctx.wants_entropy, ctx.keep = routes, wants_entropy, keep
         ctx.set_materialize_grads(False)
         return logps, entropy if wants_entropy else None, logsumexp
 
@@ -126,18 +189,22 @@ class _TwoPasses(torch.autograd.Function):
         ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        *tensors, logps, logsumexp, entropy = ctx.saved_tensors
-        routes, wanted = ctx.routes, ctx.needs_input_grad[: len(tensors)]
-        given = [d_logps, d_entropy, d_logsumexp]
-        given = [None if x is None else x.float().contiguous() for x in given]
-        if given[0] is None:
-            given[0] = torch.zeros_like(logps)
-        needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
+        count = len(ctx.needs_input_grad) - 4
+        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count + 3 :]
+        logps, logsumexp, entropy = ctx.saved_tensors[count : count + 3]
+        routes, wanted = ctx.routes, ctx.needs_input_grad[:count]
+        d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
+        others = [None if x is None else x.float().contiguous() for x in (d_entropy, d_logsumexp)]
+        given = [d_logps, *others]
+        each = [x != 0 for x in given if x is not None]
+        needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
         if routes.tokens is not None:
             # Masked rows came back as the constant 0, whatever gradient their value is given.
             needed &= routes.tokens
         if routes.plan.has_masked:
-            given = [None if x is None else torch.where(needed, x, 0.0) for x in given]
+            given = [None if x is None else selected(needed, x, 0.0) for x in given]
+        if ctx.keep and d_entropy is None and d_logsumexp is None:
+            return (*(_rows_times(u, d_logps, needed) for u in kept), *[None] * 4)
         scale, plan = None, routes.plan
         if routes.makes_logits:
             scale = routes.agreed(_power_of_two_scale_of(given, needed))
@@ -155,7 +222,7 @@ class _TwoPasses(torch.autograd.Function):
                     gradients, factors, dtypes_of(*tensors), strict=True
                 )
             ]
-        return (*gradients, None, None, None)
+        return (*gradients, *[None] * 4)
 
 
 def _gradients(
@@ -178,8 +245,17 @@ def _gradients(
     return grads.all()
 
 
+def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
+    """The rows of `u` that are needed, times a factor each, rounded once; 0 elsewhere."""
+    if u is None:
+        return None
+    found = torch.mul(u, factors[:, None], out=torch.empty_like(u))
+    return found.masked_fill_(~needed[:, None], 0.0)
+
+
 def _power_of_two_scale_of(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
     # Rows that are not needed may be given anything, NaN included.
-    peaks = [torch.where(needed, x, 0.0).abs() for x in gradients if x is not None and x.numel()]
+    given = [x for x in gradients if x is not None and x.numel()]
+    peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
     none = torch.zeros((), device=needed.device)
     return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)

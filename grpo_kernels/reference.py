@@ -53,16 +53,16 @@ def selective_log_softmax(
     return log_p.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
 
-def kept_entries(support: Support, targets: Tensor, active: Tensor, V: int) -> Tensor:
+def kept_entries(support: Support, active: Tensor, V: int) -> Tensor:
     """Each token's kept set as a mask, bool `[..., V]`; all True where there is none."""
     ids, offsets = (x.tolist() for x in support)
-    kept = torch.ones(targets.numel(), V, dtype=torch.bool, device=targets.device)
+    kept = torch.ones(active.numel(), V, dtype=torch.bool, device=active.device)
     for i, is_active in enumerate(active.reshape(-1).tolist()):
         entries = ids[offsets[i] : offsets[i + 1]] if is_active else []
         if entries:
             kept[i] = False
             kept[i, entries] = True
-    return kept.reshape(*targets.shape, V)
+    return kept.reshape(*active.shape, V)
 
 
 def linear_logprobs(
@@ -75,7 +75,10 @@ def linear_logprobs(
     rounded_to: torch.dtype | None = None,
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
-    active = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    many = targets.ndim == hidden.ndim
+    each = targets if many else targets.unsqueeze(-1)
+    active = torch.ones(each.shape[:-1], dtype=torch.bool, device=each.device)
+    active = active if mask is None else mask.bool()
     head = LMHead.of(head)
     # Masked positions must not reach a sum, even as NaN times 0.
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
@@ -85,17 +88,17 @@ def linear_logprobs(
     if isinstance(head.temperature, Tensor) and head.temperature.ndim:
         head = head.replace(temperature=head.temperature.masked_fill(~active, 1.0))
     logits = linear_logits(hidden, head, rounded_to=rounded_to)
-    targets = targets.long().masked_fill(~active, 0)
+    each = each.long().masked_fill(~active.unsqueeze(-1), 0)
     if support is not None:
-        kept = kept_entries(support, targets, active, logits.shape[-1])
+        kept = kept_entries(support, active, logits.shape[-1])
         logits = logits.masked_fill(~kept, -torch.inf)
     log_p = logits.log_softmax(-1)
-    logps = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    logps = log_p.gather(-1, each).masked_fill(~active.unsqueeze(-1), 0.0)
     # p log p is 0 where p is: an entry of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
-    values = (logps, entropy, logits.logsumexp(-1))
-    return LogprobOutput(*(x.masked_fill(~active, 0.0) for x in values))
+    others = (x.masked_fill(~active, 0.0) for x in (entropy, logits.logsumexp(-1)))
+    return LogprobOutput(logps if many else logps.squeeze(-1), *others)
 
 
 def grpo_loss(

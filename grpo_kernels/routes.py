@@ -53,10 +53,17 @@ class Routes:
         `draws`: whether a sampled backward that is asked for is to be made.
         """
         call, dense = self.call.of(tensors), Dense
-        if self.shard is not None:
+        many = call.targets.ndim == 2
+        if self.shard is not None and many:
+            from .many_targets_on_ranks import ManyOnRanks
+
+            dense = partial(ManyOnRanks, self.shard)  # type: ignore[assignment]
+        elif self.shard is not None:
             from .vocab_parallel import VocabParallel
 
             dense = partial(VocabParallel, self.shard)  # type: ignore[assignment]
+        elif many:
+            from .many_targets import ManyTargets as dense
         elif draws and call.execution.backward is not None:
             from .experimental.sampled import SampledDense as dense
         routes: list[Dense | Kept] = [dense(call, plan, entropy=entropy, keeps=keeps)]

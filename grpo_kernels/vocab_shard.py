@@ -354,6 +354,7 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 def _checksum(x: Tensor) -> Tensor:
     """A number, int64 0-d, that changes with any value `[N]`, its place, and N."""
+    x = x.flatten()
     bits = x.float().view(torch.int32).long() if x.is_floating_point() else x.long()
     return ((bits + 1) * torch.arange(1, len(x) + 1, device=x.device)).sum() + len(x)
 

@@ -60,6 +60,7 @@ OF_EXECUTION = {
     "matmul": {"matmul": lambda b: rounding_matmul},
     "capturable": {"capturable": lambda b: True},
     "backward": {"sampled": lambda b: Sampled(1e-3, seed=0)},
+    "keep_gradients": {"made_again": lambda b: False},
 }
 OF_CALL = {
     "old_logps": {"old_logps": lambda b: b.old_logps},
@@ -100,8 +101,14 @@ PAIRS = [
 ]
 
 
-def refused(pair):
-    return REFUSED.get(pair) or REFUSED.get(pair[::-1])
+# What several targets per token are refused with.
+WITHOUT_MANY = {"support": "support", "sampled": "backward"}
+
+
+def refused(pair, call):
+    with_many = WITHOUT_MANY if call == "targets" else {}
+    others = (reason for name, reason in with_many.items() if name in pair)
+    return REFUSED.get(pair) or REFUSED.get(pair[::-1]) or next(others, None)
 
 
 def test_every_option_is_here():
@@ -147,8 +154,10 @@ def run(batch, pair, *, truth, call):
     leaves |= {"bias": head["bias"]} if "bias" in head else {}
     if low_rank is not None:
         leaves |= {"a_out": low_rank[0].detach(), "lora_b": low_rank[1].detach()}
+    trained = ("hidden", "a_out") if call == "frozen" else tuple(leaves)
     leaves = {
-        name: (x.double() if truth else x.clone()).requires_grad_() for name, x in leaves.items()
+        name: (x.double() if truth else x.clone()).requires_grad_(name in trained)
+        for name, x in leaves.items()
     }
     if "bias" in head:
         head["bias"] = leaves["bias"]
@@ -170,25 +179,40 @@ def run(batch, pair, *, truth, call):
         options["execution"] = Execution(**given["execution"])
     head = LMHead(leaves["weight"], **head) if head else leaves["weight"]
     package = exact if truth else grpo_kernels
-    if call == "logps":
+    if call != "loss":
         names = ("support", "execution", "rounded_to")
         options = {name: x for name, x in options.items() if name in names}
         if not truth:
-            options["entropy"] = True
-        rows = scored(batch).mask
-        out = package.linear_logprobs(leaves["hidden"], head, batch.targets, rows, **options)
-        value = (out.logps * 0.3).sum() + 0.1 * out.entropy.sum() + 0.2 * out.logsumexp.sum()
+            options["entropy"] = call != "frozen"
+        targets = several(batch) if call == "targets" else batch.targets
+        out = package.linear_logprobs(
+            leaves["hidden"], head, targets, scored(batch).mask, **options
+        )
+        value = (out.logps * torch.arange(1, out.logps.shape[-1] + 1)).sum() / 8
+        if call != "frozen":
+            value = value + 0.1 * out.entropy.sum() + 0.2 * out.logsumexp.sum()
     else:
         out = package.fused_grpo_loss(
             leaves["hidden"], head, batch.targets, batch.advantages, batch.mask, **options
         )
         value = out.loss
     value.backward()
-    return value.detach(), out.logps, {name: x.grad for name, x in leaves.items()}
+    return (
+        value.detach(),
+        out.logps,
+        {name: leaves[name].grad for name in trained if name in leaves},
+    )
+
+
+def several(batch):
+    """Four targets per token: its own, twice, one that is drawn, and the first id of all."""
+    drawn = torch.randint(211, batch.targets.shape, generator=torch.Generator().manual_seed(3))
+    drawn = drawn.masked_fill(~scored(batch).mask, 10**6)
+    return torch.stack([batch.targets, drawn, 0 * drawn, batch.targets], -1)
 
 
 OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
-CASES = [(pair, call) for pair in PAIRS for call in ("loss", "logps")
+CASES = [(pair, call) for pair in PAIRS for call in ("loss", "logps", "targets", "frozen")
          if call == "loss" or not OF_LOSS & set(pair)]  # fmt: skip
 
 
@@ -197,7 +221,7 @@ CASES = [(pair, call) for pair in PAIRS for call in ("loss", "logps")
 )
 def test_pair(pair, call):
     batch = batch_of(pair)
-    if reason := refused(pair):
+    if reason := refused(pair, call):
         with pytest.raises(ValueError, match=rf"^{reason}: expected .*; got "):
             run(batch, pair, truth=False, call=call)
         return

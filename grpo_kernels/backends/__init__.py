@@ -52,6 +52,19 @@ class LogitTransform:
             z = z / self.per_row
         return z
 
+    def slope(self, z: Tensor) -> float | Tensor:
+        """The derivative of the logits `z [C, K]` by the raw ones."""
+        slope = self.logit_scale / self.per_row
+        chain = self.softcap_slope(z)
+        return slope if chain is None else chain * slope
+
+    def softcap_slope(self, z: Tensor) -> Tensor | None:
+        """The slope of the softcap at the logits `z [C, K]`; None where there is no softcap."""
+        if self.softcap is None:
+            return None
+        slope = 1 - (z * self.per_row / self.softcap).square()
+        return slope.clamp_(min=0.0)  # -inf where the logit is
+
     def at(self, rows: Tensor | slice) -> LogitTransform:
         """The transform of some rows."""
         temperature = self.temperature

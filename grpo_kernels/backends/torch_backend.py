@@ -49,7 +49,7 @@ def token_stats(
     for rows in row_blocks(logits, block_bytes):
         local, block = transform.at(rows), logits[rows]
         z = local.apply(block)
-        chain = _softcap_slope(z, local) if exps is not None else None
+        chain = local.softcap_slope(z) if exps is not None else None
         if not scratch:
             scratch = [torch.empty_like(z) for _ in range(2)]
         peak = z.amax(1, keepdim=True)
@@ -101,14 +101,6 @@ def _row_sums(x: Tensor) -> Tensor:
     return x.sum(1) if len(x) > 1 else x.expand(2, -1).sum(1)[:1]
 
 
-def _softcap_slope(z: Tensor, transform: LogitTransform) -> Tensor | None:
-    """The slope of the softcap at the logits `z`, None where there is no softcap."""
-    if transform.softcap is None:
-        return None
-    slope = 1 - (z * transform.per_row / transform.softcap).square()
-    return slope.clamp_(min=0.0)  # -inf where the logit is
-
-
 def logit_grads_(
     logits: Tensor,
     targets: Tensor,
@@ -131,7 +123,7 @@ def logit_grads_(
         # also where the result goes.
         if z.data_ptr() == block.data_ptr() and not _same_memory(target, block):
             z = z.clone()
-        chain = _softcap_slope(z, local)
+        chain = local.softcap_slope(z)
         lse, d_softmax = grads.logsumexp[rows, None], grads.d_softmax[rows, None]
         if grads.d_entropy is None or grads.entropy is None:
             d_logits = z.sub_(lse).exp_().mul_(-d_softmax)
@@ -202,10 +194,7 @@ def entry_grads(
         logit_grads_(padded, targets, LogitTransform(), grads.at(tokens), out=padded)
         real = places < len(entries)
         d_logits[places[real], 0] = padded[real]
-    chain = _softcap_slope(z, local)
-    if chain is not None:
-        d_logits *= chain
-    return (d_logits * (local.logit_scale / local.per_row)).squeeze(1)
+    return (d_logits * local.slope(z)).squeeze(1)
 
 
 def _by_length(z: Tensor, entries: Entries) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -1,0 +1,90 @@
+"""Several targets per token: their log-probs under the one softmax of the token's logits.
+
+With g_k the gradient of l_k = z_{y_k} - lse, G their sum, e and q those of entropy and logsumexp,
+
+    dL/dz_j = sum over k with y_k = j of g_k  -  p_j (G - q + e (z_j - lse + E))
+
+The sweep and the GEMMs are those of one target. The K logits of a row are picked from it while it
+is there; in the gradient their K entries are set again, each from all targets that are its id, so
+that it is rounded once and no order of a sum matters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backends import RowGrads, TokenStats
+from .dense import Dense
+from .row_plan import Chunk, slices
+
+# Pairs of a row's targets that are compared at a time.
+_PAIRS = 1 << 22
+
+
+class ManyTargets(Dense):
+    """Rows `[C, V]` with K targets each; `call.targets` is `[N, K]`, a log-prob `[C, K]`."""
+
+    ids: Tensor  # of the targets of the rows in flight, [C, K]
+
+    def _take(self, rows: Chunk) -> None:
+        super()._take(rows)
+        self.ids = self.targets
+        # The first of them is the one that kernels know of.
+        self.targets = self.ids[:, 0].contiguous()
+        self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
+
+    def logits(self, part: slice) -> Tensor:
+        found = super().logits(part)
+        self.picked[part] = found.gather(1, self.ids[part]).float()
+        return found
+
+    def merge(self, stats: TokenStats) -> TokenStats:
+        whole = super().merge(stats)
+        z = self.transform.apply(self.whole(self.picked))
+        return whole._replace(logps=z - whole.logsumexp[:, None])
+
+    def whole(self, picked: Tensor) -> Tensor:
+        """The raw logits of all targets, from those of the columns here."""
+        return picked
+
+    def d_logits(
+        self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None
+    ) -> Tensor:
+        self.stats_of_all, self.given = self.stats, (d_logps, d_entropy, d_logsumexp)
+        self.stats = self.stats._replace(logps=self.stats.logps[:, 0].contiguous())
+        return super().d_logits(d_logps.sum(1), d_entropy, d_logsumexp)
+
+    def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:
+        super().logit_grads(part, logits, grads, out)
+        stats = self.stats_of_all.at(part)
+        given = [None if x is None else x[part] for x in self.given]
+        d = _at_targets(self.ids[part], stats, *given)  # type: ignore[arg-type]
+        transform = self.transform.at(part)
+        slope = transform.slope(stats.logps + stats.logsumexp[:, None])
+        self.set_targets(part, out, (d * slope).to(out.dtype))
+
+    def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
+        """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""
+        out.scatter_(1, self.ids[part], d)
+
+
+def _at_targets(
+    ids: Tensor, stats: TokenStats, d_logps: Tensor, d_entropy: Tensor | None,
+    d_logsumexp: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits at the targets `[C, K]`, whatever else is a target with them."""
+    others = torch.empty_like(d_logps)
+    for rows in slices(0, len(ids), max(1, _PAIRS // ids.shape[1] ** 2)):
+        some, g = ids[rows], d_logps[rows]
+        differ = some[:, :, None] != some[:, None, :]
+        others[rows] = (differ * g[:, None, :]).sum(2)
+    # 1 - p cancels for a target that is all but certain, and -expm1(logp) does not.
+    found = -others - stats.logps.expm1() * d_logps.sum(1, keepdim=True)
+    if d_logsumexp is not None:
+        found += stats.logps.exp() * d_logsumexp[:, None]
+    if d_entropy is not None:
+        assert stats.entropy is not None
+        surprise = stats.logps.clamp(min=-1e4) + stats.entropy[:, None]
+        found -= stats.logps.exp() * d_entropy[:, None] * surprise
+    return found

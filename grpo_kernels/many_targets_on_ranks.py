@@ -1,0 +1,53 @@
+"""Several targets per token, whose rows of the head lie on several ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dense import Dense, Gradients
+from .many_targets import ManyTargets
+from .row_plan import Chunk
+from .vocab_parallel import VocabParallel
+
+
+class ManyOnRanks(ManyTargets, VocabParallel):
+    """Rows of logits of which each rank has some columns, and some of the K targets.
+
+    Raw logits of the targets are added up over the ranks, 4 bytes each.
+    """
+
+    def _take(self, rows: Chunk) -> None:
+        super()._take(rows)
+        self.all_here, self.here = self.here, self.here[:, 0]
+
+    def whole(self, picked: Tensor) -> Tensor:
+        total, work = self.shard.sum(torch.where(self.all_here, picked, 0.0), None)
+        work.wait()
+        return total
+
+    def add(
+        self,
+        rows: Chunk,
+        grads: Gradients,
+        d_logps: Tensor,
+        d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None,
+    ) -> None:
+        if self.sizes is not None:
+            # What is gathered has to be the same on all ranks, of whatever the losses are made.
+            none = torch.zeros_like(d_logps[:, 0])
+            others = [none if x is None else x for x in (d_logsumexp, d_entropy)]
+            of_all = self._of_all(torch.cat([d_logps, torch.stack(others, 1)], 1))
+            K = d_logps.shape[1]
+            d_logps, d_logsumexp = of_all[:, :K].contiguous(), of_all[:, K].contiguous()
+            d_entropy = of_all[:, K + 1].contiguous() if self.entropy else None
+        Dense.add(self, rows, grads, d_logps, d_entropy, d_logsumexp)
+
+    def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
+        # The first column stands for targets elsewhere: its own entry goes there again.
+        ids, here = self.ids[part], self.all_here[part]
+        of_first = here & (ids == 0)
+        first = torch.where(of_first, d, 0.0).sum(1) / of_first.sum(1).clamp(min=1)
+        first = torch.where(of_first.any(1), first.to(d.dtype), out[:, 0])
+        super().set_targets(part, out, torch.where(here, d, first[:, None]))
