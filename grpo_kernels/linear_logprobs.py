@@ -46,11 +46,12 @@ from .row_plan import RowPlan
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None = None,
     *,
     entropy: bool = False,
     support: Support | None = None,
+    entries: bool = False,
     execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
@@ -72,6 +73,9 @@ def linear_logprobs(
         entropy: computes the entropy, too.
         support: the sets that the sampler kept for each token: results are of the softmax over
             these ids (`docs/support.md`).
+        entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
+            `support.token_ids`, from these rows of the head alone. Every token needs a set, which
+            need not have its target: `targets` are not looked at, and may be None.
         execution: how it is computed.
 
     Returns:
@@ -92,23 +96,53 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     check_bool("entropy", entropy)
-    many = isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None)
-    first = targets[..., 0] if many and targets.shape[-1] else targets
-    call = head_call(hidden, local_head(head), first, mask, None, execution)
-    if many and targets.shape[-1] > 1:
-        call = _with_targets(call, targets, support)
-    keep = keeps_gradients(call)
+    check_bool("entries", entries)
+    if entries and support is None:
+        raise ValueError("support: expected the sets of all tokens with entries=True; got None")
+    if entries and isinstance(hidden, Tensor):
+        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    each = targets if isinstance(targets, Tensor) and _has_several(hidden, targets) else None
+    first = targets if each is None else each[..., 0]
+    call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
+    if each is not None and each.shape[-1] > 1:
+        call = _with_targets(call, each, support)
+    keep = not entries and keeps_gradients(call)
     routes = routes_of(
-        call, support, None, gradients=keep, keeps=keep, logsumexp=True,
-        agreed={"entropy": entropy, "targets per token": call.targets[:1].numel(),
-                "keep_gradients": keep},
-    )  # fmt: skip
+        call,
+        support,
+        None,
+        gradients=keep,
+        keeps=keep,
+        logsumexp=True,
+        entries=entries,
+        agreed={
+            "entropy": entropy,
+            "entries": entries,
+            "targets per token": 1 if call.targets.ndim == 1 else call.targets.shape[1],
+            "keep_gradients": keep,
+        },
+    )
+    if entries:
+        from .support_entries import entry_logprobs
+
+        return entry_logprobs(call, routes, entropy=entropy)
     logps, *others = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
     shape = call.layout.shape
     return LogprobOutput(
-        logps.reshape(targets.shape if many else shape),
+        logps.reshape(shape if each is None else each.shape),
         *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
     )
+
+
+def _has_several(hidden: object, targets: Tensor) -> bool:
+    """True if targets are `[..., K]`, with one dimension more than tokens have."""
+    if targets.ndim != getattr(hidden, "ndim", None):
+        return False
+    if targets.shape[-1] == 0:
+        raise ValueError(
+            f"targets: expected at least one id per token; got shape {list(targets.shape)}"
+        )
+    return True
 
 
 def _with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:

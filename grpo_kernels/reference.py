@@ -68,13 +68,16 @@ def kept_entries(support: Support, active: Tensor, V: int) -> Tensor:
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None = None,
     *,
     support: Support | None = None,
+    entries: bool = False,
     rounded_to: torch.dtype | None = None,
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
+    if targets is None:
+        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     many = targets.ndim == hidden.ndim
     each = targets if many else targets.unsqueeze(-1)
     active = torch.ones(each.shape[:-1], dtype=torch.bool, device=each.device)
@@ -97,7 +100,13 @@ def linear_logprobs(
     # p log p is 0 where p is: an entry of logit -inf adds nothing.
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
-    others = (x.masked_fill(~active, 0.0) for x in (entropy, logits.logsumexp(-1)))
+    others = [x.masked_fill(~active, 0.0) for x in (entropy, logits.logsumexp(-1))]
+    if entries:
+        assert support is not None
+        ids, offsets = (x.long() for x in support)
+        tokens = torch.arange(active.numel(), device=ids.device).repeat_interleave(offsets.diff())
+        of_ids = log_p.reshape(-1, log_p.shape[-1])[tokens, ids]
+        return LogprobOutput(of_ids.masked_fill(~active.reshape(-1)[tokens], 0.0), *others)
     return LogprobOutput(logps if many else logps.squeeze(-1), *others)
 
 

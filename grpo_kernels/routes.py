@@ -143,6 +143,7 @@ def routes_of(
     gradients: bool,
     keeps: bool,
     logsumexp: bool = False,
+    entries: bool = False,
     agreed: Mapping[str, float],
 ) -> Routes:
     """Finds the routes of a call; reads its checks and row counts, in one transfer.
@@ -154,6 +155,7 @@ def routes_of(
         gradients: whether the first pass makes gradients.
         keeps: whether one sweep is enough for them.
         logsumexp: whether the logsumexp is a result.
+        entries: whether every id of a set is a target.
         agreed: numbers that all ranks have to have alike.
     """
     weight, tokens, shard, sets = call.terms[0].y, call.mask, None, None
@@ -165,14 +167,15 @@ def routes_of(
         V = shard.size
     check_target_ids(call.targets, call.mask, V, call.checks)
     if support is not None:
+        targets = None if entries else call.targets
         if shard is not None:
             from .vocab_parallel import kept_sets_of_ranks
 
-            sets = kept_sets_of_ranks(shard, call, support, logsumexp=logsumexp)
+            sets = kept_sets_of_ranks(shard, call, support, targets, logsumexp=logsumexp)
         else:
             from .support import KeptSets
 
-            sets = KeptSets(call, support, call.targets, V, logsumexp=logsumexp)
+            sets = KeptSets(call, support, targets, V, logsumexp=logsumexp)
         others = ~sets.tokens
         call = replace(call, mask=others if call.mask is None else call.mask & others)
     buffers = _buffers(call, weight, gradients, keeps)

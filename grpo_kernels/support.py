@@ -95,21 +95,29 @@ class KeptSets:
     Args:
         call: whose tokens have the sets.
         support: the sets.
-        targets: int64 `[N]`, in the vocabulary.
+        targets: int64 `[N]`, in the vocabulary; None: every token is to have a set, whose first id
+            stands for its target.
         V: ids are below it.
         logsumexp: whether sets of one entry take part.
     """
 
     def __init__(
-        self, call: HeadCall, support: object, targets: Tensor, V: int, *, logsumexp: bool
+        self, call: HeadCall, support: object, targets: Tensor | None, V: int, *, logsumexp: bool
     ) -> None:
         refuse_with(call)
+        every, targets = targets is None, call.targets if targets is None else targets
         ids, offsets = check_support(support, len(targets), targets.device)
         checks, N, device = call.checks, len(targets), targets.device
         ids = ids if N else ids[:0]
         active = torch.ones_like(targets, dtype=torch.bool) if call.mask is None else call.mask
         begins, ends, last = _intervals(offsets, active, len(ids), checks)
         counts = ends - begins
+        if every:
+            checks.add(
+                active & (counts == 0),
+                "support: expected a set of every token with entries=True; got tokens without one",
+            )
+            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else targets
         places = torch.arange(len(ids), device=device)
         tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
         belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
@@ -126,7 +134,7 @@ class KeptSets:
         )
         by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
         self._raw: tuple[Tensor, ...] = (ids, tokens, belongs, by_id, positions)
-        self.tokens, self.counts, self.V = counts > 0, counts, V
+        self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
         self._takes_part = counts >= (1 if logsumexp else 2)
         self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
         self.logits: Tensor | None = None  # of the entries, between two passes
@@ -148,6 +156,7 @@ class KeptSets:
         size, counts = self._sizes.numbers[0], self.counts
         # Let go of what came, which is as large as what comes of it.
         (ids, tokens, belongs, by_id, positions), self._raw = self._raw, ()
+        self.places: slice | Tensor = slice(0, size)  # of the entries among the support's
         if size == 0:
             none, zeros = ids[:0], torch.zeros_like(counts)
             return Entries(none, none, _from_zero(zeros), zeros, none)
@@ -157,7 +166,7 @@ class KeptSets:
         if size == len(ids):
             return Entries(ids, tokens, offsets, positions, by_id)
         keep = belongs & self._takes_part[tokens]
-        index = indices(keep, size)
+        index = self.places = indices(keep, size)
         ranks = keep.cumsum(0) - 1
         order = ranks[by_id[indices(keep[by_id], size)]]
         return Entries(ids[index], tokens[index], offsets, positions, order)
@@ -223,9 +232,9 @@ class Kept:
         d = self.backend.entry_grads(self.sets.logits, entries, self.call.transform, row_grads)
         needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
         # Tokens without a gradient have no part in any product, whatever their states hold.
-        self._add_products(torch.where(needed[entries.tokens], d, 0.0), grads)
+        self.add_products(torch.where(needed[entries.tokens], d, 0.0), grads)
 
-    def _add_products(self, d: Tensor, grads: Gradients) -> None:
+    def add_products(self, d: Tensor, grads: Gradients) -> None:
         """Adds the products of the entries' gradients `d [E]`, those of x by tokens, of y by id."""
         entries, d = self.here, self.own(d)
         of_ids: tuple[Tensor, Tensor, Tensor] | None = None

@@ -254,7 +254,7 @@ class KeptOnRanks(Kept):
 
 
 def kept_sets_of_ranks(
-    shard: VocabShard, call: HeadCall, support: Any, *, logsumexp: bool
+    shard: VocabShard, call: HeadCall, support: Any, targets: Tensor | None, *, logsumexp: bool
 ) -> KeptSets:
     """The kept sets, of which all ranks have to have the same."""
     if shard.own_rows:
@@ -262,7 +262,7 @@ def kept_sets_of_ranks(
             "support: expected None where ranks with tokens of their own share the vocabulary, "
             f"ranks.hidden={shard.layout!r}; got a support"
         )
-    sets = KeptSets(call, support, call.targets, shard.size, logsumexp=logsumexp)
+    sets = KeptSets(call, support, targets, shard.size, logsumexp=logsumexp)
     shard.check_equal(
         call.checks,
         "support: expected the same on all ranks that share the vocabulary; got others",
