@@ -1,0 +1,214 @@
+"""Losses that look at more of the distribution than the sampled token, on log-probs of several ids.
+
+With s the policy's and t the teacher's probabilities of some ids of a token:
+
+    forward   KL(t || s) = sum t (log t - log s)
+    reverse   KL(s || t) = sum s (log s - log t)
+    jsd       beta KL(t || m) + (1 - beta) KL(s || m),  m = beta t + (1 - beta) s
+
+Over a kept set both are renormalised over its ids, so that only these rows of the head are needed:
+`linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` they are probabilities of the
+whole softmax, and what is left of it is one outcome more, the tail.
+
+References: generalised JSD, arXiv:2306.13649; on-policy distillation from a teacher's top k,
+arXiv:2306.13649 and the trainers of verl and TRL; score centering, arXiv:2609.20807.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, INTEGERS, check_tensor
+from .config import check_choice, check_number
+from .tokens import bounded_exp
+
+DIRECTIONS = ("forward", "reverse", "jsd")
+CENTERING_WEIGHTS = ("none", "truncate", "mask", "ppo")
+
+
+def topk_kl(
+    logps: Tensor,
+    teacher_logps: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    direction: str = "forward",
+    beta: float = 0.5,
+) -> Tensor:
+    """The divergence of each token between a teacher and the policy, over some ids of each.
+
+    Equivalent PyTorch, for `[..., K]` log-probs renormalised over the K, and "forward":
+
+        t, s = (x.log_softmax(-1) for x in (teacher_logps, logps))
+        divergence = (t.exp() * (t - s)).sum(-1)
+
+    Args:
+        logps: the policy's: `[E]` of all entries of a support, or `[..., K]` of several targets
+            per token, none of which repeats.
+        teacher_logps: the teacher's of the same ids, a constant of the same shape.
+        offsets: `[N + 1]`, those of the support, of `[E]`: both are renormalised over each set. A
+            token without entries has divergence 0. None: `[..., K]`, of the whole softmax, with
+            the rest of it as one outcome more.
+        direction: `"forward"`, `"reverse"` or `"jsd"`.
+        beta: of `"jsd"`, the teacher's share of the mixture, in (0, 1).
+
+    Returns:
+        float32 (float64 of float64), `[N]` or `[...]`, in nats, differentiable by `logps`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    check_tensor("logps", logps, dtypes=FLOATS)
+    check_tensor("teacher_logps", teacher_logps, shape=logps.shape, device=logps.device)
+    check_choice("direction", direction, DIRECTIONS)
+    check_number("beta", beta)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta: expected a number in (0, 1); got {beta}")
+    dtype = torch.promote_types(torch.float32, logps.dtype)
+    s, t = logps.to(dtype), teacher_logps.detach().to(dtype)
+    if offsets is None:
+        if logps.ndim < 2:
+            raise ValueError(
+                "offsets: expected those of the support with log-probs [E] of its entries; got None"
+            )
+        s, t = (torch.cat([x, _log_rest(x)[..., None]], -1) for x in (s, t))
+        return _divergence(s, t, direction, beta).sum(-1)
+    if logps.ndim != 1:
+        raise ValueError(
+            f"logps: expected shape [E], of the support's entries; got {list(logps.shape)}"
+        )
+    check_tensor("offsets", offsets, dtypes=INTEGERS[:2], device=logps.device)
+    offsets = offsets.long()
+    tokens = _tokens_of(offsets, len(s))
+    s, t = (_renormalised(x, tokens, offsets) for x in (s, t))
+    return _sums(_divergence(s, t, direction, beta), offsets)
+
+
+def score_centering(
+    logps: Tensor,
+    head_logps: Tensor,
+    advantages: Tensor,
+    sampling_logps: Tensor,
+    sampler_head_logps: Tensor,
+    *,
+    weight: str = "none",
+    low: float = 0.0,
+    high: float = math.inf,
+) -> Tensor:
+    """The loss of each token whose score is centred: its expectation under the sampler is 0.
+
+    With p the policy, q the sampler, K the ids of the head, w the weight of p / q, and beyond the
+    head q = rho p, rho = (1 - sum_K q) / (1 - sum_K p), a = rho w(1 / rho), all constants:
+
+        loss = -A (w_y l_y - sum_K (q_j w_j - a p_j) l_j)
+
+    Subtracting the mean of the score under q, here of the head exactly and of the tail in
+    proportion to p, changes no expected gradient where w = p / q, and lowers its variance; where
+    w = 1 it removes the drift from the mean score of another policy. With all of the vocabulary in
+    the head it is exact.
+
+    Args:
+        logps: `[...]`, of the sampled token.
+        head_logps: `[..., K]`, of the head's ids, none of which repeats. With `logps` from one call
+            of `linear_logprobs` with targets `[..., 1 + K]`.
+        advantages: `[...]`.
+        sampling_logps: `[...]`, of the sampled token under the sampler.
+        sampler_head_logps: `[..., K]`, of the head's ids under the sampler; -inf where it has none.
+        weight: of w: `"none"` (1), `"truncate"` (min(r, high)), `"mask"` (r within [low, high], else
+            0) or `"ppo"` (r, at most 3; 0 where A > 0 and r > high, or A < 0 and r < low).
+        low, high: bounds of the ratio r = p / q.
+
+    Returns:
+        float32 (float64 of float64), `[...]`, with gradients for `logps` and `head_logps`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    check_tensor("logps", logps, dtypes=FLOATS)
+    shape = logps.shape
+    check_tensor("head_logps", head_logps, dtypes=FLOATS, device=logps.device)
+    if head_logps.shape[:-1] != shape or not head_logps.shape[-1]:
+        raise ValueError(
+            f"head_logps: expected shape [{', '.join(map(str, shape))}, K]; got "
+            f"{list(head_logps.shape)}"
+        )
+    check_tensor("advantages", advantages, shape=shape, device=logps.device)
+    check_tensor("sampling_logps", sampling_logps, shape=shape, device=logps.device)
+    check_tensor(
+        "sampler_head_logps", sampler_head_logps, shape=head_logps.shape, device=logps.device
+    )
+    check_choice("weight", weight, CENTERING_WEIGHTS)
+    for name, bound in (("low", low), ("high", high)):
+        if not isinstance(bound, (int, float)) or isinstance(bound, bool) or bound < 0:
+            raise ValueError(f"{name}: expected a number >= 0; got {bound!r}")
+    dtype = torch.promote_types(torch.float32, logps.dtype)
+    l_y, l_head = logps.to(dtype), head_logps.to(dtype)
+    with torch.no_grad():
+        A = advantages.to(dtype)
+        log_q_y, log_q = sampling_logps.to(dtype), sampler_head_logps.to(dtype)
+        log_rho = _log_rest(log_q) - _log_rest(l_head.detach())
+        bounds = (weight, low, high)
+        w_y = _weight(l_y - log_q_y, A, *bounds)
+        w = _weight(l_head - log_q, A[..., None], *bounds)
+        alpha = bounded_exp(log_rho) * _weight(-log_rho, A, *bounds)
+        coefficients = log_q.exp() * w - alpha[..., None] * l_head.exp()
+    return -A * (w_y * l_y - (coefficients * l_head).sum(-1))
+
+
+def _weight(log_ratio: Tensor, advantages: Tensor, kind: str, low: float, high: float) -> Tensor:
+    """The weight w of a ratio p / q."""
+    r = bounded_exp(log_ratio)
+    match kind:
+        case "none":
+            return torch.ones_like(r)
+        case "truncate":
+            return r.clamp(max=high)
+        case "mask":
+            return r.masked_fill((r < low) | (r > high), 0.0)
+        case _:
+            away = ((advantages > 0) & (r > high)) | ((advantages < 0) & (r < low))
+            return r.clamp(max=3.0).masked_fill(away, 0.0)
+
+
+def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
+    """The share of each outcome in the divergence, from log-probs."""
+    if direction == "forward":
+        return _times_log(t, t - s)
+    if direction == "reverse":
+        return _times_log(s, s - t)
+    m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+    return beta * _times_log(t, t - m) + (1 - beta) * _times_log(s, s - m)
+
+
+def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    """`p * log_ratio`, 0 where p is."""
+    none = log_p == -torch.inf
+    return log_p.exp() * log_ratio.masked_fill(none, 0.0)
+
+
+def _log_rest(log_p: Tensor) -> Tensor:
+    """The log of 1 - sum of the probabilities `[..., K]`, of at least an ulp of 1."""
+    least = torch.finfo(log_p.dtype).eps
+    rest = 1 - log_p.exp().sum(-1)
+    return rest.clamp(min=least).log()
+
+
+def _tokens_of(offsets: Tensor, count: int) -> Tensor:
+    """The token of each entry."""
+    return torch.repeat_interleave(offsets.diff(), output_size=count)
+
+
+def _sums(x: Tensor, offsets: Tensor) -> Tensor:
+    """The sums of entries over each set; 0 of none."""
+    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0)
+
+
+def _renormalised(log_p: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+    """Log-probs of entries under their set's own softmax."""
+    with torch.no_grad():
+        peak = torch.segment_reduce(log_p, "max", offsets=offsets, initial=-torch.inf)
+        peak = torch.where(peak == -torch.inf, 0.0, peak)
+    shifted = log_p - peak[tokens]
+    return shifted - _sums(shifted.exp(), offsets).log()[tokens]
