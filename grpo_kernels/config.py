@@ -20,7 +20,11 @@ from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
 # Those whose denominator counts tokens; that of the others counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
-IS_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+IS_CORRECTIONS = (
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+)  # fmt: skip
+IS_GATES = ("ratio", "binary_kl", "tv")
 _RANGES: dict[str, Callable[[float], bool]] = {
     "> 0": lambda x: x > 0,
     ">= 0": lambda x: x >= 0,
@@ -38,6 +42,7 @@ _EXPECTED: dict[str, str | tuple[str, ...]] = {
     "top_entropy_quantile": "in [0, 1]",
     "entropy_threshold": "of any size",
     "is_correction": IS_CORRECTIONS,
+    "is_gate": IS_GATES,
     "is_clip_max": "> 0",
     "is_clip_min": ">= 0",
     "off_policy_threshold": ">= 0",
@@ -53,9 +58,10 @@ class GRPOLossConfig:
     Args:
         loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped ratio, five
             aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
-            `"reinforce"`, `"dppo_tv"`; or an instance of a class of `grpo_kernels.losses`,
-            `Sapo(temperature_neg=1.1)`, which has its options itself; or a callable that takes
-            `grpo_kernels.tokens.Tokens` and returns the loss of every token, `[N]`, before
+            `"reinforce"`, `"dppo_tv"`, `"dppo_kl"`; or an instance of a class of
+            `grpo_kernels.losses`, `Sapo(temperature_neg=1.1)`, which has its options itself; or a
+            callable that takes `grpo_kernels.tokens.Tokens` and returns the loss of every token,
+            `[N]`, before
             corrections, KL and aggregation (`docs/objectives.md`). Gradients flow to log-probs and
             entropy, not to parameters it may hold itself.
         beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
@@ -83,9 +89,14 @@ class GRPOLossConfig:
             over the call. One over a whole rollout and all ranks makes one pass enough.
         is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
             `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
-            `"sequence_mask"`: 0 outside the bounds.
-        is_clip_max: upper bound of that weight; None does not bound.
-        is_clip_min: lower bound of that weight; None does not bound.
+            `"sequence_mask"`: 0 outside the bounds. A sequence's is the product of its tokens',
+            or with `"geometric_truncate"`, `"geometric_mask"` their geometric mean.
+        is_gate: what the bounds of a mask are of: `"ratio"`, the weight itself; of the sampled
+            token and the rest of the vocabulary as two outcomes `"binary_kl"`, the KL of the
+            sampler to the trainer in nats, or `"tv"`, the change of the token's probability. Of a
+            sequence it is the sum over its tokens, or with `"geometric_mask"` the mean.
+        is_clip_max: upper bound of what `is_gate` says; None does not bound.
+        is_clip_min: lower bound of the same; None does not bound.
         off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
             to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
             `old_logps`, else the policy itself, which drops none.
@@ -95,7 +106,7 @@ class GRPOLossConfig:
         vespo_lambda_pos: decay of `vespo`'s weight where A >= 0; `vespo_lambda_neg` elsewhere.
         vespo_k_neg: see `vespo_k_pos`.
         vespo_lambda_neg: see `vespo_lambda_pos`.
-        dppo_ratio_max: bound of the importance weight of `dppo_tv`.
+        dppo_ratio_max: bound of the importance weight of `dppo_tv` and `dppo_kl`.
 
     Raises:
         ValueError: an unknown name, a value outside its range, an option the loss type lacks.
@@ -118,6 +129,7 @@ class GRPOLossConfig:
     top_entropy_quantile: float = 1.0
     entropy_threshold: float | None = None
     is_correction: str = "none"
+    is_gate: str = "ratio"
     is_clip_max: float | None = 3.0
     is_clip_min: float | None = None
     off_policy_threshold: float | None = None
@@ -176,12 +188,17 @@ class GRPOLossConfig:
         )
 
     @property
+    def corrects_sequences(self) -> bool:
+        """True if the sampler's mismatch is weighed sequence by sequence."""
+        return self.is_correction.startswith(("sequence", "geometric"))
+
+    @property
     def needs_sequences(self) -> bool:
         """True if the loss tells sequences apart, so that packed input needs `cu_seqlens`."""
         return (
             self.effective_aggregation not in TOKEN_MEANS
             or self.loss.needs_sequences
-            or self.is_correction.startswith("sequence")
+            or self.corrects_sequences
             or self.off_policy_threshold is not None
         )
 
@@ -218,7 +235,7 @@ class GRPOLossConfig:
             return reason
         if self.off_policy_threshold is not None:
             return "off_policy_threshold looks at a sequence's mean log-prob"
-        if self.is_correction.startswith("sequence") and not has_old_logps:
+        if self.corrects_sequences and not has_old_logps:
             return "without old_logps a sequence's correction takes the log-probs of its tokens"
         if self.top_entropy_quantile < 1 and self.entropy_threshold is None:
             return "top_entropy_quantile looks at the entropies of the whole batch"
@@ -271,11 +288,16 @@ class GRPOLossConfig:
             )
 
     def _check_together(self) -> None:
-        if self.loss.weighs_sampler and self.is_correction.startswith("sequence"):
+        if self.loss.weighs_sampler and self.corrects_sequences:
             raise ValueError(
                 "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
                 f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
                 f"{self.is_correction!r}"
+            )
+        if self.is_gate != "ratio" and not self.is_correction.endswith("mask"):
+            raise ValueError(
+                "is_gate: expected 'ratio', as a divergence bounds no weight and only masks; got "
+                f"{self.is_gate!r} with is_correction={self.is_correction!r}"
             )
         if self.is_correction != "none":
             low, high = self.is_clip_min, self.is_clip_max

@@ -6,9 +6,9 @@ With s the policy's and t the teacher's probabilities of some ids of a token:
     reverse   KL(s || t) = sum s (log s - log t)
     jsd       beta KL(t || m) + (1 - beta) KL(s || m),  m = beta t + (1 - beta) s
 
-Over a kept set both are renormalised over its ids, so that only these rows of the head are needed:
-`linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` they are probabilities of the
-whole softmax, and what is left of it is one outcome more, the tail.
+Over a kept set both are renormalised over its ids, so that only these rows of the head are
+needed: `linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` they are
+probabilities of the whole softmax, and what is left of it is one outcome more, the tail.
 
 References: generalised JSD, arXiv:2306.13649; on-policy distillation from a teacher's top k,
 arXiv:2306.13649 and the trainers of verl and TRL; score centering, arXiv:2609.20807.
@@ -116,9 +116,11 @@ def score_centering(
         advantages: `[...]`.
         sampling_logps: `[...]`, of the sampled token under the sampler.
         sampler_head_logps: `[..., K]`, of the head's ids under the sampler; -inf where it has none.
-        weight: of w: `"none"` (1), `"truncate"` (min(r, high)), `"mask"` (r within [low, high], else
-            0) or `"ppo"` (r, at most 3; 0 where A > 0 and r > high, or A < 0 and r < low).
-        low, high: bounds of the ratio r = p / q.
+        weight: of w, for the ratio r = p / q: `"none"` (1), `"truncate"` (min(r, high)), `"mask"`
+            (r within [low, high], else 0) or `"ppo"` (r, at most 3; 0 where A > 0 and r > high, or
+            A < 0 and r < low).
+        low: lower bound of the ratio.
+        high: upper bound of the ratio.
 
     Returns:
         float32 (float64 of float64), `[...]`, with gradients for `logps` and `head_logps`.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .tokens import MAX_LOG_RATIO, Tokens, bounded_exp
+from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_LEVELS = ("token", "sequence")
@@ -328,6 +328,16 @@ class DppoTV(Loss):
         return _cut_off(moved, -self.epsilon, _upper(self), tokens.advantages)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DppoKL(DppoTV):
+    """As `DppoTV`, where far is a binary KL: of the token and the rest, old to new, in nats."""
+
+    def clipped(self, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        logps = tokens.logps.detach()
+        moved = binary_kl(tokens.old_logps, logps) * (logps - tokens.old_logps).sign()
+        return _cut_off(moved, -self.epsilon, _upper(self), tokens.advantages)
+
+
 # Names, each with its class and the fields that differ from the defaults.
 LOSSES: dict[str, tuple[type[Loss], dict[str, Any]]] = {
     **{name: (Clip, {"aggregation": name}) for name in AGGREGATIONS},
@@ -341,6 +351,7 @@ LOSSES: dict[str, tuple[type[Loss], dict[str, Any]]] = {
     "gmpo": (Gmpo, {}),
     "reinforce": (Reinforce, {}),
     "dppo_tv": (DppoTV, {}),
+    "dppo_kl": (DppoKL, {}),
 }  # fmt: skip
 LOSS_TYPES = tuple(LOSSES)
 

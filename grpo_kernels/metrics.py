@@ -65,7 +65,7 @@ def loss_metrics(
         means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
     rho = tokens.importance_sampling_weights
     if rho is not None:
-        of = by_sequence if config.is_correction.startswith("sequence") else means
+        of = by_sequence if config.corrects_sequences else means
         of[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
         maxima[f"{_WEIGHT}/min"] = -rho
 

@@ -36,7 +36,15 @@ from torch import Tensor
 from .config import TOKEN_MEANS, GRPOLossConfig
 from .losses import Loss
 from .sequences import Sequences, widened
-from .tokens import MAX_LOG_RATIO, LossInputs, Tokens, bounded_exp, select
+from .tokens import (
+    MAX_LOG_RATIO,
+    LossInputs,
+    Tokens,
+    binary_kl,
+    bounded_exp,
+    select,
+    total_variation,
+)
 
 _KL_LOG_RATIO = 20.0
 
@@ -160,17 +168,22 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
 
 @torch.no_grad()
 def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
-    """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence's sum, bounded."""
+    """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence, bounded."""
     assert tokens.sampling_logps is not None
+    of_sequence = {"sequence": tokens.sequence_sum, "geometric": tokens.sequence_mean}
+    whole = of_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
+    old = tokens.old_logps.detach()
     # NaN: the sampler has no log-prob of this token, which then keeps weight 1.
-    log_w = (tokens.old_logps.detach() - tokens.sampling_logps).nan_to_num(nan=0.0)
-    if config.is_correction.startswith("sequence"):
-        log_w = tokens.sequence_sum(log_w)
-    w, low, high = bounded_exp(log_w), config.is_clip_min, config.is_clip_max
+    log_w = (old - tokens.sampling_logps).nan_to_num(nan=0.0)
+    w, low, high = bounded_exp(whole(log_w)), config.is_clip_min, config.is_clip_max
     if config.is_correction.endswith("truncate"):
         return w.clamp(low, high)
-    outside = (w < (-math.inf if low is None else low)) | (w > (math.inf if high is None else high))
-    return w.masked_fill(outside, 0.0)
+    gate = w
+    if config.is_gate != "ratio":
+        moved = binary_kl if config.is_gate == "binary_kl" else total_variation
+        gate = whole(moved(tokens.sampling_logps, old).nan_to_num(nan=0.0))
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return w.masked_fill((gate < low) | (gate > high), 0.0)
 
 
 def with_known_weights(config: GRPOLossConfig, inputs: LossInputs) -> LossInputs:

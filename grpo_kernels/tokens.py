@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -132,6 +133,22 @@ class Tokens:
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """The exponential, finite whatever came."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def total_variation(q_logps: Tensor, p_logps: Tensor) -> Tensor:
+    """|q - p| of each token's probability: the distance of it and the rest as two outcomes."""
+    return (q_logps.exp() - p_logps.exp()).abs()
+
+
+def binary_kl(q_logps: Tensor, p_logps: Tensor) -> Tensor:
+    """KL(q || p) of each token and the rest of the vocabulary as two outcomes, in nats."""
+    # A rest of 0 is one of the least probability that there is.
+    least = math.log(torch.finfo(q_logps.dtype).tiny)
+    q_rest, p_rest = (
+        (-torch.expm1(x.clamp(max=0.0))).log().clamp(min=least) for x in (q_logps, p_logps)
+    )
+    own = q_logps.exp() * (q_logps - p_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return own + q_rest.exp() * (q_rest - p_rest)
 
 
 def select(mask: Tensor, x: Tensor) -> Tensor:

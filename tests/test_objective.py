@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
-from grpo_kernels.config import KL_ESTIMATORS
+from grpo_kernels.config import IS_CORRECTIONS, KL_ESTIMATORS
 from grpo_kernels.losses import LOSS_TYPES as ALL_LOSS_TYPES
 from grpo_kernels.objective import masked_quantile
 from tests.helpers.batches import config, make_batch, packed, relative_error
@@ -16,6 +16,11 @@ from tests.helpers.tiers import in_turn
 
 def clamp(x, low, high):
     return min(max(x, low), high)
+
+
+def two_outcomes(q, p):
+    """KL(q || p) of a token's probability, beside that of all others."""
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
 def sign(x):
@@ -49,7 +54,7 @@ class ByHand:
         count = sum(len(row) for row in rows)
         average = cfg.aggregation or {
             "cispo": "dapo", "sapo": "grpo", "vespo": "dapo", "gspo": "grpo", "gspo_token": "grpo",
-            "gmpo": "grpo", "reinforce": "dapo", "dppo_tv": "dapo",
+            "gmpo": "grpo", "reinforce": "dapo", "dppo_tv": "dapo", "dppo_kl": "dapo",
         }.get(cfg.loss_type, cfg.loss_type)  # fmt: skip
         items = self.num_items or (count if average in ("bnpo", "dapo") else B)
         if average == "dr_grpo":
@@ -118,8 +123,11 @@ class ByHand:
             return -A * math.exp(fmean(terms))
         if cfg.loss_type == "reinforce":
             return -A * logp
-        assert cfg.loss_type == "dppo_tv"
-        moved = math.exp(self.fixed[i][t]) - math.exp(self.old[i][t])
+        assert cfg.loss_type in ("dppo_tv", "dppo_kl")
+        new, old = math.exp(self.fixed[i][t]), math.exp(self.old[i][t])
+        moved = new - old
+        if cfg.loss_type == "dppo_kl":
+            moved = math.copysign(two_outcomes(old, new), moved)
         keep = moved <= self.high if A > 0 else moved >= -cfg.epsilon
         return -A * min(frozen, cfg.dppo_ratio_max) * logp * keep
 
@@ -128,12 +136,19 @@ class ByHand:
         log_w = [
             0 if math.isnan(s) else o - s for o, s in zip(self.old[i], self.roll[i], strict=True)
         ]
-        w = math.exp(sum(log_w) if cfg.is_correction.startswith("sequence") else log_w[t])
+        level, _, way = cfg.is_correction.partition("_")
+        over = {"token": lambda x: x[t], "sequence": sum, "geometric": fmean}[level]
+        w = math.exp(over(log_w))
         low = 0 if cfg.is_clip_min is None else cfg.is_clip_min
         high = math.inf if cfg.is_clip_max is None else cfg.is_clip_max
-        if cfg.is_correction.endswith("truncate"):
+        if way == "truncate":
             return clamp(w, low, high)
-        return w if low <= w <= high else 0
+        pairs = [(math.exp(s), math.exp(o)) for s, o in zip(self.roll[i], self.old[i], strict=True)]
+        gates = {"binary_kl": two_outcomes, "tv": lambda q, p: abs(q - p)}
+        gate = w
+        if cfg.is_gate != "ratio":
+            gate = over([0 if math.isnan(q) else gates[cfg.is_gate](q, p) for q, p in pairs])
+        return w if low <= gate <= high else 0
 
     def kl(self, logps, i, t):
         cfg, r = self.cfg, self.ratio(logps, i, t)
@@ -157,7 +172,7 @@ class ByHand:
 
 LOSS_TYPES = (
     "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "gspo", "gspo_token",
-    "gmpo", "reinforce", "dppo_tv",
+    "gmpo", "reinforce", "dppo_tv", "dppo_kl",
 )  # fmt: skip
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token")
 CASES = [
@@ -172,7 +187,10 @@ CASES = [
         for x in ("cispo", "sapo", "vespo", "gspo", "gspo_token", "reinforce", "dppo_tv")
         for y in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
     ),
-    {"loss_type": "dppo_tv", "epsilon": 0.05, "epsilon_high": 0.02, "dppo_ratio_max": 1.1},
+    *(
+        {"loss_type": x, "epsilon": 0.05 / y, "epsilon_high": 0.02 / y, "dppo_ratio_max": 1.1}
+        for x, y in (("dppo_tv", 1), ("dppo_kl", 10))
+    ),
     {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
     {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.5, "vespo_k_neg": 2.0,
      "vespo_lambda_neg": 3.5},
@@ -189,7 +207,7 @@ CASES = [
     {"beta": 0.3, "loss_type": "gspo_token"},
     *(
         {"is_correction": x, "is_clip_max": 1.15, "loss_type": y}
-        for x in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        for x in IS_CORRECTIONS[1:]
         for y in ("dapo", "gspo", "gmpo", "cispo", "sapo", "reinforce", "dppo_tv")
     ),
     *(
@@ -197,6 +215,11 @@ CASES = [
         for x in ("token_truncate", "token_mask")
     ),
     {"is_correction": "token_mask", "is_clip_max": None, "is_clip_min": 0.9},
+    *(
+        {"is_correction": x, "is_gate": y, "is_clip_max": z * times, "is_clip_min": z / 100}
+        for x, z in (("token_mask", 1e-3), ("sequence_mask", 5e-3), ("geometric_mask", 2e-3))
+        for y, times in (("binary_kl", 1), ("tv", 10))
+    ),
     {"is_correction": "token_truncate", "is_clip_max": None, "is_clip_min": 0.9},
     *({"off_policy_threshold": x, "beta": 0.1} for x in (0.0, 0.03)),
     {"top_entropy_quantile": 0.3, "beta": 0.1},

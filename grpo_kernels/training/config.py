@@ -35,7 +35,7 @@ class TrainingConfig(GRPOLossConfig):
 
     loss_type: _LossType = "dapo"
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
-    vespo, reinforce, dppo_tv (docs/objectives.md)."""
+    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md)."""
     max_completion_length: int = 256
     """Tokens in a completion, at most."""
 

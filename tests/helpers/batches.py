@@ -177,6 +177,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"loss_type": "dppo_tv", "epsilon": 0.05, "epsilon_high": 0.02, "dppo_ratio_max": 1.1},
         _OLD,
     ),
+    "dppo_kl": ({"loss_type": "dppo_kl", "epsilon": 0.005, "epsilon_high": 0.002}, _OLD),
     "sequence": ({"importance_sampling_level": "sequence", "beta": 0.1}, _KL),
     "gspo": ({"loss_type": "gspo", "epsilon": 0.05}, _OLD),
     "gspo_token": ({"loss_type": "gspo_token", "epsilon": 0.05, "beta": 0.1}, _KL),
@@ -185,7 +186,21 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "vespo_corrected": ({"loss_type": "vespo", "is_correction": "token_mask"}, _ALL),
     **{
         f"is_{name}": ({"is_correction": name, "is_clip_max": 1.1, "beta": 0.1}, _ALL)
-        for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        for name in (
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "geometric_truncate",
+            "geometric_mask",
+        )
+    },
+    **{
+        f"is_gate_{name}": (
+            {"is_correction": "token_mask", "is_gate": name, "is_clip_max": 0.005},
+            _ALL,
+        )
+        for name in ("binary_kl", "tv")
     },
     "is_token_on_policy": ({"is_correction": "token_truncate"}, ("sampling_logps",)),
     "is_sequence_on_policy": ({"is_correction": "sequence_truncate"}, ("sampling_logps",)),
