@@ -15,6 +15,7 @@ from .selective_log_softmax import selective_log_softmax
 from .sequences import gather_tokens
 
 if TYPE_CHECKING:
+    from .distillation import score_centering, topk_kl
     from .sampler_check import SamplerCheck, check_sampler
     from .support import batch_support
 
@@ -37,7 +38,9 @@ __all__ = [
     "grpo_loss",
     "linear_logprobs",
     "per_token_kl",
+    "score_centering",
     "selective_log_softmax",
+    "topk_kl",
 ]
 
 # What an exact call does not load, and where it is.
@@ -45,6 +48,8 @@ _NOT_OF_A_CALL = {
     "batch_support": "support",
     "SamplerCheck": "sampler_check",
     "check_sampler": "sampler_check",
+    "topk_kl": "distillation",
+    "score_centering": "distillation",
 }
 
 

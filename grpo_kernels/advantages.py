@@ -5,6 +5,11 @@ With R the reward of a completion, and mean and std (of n - 1) over the completi
     A = (R - mean) / (std + eps)         scale="group"
     A = (R - mean) / (std of all + eps)  scale="batch"
     A = R - mean                         scale="none"
+    A = (R - mean) / (mean + eps)        scale="mean", for rewards >= 0
+
+In the place of the group's mean may be that of its tokens, sum L R / sum L with L the lengths of
+the completions (baseline="length"), or for the best completion the second best's reward, where all
+others have advantage 0 (baseline="runner_up").
 
 Several reward functions are weighed and summed into R ("sum_then_normalize"), or each normalised
 within the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
@@ -12,7 +17,8 @@ within the group first, and their weighted sum R' over the batch ("normalize_the
     A = (R' - mean of all R') / (std of all R' + eps)
 
 References: GRPO, arXiv:2402.03300; no std, arXiv:2503.20783; std of the batch, arXiv:2508.08221;
-GDPO, arXiv:2601.05242.
+GDPO, arXiv:2601.05242; division by the mean (MaxRL), arXiv:2602.02710; means of tokens (OPO),
+arXiv:2505.23585; the best less the second best, for pass@k, arXiv:2503.19595.
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ from .checks import check_tensor
 from .config import KL_ESTIMATORS, check_choice, check_number
 from .objective import kl_estimate
 
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "none", "mean")
+BASELINES = ("mean", "length", "runner_up")
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -37,6 +44,8 @@ def group_advantages(
     scale: str = "group",
     weights: Sequence[float] | Tensor | None = None,
     aggregation: str = "sum_then_normalize",
+    baseline: str = "mean",
+    lengths: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
     """The advantage of every completion over the others of its group.
@@ -55,11 +64,14 @@ def group_advantages(
             in any mean or std, and its advantage is 0.
         groups: the number of completions in every group, which then lie together; or `[B]`, the
             integer id of each completion's group, in any order, of groups of any size.
-        scale: `"group"`, `"batch"` or `"none"`: what the difference to the group is divided by.
+        scale: `"group"`, `"batch"`, `"none"` or `"mean"`: what the difference to the baseline is
+            divided by.
         weights: `[R]`, of the reward functions; None is 1 each.
         aggregation: `"sum_then_normalize"` or `"normalize_then_sum"`; the latter has divisions of
-            its own and takes `scale="group"` only.
-        eps: added to the standard deviation.
+            its own and takes `scale="group"` and `baseline="mean"` only.
+        baseline: `"mean"`, `"length"` or `"runner_up"`, see above.
+        lengths: `[B]`, the tokens of each completion, for `baseline="length"`.
+        eps: added to the divisor.
 
     Returns:
         float32 `[B]`; computed in float64. Under several ranks, give the rewards of all of them:
@@ -77,11 +89,21 @@ def group_advantages(
     check_number("eps", eps)
     if eps <= 0:
         raise ValueError(f"eps: expected a number > 0; got {eps}")
-    if aggregation == "normalize_then_sum" and scale != "group":
+    check_choice("baseline", baseline, BASELINES)
+    for name, value, own in (("scale", scale, "group"), ("baseline", baseline, "mean")):
+        if aggregation == "normalize_then_sum" and value != own:
+            raise ValueError(
+                f"{name}: expected {own!r}, as aggregation='normalize_then_sum' has differences "
+                f"and divisions of its own; got {value!r}"
+            )
+    if (lengths is None) == (baseline == "length"):
         raise ValueError(
-            "scale: expected 'group', as aggregation='normalize_then_sum' divides by the group's "
-            f"and the batch's standard deviation; got {scale!r}"
+            f"lengths: expected {'[B] numbers' if lengths is None else 'None'} with "
+            f"baseline={baseline!r}; got {'None' if lengths is None else 'a tensor'}"
         )
+    if lengths is not None:
+        check_tensor("lengths", lengths, shape=rewards.shape[:1], device=rewards.device)
+        lengths = lengths.double()[:, None]
     values = rewards.detach().double()
     values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
     factors = _weights(weights, values)
@@ -91,8 +113,16 @@ def group_advantages(
     if aggregation == "sum_then_normalize":
         total = (values * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
         mean = of_group.mean(total)
-        advantages = total - mean
-        if scale == "group":
+        match baseline:
+            case "length":
+                advantages = total - of_group.mean(total, lengths)
+            case "runner_up":
+                advantages = of_group.lead(total)
+            case _:
+                advantages = total - mean
+        if scale == "mean":
+            advantages = advantages / (mean + eps)
+        elif scale == "group":
             advantages = advantages / (of_group.std(total, mean) + eps)
         elif scale == "batch":
             advantages = advantages / (_std(total) + eps)
@@ -195,21 +225,35 @@ class _Groups:
     def _count(self, x: Tensor) -> Tensor:
         return self._sum((~x.isnan()).to(x.dtype))
 
-    def mean(self, x: Tensor) -> Tensor:
-        return self._sum(x) / self._count(x)
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is None:
+            return self._sum(x) / self._count(x)
+        weights = weights.masked_fill(x.isnan(), 0.0)
+        return self._sum(weights * x) / self._sum(weights)
+
+    def lead(self, x: Tensor) -> Tensor:
+        """How far the best of each group is ahead of the second best; 0 of all others."""
+        x = x.masked_fill(x.isnan(), -torch.inf)
+        best = self._largest(x)
+        is_best = x == best
+        alone = is_best & (self._sum(is_best.to(x.dtype)) == 1)
+        second = self._largest(x.masked_fill(alone, -torch.inf))
+        return torch.where(alone & second.isfinite(), x - second, 0.0)
+
+    def _largest(self, x: Tensor) -> Tensor:
+        lowest = torch.full((self.size, x.shape[1]), -torch.inf, dtype=x.dtype, device=x.device)
+        index = self.ids[:, None].expand_as(x)
+        return lowest.scatter_reduce(0, index, x, "amax")[self.ids]
 
     def std(self, x: Tensor, mean: Tensor) -> Tensor:
         return (self._sum((x - mean).square()) / (self._count(x) - 1)).sqrt()
 
     def all_equal(self, x: Tensor) -> Tensor:
-        extremes = []
-        for sign in (1, -1):
-            lowest = torch.full((self.size, x.shape[1]), torch.inf, dtype=x.dtype, device=x.device)
-            index = self.ids[:, None].expand_as(x)
-            applied = (sign * x).masked_fill(x.isnan(), torch.inf)
-            extremes.append(lowest.scatter_reduce(0, index, applied, "amin")[self.ids])
-        # Of a group of none both are inf.
-        return (extremes[0] == -extremes[1]) | extremes[0].isinf()
+        highest, lowest = (
+            self._largest((sign * x).masked_fill(x.isnan(), -torch.inf)) for sign in (1, -1)
+        )
+        # Of a group of none both are -inf.
+        return (highest == -lowest) | highest.isinf()
 
 
 def _std(x: Tensor) -> Tensor:

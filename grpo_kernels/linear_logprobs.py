@@ -101,8 +101,9 @@ def linear_logprobs(
         raise ValueError("support: expected the sets of all tokens with entries=True; got None")
     if entries and isinstance(hidden, Tensor):
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    each = targets if isinstance(targets, Tensor) and _has_several(hidden, targets) else None
-    first = targets if each is None else each[..., 0]
+    each, first = None, targets
+    if isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None):
+        each, first = targets, _first_of(targets)
     call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
     if each is not None and each.shape[-1] > 1:
         call = _with_targets(call, each, support)
@@ -134,15 +135,13 @@ def linear_logprobs(
     )
 
 
-def _has_several(hidden: object, targets: Tensor) -> bool:
-    """True if targets are `[..., K]`, with one dimension more than tokens have."""
-    if targets.ndim != getattr(hidden, "ndim", None):
-        return False
+def _first_of(targets: Tensor) -> Tensor:
+    """The first target of each token, of `[..., K]`."""
     if targets.shape[-1] == 0:
         raise ValueError(
             f"targets: expected at least one id per token; got shape {list(targets.shape)}"
         )
-    return True
+    return targets[..., 0]
 
 
 def _with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:

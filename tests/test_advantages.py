@@ -20,7 +20,10 @@ def spread(values):
     return stdev(values) if len(values) > 1 else NAN
 
 
-def by_hand(rewards, ids, scale="group", weights=None, aggregation="sum_then_normalize"):
+def by_hand(
+    rewards, ids, scale="group", weights=None, aggregation="sum_then_normalize", baseline="mean",
+    lengths=None,
+):  # fmt: skip
     """Lists of rows of R rewards in, a list of advantages out."""
     weights = weights or [1.0] * len(rewards[0])
     scorable = [any(not math.isnan(x) for x in row) for row in rewards]
@@ -51,9 +54,52 @@ def by_hand(rewards, ids, scale="group", weights=None, aggregation="sum_then_nor
         if not ok or len(peers) < 2 or min(peers) == max(peers):
             result.append(0.0)
             continue
-        divisor = {"group": spread(peers) + 1e-4, "batch": spread(every) + 1e-4, "none": 1.0}
-        result.append((totals[i] - fmean(peers)) / divisor[scale])
+        divisor = {"group": spread(peers) + 1e-4, "batch": spread(every) + 1e-4, "none": 1.0,
+                   "mean": fmean(peers) + 1e-4}  # fmt: skip
+        ahead = totals[i] - fmean(peers)
+        if baseline == "length":
+            of = [(n, t) for n, t, g, s in zip(lengths, totals, ids, scorable, strict=True)
+                  if s and g == ids[i]]  # fmt: skip
+            ahead = totals[i] - sum(n * t for n, t in of) / sum(n for n, _ in of)
+        if baseline == "runner_up":
+            best, second = sorted(peers)[:-3:-1]
+            ahead = best - second if totals[i] == best else 0.0
+        result.append(ahead / divisor[scale])
     return result
+
+
+@pytest.mark.parametrize("scale", ("group", "batch", "none", "mean"))
+@pytest.mark.parametrize("baseline", ("mean", "length", "runner_up"))
+def test_baselines(baseline, scale):
+    g = torch.Generator().manual_seed(2)
+    rewards = torch.randint(0, 3, (24, 2), generator=g).double()
+    rewards[5], rewards[7, 0] = NAN, NAN
+    ids, lengths = torch.randint(0, 5, (24,), generator=g), torch.randint(1, 90, (24,), generator=g)
+    options = {"scale": scale, "baseline": baseline}
+    if baseline == "length":
+        options["lengths"] = lengths
+    actual = group_advantages(rewards, ids, **options)
+    given = options | ({"lengths": lengths.tolist()} if baseline == "length" else {})
+    assert actual.tolist() == pytest.approx(
+        by_hand(rewards.tolist(), ids.tolist(), **given), abs=1e-5
+    )
+    assert actual.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"baseline": "median"}, "baseline: expected one of mean, length, runner_up; got"),
+        ({"baseline": "length"}, r"lengths: expected \[B\] numbers with baseline='length'"),
+        ({"lengths": torch.ones(4)}, "lengths: expected None with baseline='mean'; got a tensor"),
+        ({"baseline": "length", "lengths": torch.ones(3)}, r"lengths: expected shape"),
+        ({"baseline": "runner_up", "aggregation": "normalize_then_sum"},
+         "baseline: expected 'mean', as aggregation"),
+    ),
+)  # fmt: skip
+def test_wrong_baselines_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(torch.rand(4), 4, **options)
 
 
 @pytest.mark.parametrize("aggregation", ("sum_then_normalize", "normalize_then_sum"))

@@ -1,0 +1,205 @@
+"""Divergences over some ids per token, and centred scores, against dense formulas in float64."""
+
+import pytest
+import torch
+
+from grpo_kernels import LMHead, Support, linear_logprobs, score_centering, topk_kl
+from grpo_kernels import reference as exact
+from grpo_kernels.distillation import CENTERING_WEIGHTS, DIRECTIONS
+from tests.helpers.batches import make_batch, relative_error
+
+V = 211
+
+
+def divergence(s, t, direction, beta):
+    """Of whole distributions, from log-probs."""
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+
+    def kl(p, q):
+        return (p.exp() * (p - q)).sum(-1)
+
+    return {
+        "forward": lambda: kl(t, s), "reverse": lambda: kl(s, t),
+        "jsd": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
+    }[direction]()  # fmt: skip
+
+
+def ragged(g, counts):
+    """Some ids for each of the tokens, each once."""
+    ids = [torch.randperm(V, generator=g)[:count] for count in counts]
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    return Support(torch.cat(ids).int(), offsets)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_teachers_top_k(direction, backend):
+    """From hidden states to gradients, over sets of all sizes, singletons among them."""
+    from grpo_kernels import Execution
+
+    batch, g = make_batch(B=3, T=5, H=24, V=V), torch.Generator().manual_seed(0)
+    hidden = batch.hidden.masked_fill(~batch.mask[..., None], 0.0)
+    counts = torch.randint(1, 20, (15,), generator=g).tolist()
+    counts[:2] = 1, 40
+    support = ragged(g, counts)
+    teacher = torch.randn(len(support.token_ids), generator=g)
+    weights = torch.rand(15, generator=g)
+    mask = torch.rand(3, 5, generator=g) < 0.8
+    leaves = [x.clone().requires_grad_() for x in (hidden, batch.weight, batch.bias)]
+    out = linear_logprobs(
+        leaves[0], LMHead(*leaves[1:], softcap=8.0, temperature=0.7), None, mask, support=support,
+        entries=True, entropy=True, execution=Execution(backend=backend),
+    )  # fmt: skip
+    found = topk_kl(out.logps, teacher, support.offsets, direction=direction, beta=0.3)
+    found = found * mask.flatten()
+    loss = (found * weights).sum() + (out.entropy + 0.3 * out.logsumexp).square().sum()
+    loss.backward()
+
+    truth = [x.detach().double().requires_grad_() for x in leaves]
+    head = LMHead(*truth[1:], softcap=8.0, temperature=0.7)
+    logits, total = exact.linear_logits(truth[0], head).flatten(0, 1), 0.0
+    for i, (a, b) in enumerate(zip(support.offsets, support.offsets[1:], strict=False)):
+        if not mask.flatten()[i]:
+            continue
+        z = logits[i, support.token_ids[a:b].long()]
+        s, t = z.log_softmax(-1), teacher[a:b].double().log_softmax(-1)
+        torch.testing.assert_close(
+            out.logps[a:b].detach(), s.detach(), rtol=0, atol=1e-5, check_dtype=False
+        )
+        entropy = -(s.exp() * s).sum()
+        total = total + weights[i] * divergence(s, t, direction, 0.3)
+        total = total + (entropy + 0.3 * z.logsumexp(-1)).square()
+    total.backward()
+    assert float(loss) == pytest.approx(float(total), rel=1e-5)
+    for mine, expected in zip(leaves, truth, strict=True):
+        assert expected.grad.norm() > 0
+        assert relative_error(mine.grad, expected.grad) < 2e-5
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ids_of_the_whole_softmax_have_a_tail(direction):
+    """The rest of the vocabulary is one outcome; with all of it there is none."""
+    g = torch.Generator().manual_seed(1)
+    z, t = torch.randn(2, 6, V, generator=g, dtype=torch.float64)
+    z.requires_grad_()
+    s, t = z.log_softmax(-1), t.log_softmax(-1)
+    ids = torch.stack([torch.randperm(V, generator=g)[:9] for _ in range(6)])
+    some = [x.gather(1, ids) for x in (s, t)]
+    found = topk_kl(*some, direction=direction, beta=0.3)
+    with_tail = [torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in some]
+    expected = divergence(*with_tail, direction, 0.3)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(
+        topk_kl(s, t, direction=direction, beta=0.3), divergence(s, t, direction, 0.3),
+        rtol=0, atol=1e-12,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tail", ("of policy", "none"))
+@pytest.mark.parametrize("weight", CENTERING_WEIGHTS)
+def test_the_mean_score_is_zero(weight, tail):
+    """Of samples from the sampler, where beyond the head it is as the policy, or all is head."""
+    g, K = torch.Generator().manual_seed(2), 7
+    z = torch.randn(23, generator=g, dtype=torch.float64, requires_grad=True)
+    p = z.log_softmax(-1)
+    head = torch.randperm(23, generator=g)[: K if tail == "of policy" else 23]
+    q = torch.randn(23, generator=g, dtype=torch.float64).log_softmax(-1)
+    if tail == "of policy":
+        rest = torch.ones(23, dtype=torch.bool).index_fill(0, head, False)
+        left = (1 - q[head].exp().sum()) / p.detach()[rest].exp().sum()
+        q = torch.where(rest, p.detach() + left.log(), q)
+    for advantage in (1.5, -0.5):
+        A = torch.full((23,), advantage, dtype=torch.float64)
+        losses = score_centering(
+            p, p[head].expand(23, -1), A, q, q[head].expand(23, -1), weight=weight, low=0.6,
+            high=1.7,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad((q.exp() * losses).sum(), z, retain_graph=True)
+        assert gradient.abs().max() < 1e-12
+        # That of one sample is its own score less the mean.
+        (of_one,) = torch.autograd.grad(losses[3], z, retain_graph=True)
+        r = (p - q).exp().detach()
+        away = (r > 1.7) if advantage > 0 else (r < 0.6)
+        w = {
+            "none": torch.ones_like(r), "truncate": r.clamp(max=1.7),
+            "mask": r * ((r >= 0.6) & (r <= 1.7)), "ppo": r.clamp(max=3) * ~away,
+        }[weight]  # fmt: skip
+        score = w[3] * p[3] - (q.exp() * w * p).sum()
+        (expected,) = torch.autograd.grad(-advantage * score, z, retain_graph=True)
+        assert expected.norm() > 0
+        torch.testing.assert_close(of_one, expected, rtol=1e-9, atol=1e-12)
+
+
+WRONG = {
+    "beta": (lambda: topk_kl(torch.zeros(2, 2), torch.zeros(2, 2), beta=1.0), r"beta: .*\(0, 1\)"),
+    "direction": (
+        lambda: topk_kl(torch.zeros(2, 2), torch.zeros(2, 2), direction="up"),
+        "direction: expected one of forward, reverse, jsd; got 'up'",
+    ),
+    "teacher": (
+        lambda: topk_kl(torch.zeros(2, 3), torch.zeros(2, 2)), r"teacher_logps: .* \[2, 3\]"
+    ),
+    "offsets": (lambda: topk_kl(torch.zeros(4), torch.zeros(4)), "offsets: expected those of the"),
+    "head": (
+        lambda: score_centering(*(torch.zeros(4),) * 5), r"head_logps: expected shape \[4, K\]"
+    ),
+    "weight": (
+        lambda: score_centering(
+            torch.zeros(4), torch.zeros(4, 2), torch.zeros(4), torch.zeros(4), torch.zeros(4, 2),
+            weight="tis",
+        ),
+        "weight: expected one of none, truncate, mask, ppo; got 'tis'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+HIDDEN, WEIGHT = torch.randn(4, 8), torch.randn(11, 8)
+FOUR = Support(torch.arange(4).int(), torch.arange(5))
+WRONG_TARGETS = {
+    "K = 0": ({"targets": torch.zeros(4, 0, dtype=torch.long)}, r"targets: .* at least one id"),
+    "out of range": ({"targets": torch.full((4, 2), 11)}, r"targets: expected ids in \[0, 11\)"),
+    "shape": ({"targets": torch.zeros(5, 2, dtype=torch.long)}, "targets: expected shape"),
+    "support": (
+        {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support: expected None"
+    ),
+    "no support": ({"targets": None, "entries": True}, "support: expected the sets of all tokens"),
+    "no set": (
+        {"targets": None, "entries": True,
+         "support": Support(torch.arange(3).int(), torch.tensor([0, 1, 2, 2, 3]))},
+        "support: expected a set of every token with entries=True",
+    ),
+    "id of a set": (
+        {"targets": None, "entries": True,
+         "support": Support(torch.tensor([0, 1, 2, 11]), torch.arange(5))},
+        r"support.token_ids: expected ids in \[0, 11\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TARGETS)
+def test_wrong_targets_are_named(name):
+    options, message = WRONG_TARGETS[name]
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(HIDDEN, WEIGHT, **options)
+
+
+@pytest.mark.parametrize("entropy", (False, True))
+def test_one_target_is_todays_call_bit_for_bit(entropy):
+    batch = make_batch(V=V, H=24)
+    results = []
+    for targets in (batch.targets, batch.targets[..., None]):
+        hidden, weight = (x.clone().requires_grad_() for x in (batch.hidden, batch.weight))
+        out = linear_logprobs(hidden, weight, targets, batch.mask, entropy=entropy)
+        out.logps.square().sum().backward()
+        results.append((out.logps.detach().flatten(), hidden.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
