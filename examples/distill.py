@@ -1,0 +1,122 @@
+"""On-policy self-distillation in one loop to read: a model learns to do without its examples.
+
+    pip install transformers                     # and grpo_kernels, as in the README
+    python distill.py [--model FOLDER] [--full]  # FOLDER: see minimal_grpo.py
+
+The student sees a sum alone, the teacher, the same model as it was, sees solved ones before it. The
+student samples, the teacher scores these tokens, and the loss is the KL from the teacher's 16
+likeliest ids per token to the student's: of the head it needs 16 rows per token, no product with
+all of it. `--full` takes the KL over the whole vocabulary, from logits, as a control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_kernels import Support, linear_logprobs, topk_kl
+
+SHOWN = "".join(f"{a} + {b} = {a + b}\n" for a, b in ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7)))
+SUM = "{} + {} ="
+BATCH, LENGTH, TOP = 32, 6, 16  # completions per step; their tokens; ids per token
+
+
+def completions_of(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], **options: Any) -> Any:
+    """Tokens `[B, T]` after the bare sums, and their mask up to the end of the line."""
+    prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
+    ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH, **options)
+    tokens = ids[:, prompts.input_ids.shape[1] :]
+    text = [tokenizer.decode(t) for t in range(len(tokenizer))] if not _NEWLINES else []
+    _NEWLINES.extend(i for i, x in enumerate(text) if "\n" in x)
+    ends = torch.isin(tokens, torch.tensor([tokenizer.eos_token_id, *_NEWLINES], device=ids.device))
+    return tokens, (ends.cumsum(1) - ends.long()) == 0
+
+
+_NEWLINES: list[int] = []  # tokens with the end of a line
+
+
+def states_of(
+    model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], tokens: Tensor, before: str = ""
+) -> Tensor:
+    """The hidden states that predict the tokens, after the sums and what is `before`: `[B, T, H]`."""
+    texts = [before + SUM.format(a, b) for a, b in sums]
+    prompts = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
+    ids = torch.cat([prompts.input_ids, tokens], 1)[:, :-1]
+    attention = torch.cat([prompts.attention_mask, torch.ones_like(tokens)], 1)[:, :-1]
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    found = model.base_model(ids, attention_mask=attention, position_ids=positions)
+    return found.last_hidden_state[:, -tokens.shape[1] :]
+
+
+def accuracy(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]]) -> float:
+    """The share of sums whose likeliest completion begins with the right number."""
+    tokens, _ = completions_of(model, tokenizer, sums, do_sample=False)
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    given = [re.match(r"\s*(\d+)", text) for text in texts]
+    right = [x is not None and int(x[1]) == a + b for x, (a, b) in zip(given, sums, strict=True)]
+    return sum(right) / len(right)
+
+
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--full", action="store_true", help="the KL over the whole vocabulary")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
+        for _ in range(2)
+    )
+    student_head, teacher_head = (x.get_output_embeddings().weight for x in (student, teacher))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    random.Random(0).shuffle(sums)
+    held_out, sums, draw = sums[:27], sums[27:], random.Random(args.seed)
+    history = [accuracy(student, tokenizer, held_out)]
+    print(f"  0  held-out accuracy {history[0]:.0%}")
+
+    for step in range(1, args.steps + 1):
+        start = time.perf_counter()
+        some = draw.choices(sums, k=BATCH)
+        tokens, mask = completions_of(student, tokenizer, some, do_sample=True, top_k=0)
+        sampled = time.perf_counter()
+        with torch.no_grad():
+            states = states_of(teacher, tokenizer, some, tokens, before=SHOWN)
+            of_teacher = (states[mask] @ teacher_head.T).log_softmax(-1)  # [N, V]
+        states = states_of(student, tokenizer, some, tokens)[mask]  # [N, H]
+        if args.full:
+            logps = (states @ student_head.T).log_softmax(-1)
+            divergence = (of_teacher.exp() * (of_teacher - logps)).sum(-1)
+        else:
+            of_top, ids = of_teacher.topk(TOP)
+            top = Support(ids.flatten(), torch.arange(len(ids) + 1, device=device) * TOP)
+            logps = linear_logprobs(states, student_head, None, support=top, entries=True).logps
+            divergence = topk_kl(logps, of_top.flatten(), top.offsets)
+        divergence.mean().backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        text = f"{step:3d}  KL {divergence.mean():.3f}  {time.perf_counter() - sampled:.1f} s"
+        if step % 5 == 0:
+            history.append(accuracy(student, tokenizer, held_out))
+            text += f"  held-out accuracy {history[-1]:.0%}"
+        print(f"{text}  ({sampled - start:.1f} s to sample)")
+    return history
+
+
+if __name__ == "__main__":
+    main()
