@@ -3,14 +3,13 @@
 import random
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import fused_grpo_loss
 from grpo_kernels.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.helpers.ranks import WORLD
+from tests.ranks.shard_jobs import Traffic
 
 
 def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
@@ -55,22 +54,6 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     return gradients
 
 
-class Traffic(TorchDispatchMode):
-    """Notes each collective: its name, and the bytes of its largest tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            if tensors:
-                name = func.name().split("::")[1].replace("_", "")
-                self.seen.append((name, max(x.nbytes for x in tensors)))
-        return func(*args, **(kwargs or {}))
-
-
 class HeadAlone(torch.nn.Module):
     """A head with its loss, over tokens that come in bf16."""
 
@@ -103,7 +86,8 @@ def traffic_of_gathered_head() -> tuple[list[tuple[str, int]], torch.Tensor]:
     given = tokens_of(dist.get_rank())
     with Traffic() as traffic:
         head(*given).backward()
-    return traffic.seen, head.weight.grad.full_tensor()
+    seen = [(name, max(x.nbytes for x in tensors)) for name, tensors in traffic.seen]
+    return seen, head.weight.grad.full_tensor()
 
 
 def case(kind: str):
