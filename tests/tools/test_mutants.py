@@ -6,12 +6,14 @@ import pytest
 
 from tests.tools import mutants
 from tests.tools.damages import DAMAGES
+from tests.tools.kernel_damages import KERNEL_DAMAGES
 from tests.tools.tables import PAGE
 
 
 def test_every_damage_fits():
-    mutants.check(DAMAGES)
-    assert len({damage.what for damage in DAMAGES}) == len(DAMAGES) <= 30
+    for damages in (DAMAGES, KERNEL_DAMAGES):
+        mutants.check(damages)
+        assert len({damage.what for damage in damages}) == len(damages) <= 30
 
 
 @pytest.mark.parametrize("old", ("no such line", "return"))
