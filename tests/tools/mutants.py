@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 from tests.tools.damages import DAMAGES, Damage
 from tests.tools.kernel_damages import KERNEL_DAMAGES
-from tests.tools.tables import write_table
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "testing.md"
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
@@ -130,6 +130,16 @@ def undamaged_is_green(workers: int, chosen: list[Damage], kernels: bool) -> boo
     return done.returncode == PASSED
 
 
+def write_table(results: Iterable[Result]) -> None:
+    """Puts the results into the page, between the comments that name their place."""
+    rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
+    lines = [("damage", "in", "seen first by"), ["---"] * 3, *rows]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    before, rest = PAGE.read_text().split("<!-- mutants -->\n")
+    after = rest.split("<!-- end of mutants -->")[1]
+    PAGE.write_text(f"{before}<!-- mutants -->\n{table}\n<!-- end of mutants -->{after}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.tools.mutants", description=(__doc__ or "").split("\n")[0]
@@ -137,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a word of the description or of the path")
     parser.add_argument("--kernels", action="store_true", help="damages of the kernels instead")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="the table into docs/testing.md")
+    parser.add_argument("--write", action="store_true", help="their table into docs/testing.md")
     args = parser.parse_args(argv)
     damages = KERNEL_DAMAGES if args.kernels else DAMAGES
     chosen = [damage for damage in damages if args.only in damage.what + damage.path]
@@ -153,10 +163,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
     seen = sum(bool(result.seen_by) for result in results)
     print(f"{seen} of {len(results)} damages were seen")
-    if args.write:
-        rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
-        name = "kernel damages" if args.kernels else "mutants"
-        write_table(name, ("damage", "in", "seen first by"), rows)
+    if args.write and not args.kernels:
+        write_table(results)
     return 0 if seen == len(results) else 1
 
 
