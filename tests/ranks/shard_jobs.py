@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -129,8 +130,6 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     head = {"hidden": hidden, "a_out": a_out, "weight": batch.weight, "bias": bias, "b": b}
     for name in ("weight", "bias", "b"):
         if dtensors and not exact:
-            from torch.distributed.tensor import Shard, distribute_tensor
-
             mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
             head[name] = distribute_tensor(head[name], mesh, [Shard(0)])
         elif not exact:
@@ -248,22 +247,8 @@ def _low_rank(c, r, ranks=(2, 2)):
 
 
 def _distributed(c, placement, **more):
-    from torch.distributed.tensor import distribute_tensor
-
     weight = distribute_tensor(make_batch().weight, dist.init_device_mesh("cpu", (2,)), [placement])
     return {"weight": weight, "ranks": None, **more}
-
-
-def _shard(dim):
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
-def _replicate():
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
 
 
 def _support(c, r, apart=False):
@@ -346,14 +331,14 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
                               "support: expected None where ranks with tokens of their own share"),
     "supports": (lambda c, r: _support(c, r, apart=True),
                  "support: expected the same on all ranks that share the vocabulary; got others"),
-    "columns": (lambda c, r: _distributed(c, _shard(1)),
+    "columns": (lambda c, r: _distributed(c, Shard(1)),
                 "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
-    "replicated": (lambda c, r: _distributed(c, _replicate()),
+    "replicated": (lambda c, r: _distributed(c, Replicate()),
                    "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
     "dtensor and group": (
-        lambda c, r: _distributed(c, _shard(0), ranks=VocabRanks(dist.group.WORLD)),
+        lambda c, r: _distributed(c, Shard(0), ranks=VocabRanks(dist.group.WORLD)),
         "ranks.group: expected None with a DTensor, which has its own"),
-    "plain bias": (lambda c, r: _distributed(c, _shard(0), bias=make_batch().bias),
+    "plain bias": (lambda c, r: _distributed(c, Shard(0), bias=make_batch().bias),
                    "bias: expected a DTensor, as another tensor of the head is one"),
     "a rank refused": (lambda c, r: {"layout": "data",
                                      "targets": c.targets.clamp(min=0) + 2000 * r}, ""),
