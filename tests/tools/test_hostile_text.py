@@ -173,7 +173,7 @@ READERS = {
         "--model\nm\n--steps\n3\n--rewards\nanswer\n--beta=0.1\n--chat",
     )),
     "log": (read_log, (
-        '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"',
+        '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"', '{"reward": 1}\n[1]\n3',
     )),
     "state": (read_state, (
         '{"step": 1, "best": {}, "config": {"model": "m"}, "processes": 1, "watch": {}}',
@@ -187,7 +187,8 @@ def texts_like(seeds):
     places = st.integers(0, max(map(len, seeds)))
     edited = st.builds(
         lambda seed, at, gone, new: seed[:at] + new + seed[at + gone :],
-        st.sampled_from(seeds), places, places, st.text(max_size=8),
+        st.sampled_from(seeds), places, st.integers(0, 6),
+        st.sampled_from(parts) | st.text(max_size=4),
     )  # fmt: skip
     shuffled = st.lists(st.sampled_from(parts) | st.text(max_size=8), max_size=40).map("".join)
     return shuffled | edited | st.text()
