@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import grpo_loss, selective_log_softmax
+from grpo_kernels import grpo_loss, routes, selective_log_softmax
+from grpo_kernels.backends import torch_backend
+from grpo_kernels.checks import ValueChecks
 from grpo_kernels.experimental import Sampled
+from grpo_kernels.row_plan import RowPlan
 from tests.helpers.batches import OBJECTIVES, config
 from tests.helpers.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
@@ -306,6 +310,45 @@ def test_no_batch_size_compiles_a_kernel_again(kernel, keys):
     assert mine
     for options, found in mine.items():
         assert len(found) == 1, (options, found)
+
+
+# With fake tensors on the CPU, which autograd's engine takes: whoever asks for a value raises
+
+
+@pytest.fixture
+def without_the_one_transfer(real_memory, monkeypatch):
+    """Replaces the transfer, and the looks at values that only a CPU takes."""
+
+    def plan_rows(wanted, with_grad, checks, weight, num_tokens, *_):
+        return RowPlan(None, num_tokens, num_tokens, 4, 4)
+
+    monkeypatch.setattr(routes, "plan_rows", plan_rows)
+    monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
+    monkeypatch.setattr(torch_backend, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
+
+
+# The torch backend compares addresses to see whether it works in place.
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.usefixtures("without_the_one_transfer")
+@pytest.mark.parametrize("two_calls", (False, True), ids=("fused", "two_calls"))
+@pytest.mark.parametrize("objective", (*OBJECTIVES, "cross_entropy"))
+def test_the_engine_reads_nothing(objective, two_calls):
+    options, names = OBJECTIVES.get(objective, ({}, ("old_logps", "ce_weights")))
+    cfg = config(**options)
+    with FakeTensorMode():
+        given = {name: torch.ones(3, 5) for name in names}
+        given["num_items"] = torch.ones(()) if cfg.effective_aggregation == "dapo" else None
+        hidden, weight = (torch.ones(*n, 8, requires_grad=True) for n in ((3, 5), (11,)))
+        scored = (hidden, weight, torch.ones(3, 5, dtype=torch.long))
+        call, mask = fused_grpo_loss, torch.ones(3, 5, dtype=torch.bool)
+        if two_calls:
+            out = linear_logprobs(*scored, mask, entropy=True)
+            call, scored, given["entropy"] = grpo_loss, (out.logps,), out.entropy
+        out = call(*scored, torch.ones(3), mask, config=cfg, **given)
+        out.loss.backward()
+        assert hidden.grad.shape == hidden.shape
+        with pytest.raises(DataDependentOutputException):
+            out.loss.item()
 
 
 # With a support: tokens are scored over entries, some over rows of logits beside them

@@ -114,16 +114,6 @@ def test_unbiased(option, batch, count):
     expect_unbiased(batch, count, config=config(**objective), **options)
 
 
-@pytest.mark.slow
-def test_unbiased_beside_a_cross_entropy(count):
-    batch = with_cross_entropy(make_batch(B=8, T=16))
-    expect_unbiased(batch, count, old_logps=True, ce_weights=True)
-
-
-def test_unbiased_packed(batch, count):
-    expect_unbiased(packed(batch), count, old_logps=True)
-
-
 @pytest.mark.parametrize(("objective", "dense_share"), (("dapo", 0.12), ("gspo", 0.23)))
 def test_unbiased_with_blocks_of_both_kinds(objective, dense_share, batch, count, monkeypatch):
     """Several blocks per chunk, some dense: those of the states that favor no word."""
@@ -193,12 +183,6 @@ def test_objectives(objective, all_kept):
     expect_exact(make_batch(B=6, T=11), all_kept, objective_options(objective), "torch")
 
 
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_cross_entropy(loss_type, all_kept):
-    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
-    expect_exact(with_cross_entropy(make_batch()), all_kept, options, "torch")
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 def test_half_precision(dtype, all_kept):
     batch = make_batch().to("cpu", dtype)
@@ -220,30 +204,6 @@ def test_half_precision_products(all_kept, monkeypatch):
     actual = run_fused(batch, exact=False, **options, **all_kept)
     for name in ("hidden", "weight"):
         assert relative_error(actual.gradients[name], expected.gradients[name]) < 5e-3
-
-
-def test_entropy_of_linear_logprobs(all_kept):
-    """Includes logsumexp, whose gradient is not part of the log-prob's."""
-    batch = make_batch()
-    g = torch.Generator().manual_seed(1)
-    weights = torch.randn(3, *batch.targets.shape, generator=g)
-    results = []
-    for exact in (True, False):
-        head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
-        given = {n: x.double() if exact else x for n, x in head.items()}
-        hidden, weight, bias = given.values()
-        options = {"bias": bias, "mask": batch.mask, "softcap": 7.0}
-        if exact:
-            out = reference.linear_logprobs(hidden, weight, batch.targets, **options)
-        else:
-            out = linear_logprobs(
-                hidden, weight, batch.targets, entropy=True, **options, **all_kept
-            )
-        sum((w * x).sum() for w, x in zip(weights, out, strict=True)).backward()
-        results.append(head)
-    for name in HEAD:
-        exact, sampled = (head[name].grad for head in results)
-        assert relative_error(sampled, exact) < 2e-4
 
 
 def test_numbers_of_numpy_are_numbers(batch):
@@ -470,8 +430,3 @@ def test_no_rows():
 def test_arguments(options, error, message):
     with pytest.raises(error, match=message):
         Sampled(**options)
-
-
-def test_its_name_is_no_backward():
-    with pytest.raises(TypeError, match=r"backward: expected a grpo_kernels.experimental.Sampled"):
-        Execution(backward="sampled")
