@@ -11,16 +11,10 @@ from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, trito
 from grpo_kernels.dense import row_factors
 from grpo_kernels.experimental import torch_column_scores, triton_column_scores
 from tests.helpers.batches import relative_error
-from tests.helpers.policy_losses import exact_policy_loss
+from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
 from tests.helpers.tiers import INTERPRETED, compiled_alone
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-TRANSFORMS = {
-    "plain": {},
-    "softcap": {"softcap": 8.0},
-    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
-    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
-}
 BACKENDS = pytest.mark.parametrize(
     "backend", (torch_backend, triton_backend), ids=("torch", "triton")
 )
@@ -209,22 +203,6 @@ def test_one_sweep_over_infinite_logits(backend, device):
     assert exps[2:].isnan().any(1).all()
 
 
-def exact(logits, targets, transform, d_logps, d_lse, d_entropy):
-    """Statistics of each row and the gradient of its raw logits, in float64, by torch."""
-    u = logits.double().requires_grad_()
-    z = transform.logit_scale * u
-    if transform.softcap is not None:
-        z = transform.softcap * (z / transform.softcap).tanh()
-        z = z.masked_fill(logits == -math.inf, -math.inf)
-    z = z / transform.per_row
-    log_p = z.log_softmax(1)
-    entropy = -(log_p.exp() * log_p.masked_fill(logits == -math.inf, 0.0)).sum(1)
-    stats = (log_p.gather(1, targets[:, None])[:, 0], z.logsumexp(1), entropy)
-    weights = [x.double() for x in (d_logps, d_lse, d_entropy)]
-    gradient = torch.autograd.grad(stats, u, weights)[0]
-    return [x.detach() for x in stats], gradient
-
-
 def with_banned_entries(V, device, option):
     """Few, many, all but the target, all of the first block, the target, and nothing."""
     logits, targets, transform = tile(6, V, device, options=TRANSFORMS[option])
@@ -245,26 +223,18 @@ def with_banned_entries(V, device, option):
 def test_banned_entries(backend, V, option, device):
     """A raw logit of -inf has probability 0 and gradient 0, whatever the transform."""
     logits, targets, transform, banned = with_banned_entries(V, device, option)
-    d_logps, d_lse, d_entropy = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)).to(
-        device
-    )
+    weights = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)).to(device)
     # What a target that is banned gets without a softcap is the whole gradient of its log-prob.
     at_zero = banned.clone()
     at_zero[4, targets[4]] = transform.softcap is not None
     for of_lse, of_entropy in itertools.product((0.0, 1.0), (0.0, 1.0)):
-        truth, expected = exact(
-            logits, targets, transform, d_logps, of_lse * d_lse, of_entropy * d_entropy
-        )
+        of = weights * torch.tensor([1.0, of_lse, of_entropy], device=device)[:, None]
+        truth, expected = exact_statistics(logits, targets, transform, of)
         stats = backend.token_stats(logits, targets, transform, entropy=True)
         for mine, true in zip(stats[:3], truth, strict=True):
             torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
         assert stats.logps[4] == -math.inf and stats.entropy.isfinite().all()
-        grads = RowGrads.of(
-            stats,
-            d_logps,
-            d_entropy if of_entropy else None,
-            d_lse if of_lse else None,
-        )
+        grads = RowGrads.of(stats, of[0], of[2] if of_entropy else None, of[1] if of_lse else None)
         out = torch.empty_like(logits)
         backend.logit_grads_(logits, targets, transform, grads, out)
         assert expected[:2].norm() > 0 and (out[at_zero] == 0).all()
@@ -280,8 +250,9 @@ def test_banned_entries(backend, V, option, device):
 def test_one_sweep_over_banned_entries(backend, kept, option, device):
     """What is left behind is 0 there, and the gradient but for a factor elsewhere."""
     logits, targets, transform, banned = with_banned_entries(2 * 2048 + 1, device, option)
-    d_logps, nothing = torch.linspace(-1.0, 2.0, 6, device=device), torch.zeros(6, device=device)
-    truth, expected = exact(logits, targets, transform, d_logps, nothing, nothing)
+    d_logps = torch.linspace(-1.0, 2.0, 6, device=device)
+    weights = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])
+    truth, expected = exact_statistics(logits, targets, transform, weights)
     dtype = torch.bfloat16 if kept == "half" and not INTERPRETED else torch.float32
     exps = given = logits.clone()
     if kept != "in_place":

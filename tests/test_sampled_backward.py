@@ -10,21 +10,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import make
-from grpo_kernels import Execution
 from grpo_kernels.backends import torch_backend
 from grpo_kernels.experimental import Sampled, column_draw, torch_column_scores
 from tests.helpers.batches import (
-    HEAD,
     OBJECTIVES,
     assert_matches,
     config,
     make_batch,
-    packed,
     relative_error,
     run_fused,
-    with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.half_gemms import imitate
 from tests.helpers.head_options import BACKENDS, OPTIONS, objective_options
 from tests.helpers.tiers import cases

@@ -16,6 +16,7 @@ from grpo_kernels.backends import (
     triton_entries,
 )
 from tests.helpers.batches import relative_error
+from tests.helpers.policy_losses import TRANSFORMS, exact_statistics
 from tests.helpers.tiers import INTERPRETED
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -75,34 +76,18 @@ def test_dots_with_a_banned_id(device):
         torch.testing.assert_close(out, begin + bias[entries.ids, 0])
 
 
-TRANSFORMS = {
-    "plain": {},
-    "softcap": {"softcap": 8.0},
-    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
-    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
-}
-
-
 def exact(logits, entries, transform, weights):
-    """Statistics of each token and the gradient of its raw logits, in float64, by torch."""
-    u = logits.double().requires_grad_()
+    """Statistics of each token, NaN without entries, and the gradient of its raw logits."""
     stats = torch.full((3, len(entries.positions)), math.nan, dtype=torch.float64)
-    stats, total = stats.to(logits.device), 0.0
+    stats, gradients = stats.to(logits.device), []
     for i, (begin, end) in enumerate(zip(entries.offsets[:-1], entries.offsets[1:], strict=True)):
         if begin == end:
             continue
-        local, raw = transform.at(slice(i, i + 1)), logits[begin:end]
-        z = local.logit_scale * u[begin:end]
-        if local.softcap is not None:
-            z = local.softcap * (z / local.softcap).tanh()
-            z = z.masked_fill(raw == -math.inf, -math.inf)
-        log_p = (z / local.temperature).log_softmax(0)
-        entropy = -(log_p.exp() * log_p.masked_fill(raw == -math.inf, 0.0)).sum()
-        lse = (z / local.temperature).logsumexp(0)
-        of_token = torch.stack([log_p[entries.positions[i]], lse, entropy])
-        stats[:, i] = of_token.detach()
-        total = total + (of_token * weights[:, i]).sum()
-    return stats, torch.autograd.grad(total, u)[0]
+        token = slice(i, i + 1)
+        given = logits[None, begin:end], entries.positions[token], transform.at(token)
+        stats[:, token], gradient = exact_statistics(*given, weights[:, token])
+        gradients.append(gradient[0])
+    return stats, torch.cat(gradients)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,7 +112,7 @@ def test_statistics_and_gradients(option, banned, of_all, device):
     transform = LogitTransform(**options)
     weights = torch.randn(3, count, generator=g).to(device)
     weights *= torch.tensor([1.0, of_all, of_all], device=device)[:, None]
-    truth, expected = exact(logits, entries, transform, weights.double())
+    truth, expected = exact(logits, entries, transform, weights)
     d_logps, d_lse, d_entropy = weights
     for backend in (torch_backend, triton_backend):
         stats = TokenStats(*torch.full((3, count), math.nan, device=device))
