@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from grpo_kernels.experimental import Sampled
 from tests.helpers.batches import assert_matches, config, make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.head_options import BACKENDS, OPTIONS
@@ -41,22 +40,6 @@ def test_a_masked_row_of_large_logits(backend):
         gradients.append([head[1].grad, bias.grad])
     for plain, capturable in zip(*gradients, strict=True):
         assert plain.norm() > 0 and relative_error(capturable, plain) <= 1e-5
-
-
-def test_capturable_refuses_what_it_cannot_honour():
-    batch = make_batch()
-    args = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    for options, message in (
-        ({"backward": Sampled()}, "backward: expected None with capturable=True"),
-        ({"support": ((), ())}, "support: expected None with capturable=True"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fused_grpo_loss(*args, capturable=True, **options)
-    with pytest.raises(TypeError, match="capturable: expected a bool; got 'yes'"):
-        fused_grpo_loss(*args, capturable="yes")
-    outside = batch.targets.masked_fill(batch.mask, 10**6)
-    with pytest.raises(ValueError, match="targets: expected ids in"):
-        fused_grpo_loss(*args[:2], outside, *args[3:], capturable=True)
 
 
 @pytest.mark.gpu
