@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import grpo_kernels
 from grpo_kernels import (
@@ -212,17 +211,6 @@ def test_parts_of_a_batch_with_its_denominator(quantile, backend):
     ]  # fmt: skip
     expected = run(plain_loss(batch, whole), EXACT, batch)
     expect_equal([sum(part) for part in zip(*parts, strict=True)], expected)
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone."""
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist.group.WORLD
-    if made:
-        dist.destroy_process_group()
 
 
 @BACKEND

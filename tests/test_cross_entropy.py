@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss
 from tests.helpers.batches import (
     HEAD,
     NAN,
@@ -17,7 +16,7 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
@@ -58,12 +57,6 @@ def test_objectives(objective, backend, layout):
     batch = packed(batch) if layout == "packed" else batch
     options = {**objective_options(objective), "ce_weights": True}
     expect_equal(batch, options, backend=backend, chunk_bytes=CHUNK)
-
-
-@pytest.mark.parametrize("frozen", (("weight",), ("hidden",), ("weight", "bias")))
-def test_frozen(frozen):
-    options = {"config": config(), "bias": True, "frozen": frozen, "ce_weights": True}
-    expect_equal(mixed_batch(), options)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
@@ -173,41 +166,6 @@ def test_the_rest_does_not_hear_of_it(loss_type):
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)
     assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("objective", ("old_logps", "kl", "entropy", "gspo", "vespo", "everything"))
-def test_from_log_probs(objective, backend):
-    """`grpo_loss`, against the reference and against the same loss without plus the term."""
-    batch, (options, names) = mixed_batch(), OBJECTIVES[objective]
-    g, cfg = torch.Generator().manual_seed(1), config(**options)
-    chosen = batch.ce_weights != 0
-    logps = batch.old_logps + 0.2 * torch.randn(batch.mask.shape, generator=g)
-    logps = torch.where(chosen & ~batch.mask, -torch.rand(logps.shape, generator=g), logps)
-    entropy = torch.ones_like(logps).masked_fill(~batch.mask, NAN)
-    given = {name: getattr(batch, name) for name in names}
-
-    def run(call, dtype, **more):
-        leaves = [x.to(dtype).clone().requires_grad_() for x in (logps, entropy)]
-        constants = {name: x.to(dtype) for name, x in given.items()}
-        out = call(
-            leaves[0], batch.advantages, batch.mask, entropy=leaves[1], config=cfg, **constants,
-            **more,
-        )  # fmt: skip
-        out.loss.backward()
-        return out, leaves[0].grad
-
-    exact, wanted = run(reference.grpo_loss, torch.float64, ce_weights=batch.ce_weights)
-    mine, grad = run(grpo_loss, torch.float32, ce_weights=batch.ce_weights, backend=backend)
-    plain, without = run(reference.grpo_loss, torch.float64)
-    assert mine.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
-    assert relative_error(grad, wanted) <= 1e-5
-    assert exact.metrics.keys() == mine.metrics.keys()
-    for name, value in exact.metrics.items():
-        assert mine.metrics[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
-    term = (batch.ce_weights * logps)[chosen].double().sum()
-    assert exact.loss.item() == pytest.approx((plain.loss - term).item(), rel=1e-6)
-    torch.testing.assert_close(wanted, without - batch.ce_weights.double())
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))

@@ -129,42 +129,6 @@ def test_statistics_and_gradients(option, banned, of_all, device):
         torch.testing.assert_close(without.logps, stats.logps, equal_nan=True)
 
 
-@pytest.mark.parametrize("K", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize("device", DEVICES)
-def test_sums_over_tokens_and_over_ids(device, into, dtype, K):
-    entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
-    g = torch.Generator().manual_seed(0)
-    factors = torch.randn(len(entries), generator=g).to(device)
-    factors[::5] = 0.0
-    begins = entries.begins_of(torch.arange(len(rows) + 1, device=device))
-    groups = (
-        (factors, entries.ids, entries.offsets, rows, entries.tokens, len(x)),
-        (
-            factors[entries.order],
-            entries.tokens_by_id,
-            begins,
-            x,
-            entries.ids[entries.order],
-            len(rows),
-        ),
-    )
-    for weights, index, offsets, given, segments, count in groups:
-        expected = torch.zeros(count, K, dtype=torch.float64, device=device)
-        out, wanted = None, torch.float32 if into == "float32" else dtype
-        if into != "new":
-            out = torch.randn(count, K, device=device).to(wanted)
-            expected += out
-        expected.index_add_(0, segments, weights[:, None].double() * given[index].double())
-        result = triton_backend.segment_sums(weights, index, offsets, given, wanted, out)
-        assert result.dtype == wanted and (out is None or result is out)
-        # Rounded once; the interpreter cuts digits off.
-        unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
-        assert expected.norm() > 0
-        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=2e-5)
-
-
 # A long segment is one of more than 2 * PART entries. Some begin or end at a multiple of PART,
 # others one before or behind it.
 PART = triton_entries.PART
@@ -176,6 +140,7 @@ ORDERS = {
     "one": (5 * PART + 3,),
     "around_nothing": (0, 0, 8 * PART, 0, 0),
     "wide": (3, 9 * PART),
+    "short": (0, 200, 1, 0, 7, 3, 3, 0, 8),
 }
 
 
@@ -184,19 +149,20 @@ def long_segments(sizes, device, dtype, K):
     factors = torch.randn(sum(sizes), generator=g)
     index = torch.randint(9, factors.shape, generator=g)
     factors[::7] = 0.0
-    rows = torch.randn(9, K, generator=g).to(device, dtype)
+    rows = torch.randn(9, K + 3, generator=g).to(device, dtype)[:, :K]  # of a wider tensor
     offsets = torch.tensor((0, *sizes)).cumsum(0)
     return factors.to(device), index.to(device), offsets.to(device), rows
 
 
 @pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    # At last more columns than a block of entries or of parts has, and more parts than one.
+    ("order", "K"), [*((x, 50) for x in ORDERS), ("rising", 1), ("rising", 16), ("wide", 2050)]
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_long_segments(device, dtype, order, into):
-    # Once more columns than a block of entries or of parts has, and more parts than one.
-    wide = order == "wide" and (dtype, into) == (torch.float32, "new")
-    sizes, K = ORDERS[order], 2050 if wide else 50
+def test_sums_of_segments(device, dtype, order, K, into):
+    sizes = ORDERS[order]
     factors, index, offsets, rows = long_segments(sizes, device, dtype, K)
     segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
     wanted = torch.float32 if into == "float32" else dtype

@@ -76,7 +76,7 @@ DAMAGES = [
     ),
     # What comes in, and the two calls.
     *_in(
-        "arguments.py", "test_capturable",
+        "arguments.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come",
          "_selected(flat_mask, x, 0), y)", "x, y)"),
     ),
