@@ -9,7 +9,6 @@ import torch
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
 from grpo_kernels.config import KL_ESTIMATORS
 from grpo_kernels.losses import LOSS_TYPES as ALL_LOSS_TYPES
-from grpo_kernels.objective import masked_quantile
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.tiers import in_turn
 
@@ -359,16 +358,6 @@ def test_vespo_log_weight_ends_at_20():
         out = reference.grpo_loss(logps.double(), torch.ones(1), old_logps=old, config=cfg)
         phi = math.exp(1e-9 + 0.5 * log_w - 1e-9 * math.exp(log_w))
         assert out.metrics["vespo/phi_seq_mean"].item() == pytest.approx(phi, rel=1e-6)
-
-
-@pytest.mark.parametrize("mask", (None, 0.3))
-@pytest.mark.parametrize("q", (0.0, 0.2, 0.5, 0.77, 1.0))
-def test_masked_quantile(q, mask):
-    g = torch.Generator().manual_seed(0)
-    x = torch.rand(101, generator=g, dtype=torch.float64)
-    mask = torch.ones(101) if mask is None else (torch.rand(101, generator=g) < mask).float()
-    expected = torch.quantile(x[mask != 0], q)
-    torch.testing.assert_close(masked_quantile(x, mask, q), expected)
 
 
 def test_kl_near_zero_keeps_its_digits():
