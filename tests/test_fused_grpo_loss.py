@@ -1,7 +1,5 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -212,22 +210,6 @@ def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
         assert sum(made) == tokens
     else:  # the second time those that turned out to have a gradient
         assert tokens < sum(made) <= 2 * tokens
-
-
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("bonus", (0.0, 0.1))
-def test_entropy_threshold_from_elsewhere(bonus, layout):
-    """The quantile over all ranks, say; one pass, unless a bonus averages over the chosen."""
-    batch = make_batch(B=6, T=11)
-    cfg = config(top_entropy_quantile=0.5, entropy_coef=bonus)
-    own = run_fused(batch, exact=True, config=cfg, old_logps=True)
-    batch = packed(batch) if layout == "packed" else batch
-    for threshold in (1.0, 2.0):
-        given = dataclasses.replace(cfg, entropy_threshold=threshold)
-        assert given.one_pass == (bonus == 0)
-        out = expect_equal(batch, {"config": given, "old_logps": True}, chunk_bytes=CHUNK)
-        assert 0 < out.metrics["entropy_kept"] < 1
-        assert out.metrics["entropy_kept"] != own.metrics["entropy_kept"]
 
 
 def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):

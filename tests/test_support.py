@@ -169,17 +169,6 @@ def test_same_bits_twice(batch):
         assert gradient is None or torch.equal(gradient, two.gradients[name])
 
 
-def test_no_gradients_wanted(batch):
-    kept = make_support(batch)
-    with torch.no_grad():
-        out = fused_grpo_loss(
-            batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask, support=kept
-        )
-    assert not out.loss.requires_grad
-    expected = run_fused(batch, exact=True, support=kept)
-    assert (out.logps - expected.logps).abs().max() < 1e-4
-
-
 def test_sets_of_a_large_part_of_the_vocabulary_warn_once(batch):
     """Rows of logits are faster then."""
     _warn_of_wide_sets.cache_clear()
