@@ -53,7 +53,7 @@ DAMAGES = [
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
     ),
     *damages_in(
-        "dense.py", "test_half_products",
+        "dense.py", "test_products",
         ("a strip's exponentials go where the last ones are",
          "exps=None if exps is None else exps[part]",
          "exps=None if exps is None else exps[: part.stop - part.start]"),
@@ -76,7 +76,7 @@ DAMAGES = [
     ),
     # What comes in, and the two calls.
     *damages_in(
-        "arguments.py", "test_capturable",
+        "arguments.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come",
          "_selected(flat_mask, x, 0), y)", "x, y)"),
     ),
