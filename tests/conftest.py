@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.register_assert_rewrite("tests.helpers")
 HERE = Path(__file__).parent
@@ -97,6 +98,17 @@ def emulated_cuda(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with EmulatedCUDA():
         yield
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    if made:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

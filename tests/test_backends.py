@@ -1,7 +1,6 @@
 """The Triton kernels and the torch backend against each other, and float64, where it bites."""
 
 import inspect
-import itertools
 import math
 
 import pytest
@@ -11,16 +10,10 @@ from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, trito
 from grpo_kernels.dense import row_factors
 from grpo_kernels.experimental import torch_column_scores, triton_column_scores
 from tests.helpers.batches import relative_error
-from tests.helpers.policy_losses import exact_policy_loss
+from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
 from tests.helpers.tiers import INTERPRETED, compiled_alone
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-TRANSFORMS = {
-    "plain": {},
-    "softcap": {"softcap": 8.0},
-    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
-    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
-}
 BACKENDS = pytest.mark.parametrize(
     "backend", (torch_backend, triton_backend), ids=("torch", "triton")
 )
@@ -39,86 +32,105 @@ def tile(C, V, device, *, offset=0.0, pad=0, options=()):
     return buffer.to(device)[:, :V], targets.to(device), LogitTransform(**options)
 
 
-def assert_backends_agree(logits, targets, transform, *, entropy):
-    stats = [
-        backend.token_stats(logits, targets, transform, entropy=True)
-        for backend in (torch_backend, triton_backend)
-    ]
-    truth = torch_backend.token_stats(logits.clone(), targets, transform, entropy=True)
-    for a, b in zip(*(x[:3] for x in stats), strict=True):
-        assert (a - b).abs().max() <= 2e-5 * max(1.0, float(a.abs().max()))
+def ban_entries(logits, targets):
+    """Few, many, all but the target, all of the first block, the target, and nothing."""
+    g, V = torch.Generator().manual_seed(1), logits.shape[1]
+    banned = torch.rand(6, V, generator=g) < torch.tensor([0.3, 0.9, 1.0, 0.0, 0.5, 0.0])[:, None]
+    banned[3, : min(V - 2, 2100)] = True
+    banned = banned.to(logits.device).scatter_(1, targets[:, None], False)
+    others = (targets[:, None] + 1) % V  # something to be uncertain of
+    banned.scatter_(1, others, False)
+    banned[2, others[2]] = banned[4, targets[4]] = True
+    logits.masked_fill_(banned, -math.inf)
+
+
+def without_gradient(logits, targets, transform):
+    """Where a logit of -inf has no gradient: without a softcap a target has its log-prob's."""
+    banned = logits == -math.inf
+    if transform.softcap is None:
+        banned.scatter_(1, targets[:, None], False)
+    return banned
+
+
+def assert_exact(logits, targets, transform, of_lse=1.0, of_entropy=1.0):
+    """Statistics and gradients of both backends; scores of columns, and gradients of drawn ones."""
+    (count, V), device = logits.shape, logits.device
     g = torch.Generator().manual_seed(0)
-    d_logps, d_entropy = torch.randn(2, logits.shape[0], generator=g).to(logits.device)
-    d_logps[::3] = 0.0
-    grads = RowGrads.of(
-        truth, d_logps, d_entropy if entropy else None, torch.full_like(d_logps, 0.1)
-    )
-    outs = []
-    for backend in (torch_backend, triton_backend):
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    weights = torch.randn(3, count, generator=g)
+    weights[0, ::3] = 0.0
+    weights = (weights * torch.tensor([1.0, of_lse, of_entropy])[:, None]).to(device)
+    column_weights = 0.5 + torch.rand(V, generator=g).to(device)
+    truth, expected = exact_statistics(logits, targets, transform, weights)
+    at_zero = without_gradient(logits, targets, transform)
+    blocks = [slice(0, 4), slice(4, count)] if count > 4 else [slice(0, count)]
+    sums = [torch.stack([x[b].sum(0) for b in blocks]) for x in (expected.square(), expected)]
+    of = weights[0], weights[2] if of_entropy else None, weights[1] if of_lse else None
+    for backend, scores in (
+        (torch_backend, torch_column_scores),
+        (triton_backend, triton_column_scores),
+    ):
+        stats = backend.token_stats(logits, targets, transform, entropy=True)
+        for mine, true in zip(stats[:3], truth, strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
+        grads, out = RowGrads.of(stats, *of), torch.empty(count, V, device=device)
         backend.logit_grads_(logits, targets, transform, grads, out)
-        outs.append(out)
-    assert outs[0].norm() > 0 and relative_error(outs[1], outs[0]) <= 2e-5
-    assert_sampling_agrees(logits, targets, transform, grads, outs[0])
-    assert_exps_are_the_gradient(logits, targets, transform)
-    return grads, outs[0]
+        assert (out[at_zero] == 0).all() and relative_error(out, expected) <= 2e-5
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
+        backend.logit_grads_(logits, targets, transform, grads, given := logits.clone())
+        assert given.equal(out)
+        backend.logit_grads_(logits, targets, transform, grads, out, column_weights=column_weights)
+        assert relative_error(out, expected * column_weights) <= 2e-5
+        found = scores.column_scores(logits, targets, transform, grads, blocks)
+        for mine, true in zip(found, sums, strict=True):
+            assert mine.shape == (len(blocks), V) and relative_error(mine, true) <= 2e-5
 
 
 def assert_exps_are_the_gradient(logits, targets, transform):
-    """Times a factor per row, what one sweep leaves behind is what a second one would compute."""
+    """Times a factor per row, what one sweep leaves behind is the gradient."""
     d_logps = torch.linspace(-1.0, 2.0, len(logits), device=logits.device)
-    expected = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    plain = torch_backend.token_stats(logits, targets, transform, entropy=True)
-    torch_backend.logit_grads_(
-        logits, targets, transform, RowGrads.of(plain, d_logps), out=expected
-    )
+    weights = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])
+    truth, expected = exact_statistics(logits, targets, transform, weights)
+    at_zero = without_gradient(logits, targets, transform)
     for backend in (torch_backend, triton_backend):
         for dtype in (None, torch.float32, torch.float64 if INTERPRETED else torch.bfloat16):
             given = exps = logits.clone()
             if dtype != torch.float32:
-                exps = None if dtype is None else torch.full_like(given, float("nan"), dtype=dtype)
+                exps = None if dtype is None else torch.full_like(given, math.nan, dtype=dtype)
             stats = backend.token_stats(given, targets, transform, entropy=True, exps=exps)
-            for a, b in zip(stats[:3], plain[:3], strict=True):
-                assert (a - b).abs().max() <= 2e-5 * max(1.0, float(b.abs().max()))
+            for mine, true in zip(stats[:3], truth, strict=True):
+                torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
             if exps is None:
                 continue
-            actual = (row_factors(stats, d_logps, transform)[:, None] * exps).float()
+            assert (exps[at_zero] == 0).all() and stats.total.isfinite().all()
+            actual = row_factors(stats, d_logps, transform)[:, None].double() * exps.double()
             half = dtype == torch.bfloat16
             assert relative_error(actual, expected) <= (2**-8 if half else 2e-5)
             at_target = [x.gather(1, targets[:, None]) for x in (actual, expected)]
             torch.testing.assert_close(*at_target, rtol=2**-8 if half else 1e-4, atol=4e-7)
 
 
-def assert_sampling_agrees(logits, targets, transform, grads, d_logits):
-    """The column scores, computed from the whole gradient."""
-    count, V = logits.shape
-    blocks = [slice(0, 2), slice(2, count)] if count in (3, 4) else [slice(0, count)]
-    expected = [torch.stack([x[b].sum(0) for b in blocks]) for x in (d_logits.square(), d_logits)]
-    weights = 0.5 + torch.rand(V, generator=torch.Generator().manual_seed(1)).to(logits.device)
-    for module in (torch_column_scores, triton_column_scores):
-        scores = module.column_scores(logits, targets, transform, grads, blocks)
-        for actual, wanted in zip(scores, expected, strict=True):
-            assert actual.shape == (len(blocks), V) and relative_error(actual, wanted) <= 2e-5
-    for backend in (torch_backend, triton_backend):
-        out = torch.empty_like(d_logits)
-        backend.logit_grads_(logits, targets, transform, grads, out, column_weights=weights)
-        assert relative_error(out, d_logits * weights) <= 2e-5
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("entropy", (False, True), ids=("plain", "entropy"))
+@pytest.mark.parametrize("banned", (False, True), ids=("free", "banned"))
 @pytest.mark.parametrize("option", TRANSFORMS)
-@pytest.mark.parametrize("V", (5, 128, 1003, 4096, 8193))
-def test_transforms(V, option, entropy, device):
-    assert_backends_agree(*tile(6, V, device, options=TRANSFORMS[option]), entropy=entropy)
+@pytest.mark.parametrize("V", (5, 128, 1003, 4097, 8193))
+def test_transforms(V, option, banned, device):
+    """A raw logit of -inf has probability 0 and gradient 0; what pads a row is not read."""
+    logits, targets, transform = tile(6, V, device, pad=8 * banned, options=TRANSFORMS[option])
+    if banned:
+        ban_entries(logits, targets)
+    for of_entropy in (0.0, 1.0):
+        of_lse = 1.0 - of_entropy if banned else of_entropy
+        assert_exact(logits, targets, transform, of_lse, of_entropy)
+    assert_exps_are_the_gradient(logits, targets, transform)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("option", (pytest.param("plain", marks=pytest.mark.slow), "everything"))
 def test_full_vocabulary(option, device):
     """V = 151,936 is no multiple of the block: 3,712 columns past its end must not count."""
-    logits, targets, transform = tile(2, 151_936, device, options=TRANSFORMS[option])
-    assert_backends_agree(logits, targets, transform, entropy=True)
+    given = tile(2, 151_936, device, options=TRANSFORMS[option])
+    assert_exact(*given)
+    assert_exps_are_the_gradient(*given)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -139,7 +151,10 @@ def test_no_logit_near_zero(offset, device):
 def test_where_the_gradient_goes(backend, dtype, device):
     """On the logits' memory, or to a narrower dtype beside it; with NaN in the rows' padding."""
     logits, targets, transform = tile(5, 9001, device, pad=8)
-    grads, expected = assert_backends_agree(logits, targets, transform, entropy=False)
+    d_logps = torch.linspace(-1.0, 2.0, 5, device=device)
+    weights = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])
+    _, expected = exact_statistics(logits, targets, transform, weights)
+    grads = RowGrads.of(backend.token_stats(logits, targets, transform, entropy=False), d_logps)
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     backend.logit_grads_(logits, targets, transform, grads, out)
     assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
@@ -207,92 +222,6 @@ def test_one_sweep_over_infinite_logits(backend, device):
     mine = exps[:2] / stats.total[:2, None]
     assert (mine - (p - torch.eye(V, device=device)[targets[:2]])).abs().max() <= 1e-6
     assert exps[2:].isnan().any(1).all()
-
-
-def exact(logits, targets, transform, d_logps, d_lse, d_entropy):
-    """Statistics of each row and the gradient of its raw logits, in float64, by torch."""
-    u = logits.double().requires_grad_()
-    z = transform.logit_scale * u
-    if transform.softcap is not None:
-        z = transform.softcap * (z / transform.softcap).tanh()
-        z = z.masked_fill(logits == -math.inf, -math.inf)
-    z = z / transform.per_row
-    log_p = z.log_softmax(1)
-    entropy = -(log_p.exp() * log_p.masked_fill(logits == -math.inf, 0.0)).sum(1)
-    stats = (log_p.gather(1, targets[:, None])[:, 0], z.logsumexp(1), entropy)
-    weights = [x.double() for x in (d_logps, d_lse, d_entropy)]
-    gradient = torch.autograd.grad(stats, u, weights)[0]
-    return [x.detach() for x in stats], gradient
-
-
-def with_banned_entries(V, device, option):
-    """Few, many, all but the target, all of the first block, the target, and nothing."""
-    logits, targets, transform = tile(6, V, device, options=TRANSFORMS[option])
-    g = torch.Generator().manual_seed(1)
-    banned = torch.rand(6, V, generator=g) < torch.tensor([0.3, 0.9, 1.0, 0.0, 0.5, 0.0])[:, None]
-    banned[3, : min(V - 2, 2100)] = True
-    banned = banned.to(device).scatter_(1, targets[:, None], False)
-    others = (targets[:, None] + 1) % V  # something to be uncertain of
-    banned.scatter_(1, others, False)
-    banned[2, others[2]] = banned[4, targets[4]] = True
-    return logits.masked_fill_(banned, -math.inf), targets, transform, banned
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", TRANSFORMS)
-@pytest.mark.parametrize("V", (5, 1003, 2 * 2048 + 1))
-@BACKENDS
-def test_banned_entries(backend, V, option, device):
-    """A raw logit of -inf has probability 0 and gradient 0, whatever the transform."""
-    logits, targets, transform, banned = with_banned_entries(V, device, option)
-    d_logps, d_lse, d_entropy = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)).to(
-        device
-    )
-    # What a target that is banned gets without a softcap is the whole gradient of its log-prob.
-    at_zero = banned.clone()
-    at_zero[4, targets[4]] = transform.softcap is not None
-    for of_lse, of_entropy in itertools.product((0.0, 1.0), (0.0, 1.0)):
-        truth, expected = exact(
-            logits, targets, transform, d_logps, of_lse * d_lse, of_entropy * d_entropy
-        )
-        stats = backend.token_stats(logits, targets, transform, entropy=True)
-        for mine, true in zip(stats[:3], truth, strict=True):
-            torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
-        assert stats.logps[4] == -math.inf and stats.entropy.isfinite().all()
-        grads = RowGrads.of(
-            stats,
-            d_logps,
-            d_entropy if of_entropy else None,
-            d_lse if of_lse else None,
-        )
-        out = torch.empty_like(logits)
-        backend.logit_grads_(logits, targets, transform, grads, out)
-        assert expected[:2].norm() > 0 and (out[at_zero] == 0).all()
-        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
-        backend.logit_grads_(logits, targets, transform, grads, given := logits.clone())
-        assert given.equal(out)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", TRANSFORMS)
-@pytest.mark.parametrize("kept", ("in_place", "beside", "half"))
-@BACKENDS
-def test_one_sweep_over_banned_entries(backend, kept, option, device):
-    """What is left behind is 0 there, and the gradient but for a factor elsewhere."""
-    logits, targets, transform, banned = with_banned_entries(2 * 2048 + 1, device, option)
-    d_logps, nothing = torch.linspace(-1.0, 2.0, 6, device=device), torch.zeros(6, device=device)
-    truth, expected = exact(logits, targets, transform, d_logps, nothing, nothing)
-    dtype = torch.bfloat16 if kept == "half" and not INTERPRETED else torch.float32
-    exps = given = logits.clone()
-    if kept != "in_place":
-        exps = torch.empty_like(logits, dtype=dtype)
-    stats = backend.token_stats(given, targets, transform, entropy=True, exps=exps)
-    for mine, true in zip(stats[:3], truth, strict=True):
-        torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
-    banned[4, targets[4]] = transform.softcap is not None
-    assert (exps[banned] == 0).all() and stats.total.isfinite().all()
-    mine = row_factors(stats, d_logps, transform)[:, None].double() * exps.double()
-    assert relative_error(mine, expected) <= (2e-5 if dtype == torch.float32 else 2**-8)
 
 
 CHUNK = pytest.param("cuda", 2560, 151_936, marks=(pytest.mark.gpu, pytest.mark.real_gpu))

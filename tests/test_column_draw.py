@@ -47,24 +47,6 @@ def test_noise_is_what_was_predicted_and_asked_for(tolerance, workload):
     assert tolerance / 2 < observed < 1.5 * tolerance
 
 
-def test_a_smaller_tolerance_keeps_more(workload):
-    w, _ = workload
-    kept = [
-        head_gradients(w, backward=Sampled(t, 0))[1]["columns_kept"].item()
-        for t in (0.2, 0.1, 0.05, 0.02)
-    ]
-    assert kept == sorted(kept) and kept[0] < kept[-1] / 4
-
-
-def test_a_flat_softmax_goes_dense():
-    w = make("flat", (256, 5003, 64))
-    drawn, metrics = head_gradients(w, backward=Sampled())
-    assert metrics["dense_blocks"] == metrics["columns_kept"] == 1
-    assert metrics["gradient_noise"] == 0
-    for name, expected in head_gradients(w)[0].items():
-        assert relative_error(drawn[name], expected) < 1e-6
-
-
 @pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
 def test_dense_chunks_stop_being_scored(loss_type, monkeypatch):
     """Four of 12 flat chunks are scored: after the first, one is skipped, then two, then four."""

@@ -3,18 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import grpo_kernels
 from grpo_kernels import (
     Execution,
     LMHead,
-    batch_support,
     gather_tokens,
     per_token_kl,
     reference,
@@ -64,17 +61,6 @@ def expect_equal(actual, expected, tolerance=2e-5):
     for ours, exact in zip(actual, expected, strict=True):
         assert exact.norm() > 0
         assert relative_error(ours, exact) <= tolerance
-
-
-@pytest.mark.parametrize("factor", (0.0, -1.0))
-def test_the_comparison_can_fail(factor):
-    batch = make_batch(**SMALL)
-    loss, *gradients = run(plain_loss(batch, config()), EXACT, batch)
-    expect_equal((loss, *gradients), (loss, *gradients))
-    for wrong in range(len(gradients)):
-        changed = [factor * x if i == wrong else x for i, x in enumerate(gradients)]
-        with pytest.raises(AssertionError):
-            expect_equal((loss, *changed), (loss, *gradients))
 
 
 def plain_loss(batch, cfg, mask=None, rows=..., **options):
@@ -159,39 +145,6 @@ def test_masked_logits(temperature, backend):
 # docs/support.md: sets without their target
 
 
-@BACKEND
-@pytest.mark.parametrize("options", ({"beta": 0.1}, {"loss_type": "gspo"}), ids=str)
-@pytest.mark.parametrize("as_lists", (False, True), ids=("tensor", "lists"))
-def test_sets_that_lack_their_target(options, as_lists, backend):
-    """Emptied, so that their tokens are scored over the whole vocabulary; else refused."""
-    batch = make_batch(**SMALL)
-    B, T = batch.mask.shape
-    g = torch.Generator().manual_seed(1)
-    batch = replace(
-        batch, mask=torch.ones(B, T, dtype=torch.bool), targets=batch.targets.clamp(min=0),
-        hidden=batch.hidden.nan_to_num(), old_logps=batch.old_logps.nan_to_num(-3),
-        ref_logps=batch.ref_logps.nan_to_num(posinf=-3),
-    )  # fmt: skip
-    completions, emptied = [], []
-    for targets in batch.targets.tolist():
-        sets = [torch.randperm(61, generator=g)[:7].tolist() for _ in range(T)]
-        for i in range(0, T, 2):
-            sets[i] = [targets[i], *(x for x in sets[i] if x != targets[i])]
-        offsets = torch.tensor([0, *map(len, sets)]).cumsum(0)
-        completions.append((torch.tensor([*chain(*sets)]), offsets))
-        emptied += [x if y in x else [] for x, y in zip(sets, targets, strict=True)]
-    assert 0 < sum(not x for x in emptied) < B * T
-    given = batch.targets.tolist() if as_lists else batch.targets
-    support = batch_support(completions, T, targets=given)
-    assert support.offsets.diff().tolist() == [len(x) for x in emptied]
-    assert support.token_ids.tolist() == [*chain(*emptied)]
-    compose = plain_loss(batch, config(**options), support=support, ref_logps=batch.ref_logps)
-    expect_equal(run(compose, calls_of(backend), batch), run(compose, EXACT, batch))
-    refused = plain_loss(batch, config(), support=batch_support(completions, T))
-    with pytest.raises(ValueError, match=r"^support: expected the target .*batch_support\("):
-        run(refused, calls_of(backend), batch)
-
-
 # docs/design.md: rows of the head that are padding, tokens that are left out
 
 
@@ -258,17 +211,6 @@ def test_parts_of_a_batch_with_its_denominator(quantile, backend):
     ]  # fmt: skip
     expected = run(plain_loss(batch, whole), EXACT, batch)
     expect_equal([sum(part) for part in zip(*parts, strict=True)], expected)
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone."""
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist.group.WORLD
-    if made:
-        dist.destroy_process_group()
 
 
 @BACKEND

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss
 from tests.helpers.batches import (
     HEAD,
     NAN,
     OBJECTIVES,
-    assert_matches,
     config,
     make_batch,
     packed,
@@ -18,17 +16,15 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
-    OPTIONS,
     TOLERANCE,
     differs,
     expect_equal,
     objective_options,
 )
-from tests.helpers.supports import make_support
 from tests.helpers.tiers import cases
 
 # What a term of a token's own can be at odds with: other terms, entropy, sequences, corrections.
@@ -61,70 +57,6 @@ def test_objectives(objective, backend, layout):
     batch = packed(batch) if layout == "packed" else batch
     options = {**objective_options(objective), "ce_weights": True}
     expect_equal(batch, options, backend=backend, chunk_bytes=CHUNK)
-
-
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "luspo"))
-def test_averages_are_those_of_the_mask(loss_type):
-    options = {"config": config(loss_type=loss_type), "old_logps": True, "ce_weights": True}
-    expect_equal(mixed_batch(), options, chunk_bytes=CHUNK)
-
-
-@pytest.mark.parametrize(
-    ("option", "backend"),
-    cases(OPTIONS, BACKENDS, fast=lambda option, _: option in ("everything", "softcap")),
-)
-def test_options_of_the_head(option, backend):
-    config_options, options = OPTIONS[option]
-    options = {**options, "config": config(**config_options), "ce_weights": True}
-    expect_equal(mixed_batch(), options, backend=backend, chunk_bytes=CHUNK)
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "option", "backend"),
-    cases(
-        ("dapo", "gspo"), ("everything", "temperature_per_token"), BACKENDS,
-        fast=lambda _, option, __: option == "everything",
-    ),
-)  # fmt: skip
-def test_capturable(loss_type, option, backend):
-    config_options, options = OPTIONS[option]
-    config_options = {k: v for k, v in config_options.items() if k != "delta"}
-    options = {**options, "config": config(loss_type=loss_type, **config_options)}
-    batch = mixed_batch()
-    expected = run_fused(batch, exact=True, ce_weights=True, **options)
-    actual = run_fused(
-        batch, exact=False, ce_weights=True, backend=backend, capturable=True, **options
-    )
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
-
-
-@pytest.mark.parametrize("frozen", (("weight",), ("hidden",), ("weight", "bias")))
-def test_frozen(frozen):
-    options = {"config": config(), "bias": True, "frozen": frozen, "ce_weights": True}
-    expect_equal(mixed_batch(), options)
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_low_rank(loss_type):
-    batch, g = mixed_batch(), torch.Generator().manual_seed(1)
-    lora_b = 0.3 * torch.randn(len(batch.weight), 5, generator=g)
-    results = []
-    for call, dtype in (
-        (reference.fused_grpo_loss, torch.float64),
-        (fused_grpo_loss, torch.float32),
-    ):
-        given = (batch.hidden, batch.hidden[..., :5], lora_b)
-        hidden, lora_a_out, outer = (x.to(dtype).clone().requires_grad_() for x in given)
-        out = call(
-            hidden, batch.weight.to(dtype), batch.targets, batch.advantages, batch.mask,
-            old_logps=batch.old_logps, ce_weights=batch.ce_weights,
-            low_rank=(lora_a_out, outer), config=config(loss_type=loss_type),
-        )  # fmt: skip
-        out.loss.backward()
-        results.append((out.loss, hidden.grad, lora_a_out.grad, outer.grad))
-    for exact, mine in zip(*results, strict=True):
-        exact, mine = exact.detach(), mine.detach()
-        assert exact.norm() > 0 and relative_error(mine, exact) <= 2e-5
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
@@ -201,27 +133,6 @@ def test_what_depends_on_the_entropy(own):
     assert all((tokens.entropy[~batch.mask.flatten()] == 0).all() for tokens in seen)
 
 
-@pytest.mark.parametrize(
-    ("objective", "backend", "without"),
-    cases(
-        ("old_logps", "kl", "entropy", "gspo", "everything"), BACKENDS, (0.0, 0.4),
-        fast=lambda objective, backend, without: backend == "torch" or objective == "old_logps",
-    ),
-)  # fmt: skip
-def test_beside_a_support(objective, backend, without):
-    """Of either kind of token, words may have been kept or not."""
-    batch = mixed_batch(B=4, T=6, V=101)
-    scored = replace(batch, mask=batch.mask | (batch.ce_weights != 0))
-    options = {**objective_options(objective), "ce_weights": True}
-    options["support"] = make_support(scored, without=without, most=9)
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, backend=backend, **options)
-    sizes = {name: actual.metrics.pop(name) for name in [*actual.metrics] if "support/" in name}
-    assert len(sizes) == 4 and sizes["support/gathered"] <= 1
-    assert bool(without) == (sizes["support/gathered"] < 1)
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
-
-
 def test_without_a_mask_every_token_is_the_policys():
     batch = make_batch()
     batch.hidden, batch.targets = torch.randn_like(batch.hidden), batch.targets.clamp(min=0)
@@ -255,68 +166,6 @@ def test_the_rest_does_not_hear_of_it(loss_type):
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)
     assert (mixed.logps[~batch.mask & ~chosen] == 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("objective", ("old_logps", "kl", "entropy", "gspo", "vespo", "everything"))
-def test_from_log_probs(objective, backend):
-    """`grpo_loss`, against the reference and against the same loss without plus the term."""
-    batch, (options, names) = mixed_batch(), OBJECTIVES[objective]
-    g, cfg = torch.Generator().manual_seed(1), config(**options)
-    chosen = batch.ce_weights != 0
-    logps = batch.old_logps + 0.2 * torch.randn(batch.mask.shape, generator=g)
-    logps = torch.where(chosen & ~batch.mask, -torch.rand(logps.shape, generator=g), logps)
-    entropy = torch.ones_like(logps).masked_fill(~batch.mask, NAN)
-    given = {name: getattr(batch, name) for name in names}
-
-    def run(call, dtype, **more):
-        leaves = [x.to(dtype).clone().requires_grad_() for x in (logps, entropy)]
-        constants = {name: x.to(dtype) for name, x in given.items()}
-        out = call(
-            leaves[0], batch.advantages, batch.mask, entropy=leaves[1], config=cfg, **constants,
-            **more,
-        )  # fmt: skip
-        out.loss.backward()
-        return out, leaves[0].grad
-
-    exact, wanted = run(reference.grpo_loss, torch.float64, ce_weights=batch.ce_weights)
-    mine, grad = run(grpo_loss, torch.float32, ce_weights=batch.ce_weights, backend=backend)
-    plain, without = run(reference.grpo_loss, torch.float64)
-    assert mine.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
-    assert relative_error(grad, wanted) <= 1e-5
-    assert exact.metrics.keys() == mine.metrics.keys()
-    for name, value in exact.metrics.items():
-        assert mine.metrics[name].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-6), name
-    term = (batch.ce_weights * logps)[chosen].double().sum()
-    assert exact.loss.item() == pytest.approx((plain.loss - term).item(), rel=1e-6)
-    torch.testing.assert_close(wanted, without - batch.ce_weights.double())
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_loss_of_the_two_halves(loss_type):
-    """`linear_logprobs` over the tokens of both, then `grpo_loss`."""
-    batch, cfg = mixed_batch(), config(loss_type=loss_type)
-    expected = run_fused(batch, exact=True, config=cfg, old_logps=True, ce_weights=True)
-    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
-    either = batch.mask | (batch.ce_weights != 0)
-    logps = linear_logprobs(hidden, weight, batch.targets, mask=either).logps
-    grpo_loss(
-        logps, batch.advantages, batch.mask, old_logps=batch.old_logps, config=cfg,
-        ce_weights=batch.ce_weights,
-    ).loss.backward()  # fmt: skip
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        assert relative_error(x.grad, expected.gradients[name]) <= 2e-5
-
-
-@pytest.mark.parametrize("shape", ((0, 5), (3, 0)))
-def test_no_tokens(shape):
-    hidden, weight = torch.zeros(*shape, 4, requires_grad=True), torch.ones(7, 4)
-    weights, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    out = fused_grpo_loss(
-        hidden, weight, mask.long(), torch.zeros(shape[0]), mask, ce_weights=weights
-    )
-    out.loss.backward()
-    assert out.loss == 0 and out.metrics["ce_nll"] == 0 and hidden.grad.shape == hidden.shape
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))

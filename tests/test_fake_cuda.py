@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import grpo_loss, selective_log_softmax
+from grpo_kernels import grpo_loss, routes, selective_log_softmax
+from grpo_kernels.backends import torch_backend
+from grpo_kernels.checks import ValueChecks
 from grpo_kernels.experimental import Sampled
+from grpo_kernels.row_plan import RowPlan
 from tests.helpers.batches import OBJECTIVES, config
 from tests.helpers.fake_cuda import FakeCUDA, answer_with, backward, reads_nothing
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
@@ -49,12 +53,17 @@ BUDGETS = {
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-def head(rows=2048, dtype=torch.bfloat16):
-    """Operands and targets of a head, `[B, T]` tokens."""
-    T = rows // B
-    hidden = torch.empty(B, T, H, dtype=dtype, device=CUDA, requires_grad=True)
-    weight = torch.empty(V, H, dtype=dtype, device=CUDA, requires_grad=True)
-    return hidden, weight, torch.empty(B, T, dtype=torch.long, device=CUDA)
+def empty(*shape, dtype=torch.float32, train=False):
+    return torch.empty(shape, dtype=dtype, device=CUDA, requires_grad=train)
+
+
+def head(*tokens, dtype=torch.bfloat16):
+    """Operands and targets of a head, of `[B, T]` or `[N]` tokens."""
+    hidden, weight = (
+        empty(*tokens, H, dtype=dtype, train=True),
+        empty(V, H, dtype=dtype, train=True),
+    )
+    return hidden, weight, empty(*tokens, dtype=torch.long)
 
 
 def bytes_of(rows, layout="strips"):
@@ -65,25 +74,20 @@ def bytes_of(rows, layout="strips"):
     return {"one": 4, "two": 6}[layout] * V * rows
 
 
-def per_token(rows, dtype=torch.float32):
-    return torch.empty(B, rows // B, dtype=dtype, device=CUDA)
-
-
-def options_of(names, rows):
+def options_of(names, *tokens):
     """The optional tensors of these names."""
-    made = {name: per_token(rows) for name in names}
+    made = {name: empty(*tokens) for name in names}
     if "mask" in made:
-        made["mask"] = per_token(rows, torch.bool)
+        made["mask"] = empty(*tokens, dtype=torch.bool)
     if "bias" in made:
-        made["bias"] = torch.empty(V, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+        made["bias"] = empty(V, dtype=torch.bfloat16, train=True)
     if "low_rank" in made:
-        lora_a_out = torch.empty(B, rows // B, 16, device=CUDA, requires_grad=True)
-        made["low_rank"] = lora_a_out, torch.empty(V, 16, device=CUDA, requires_grad=True)
+        made["low_rank"] = empty(*tokens, 16, train=True), empty(V, 16, train=True)
     return made
 
 
 # id: (names of the tensors to pass, options of the objective, of the call)
-_KL = ("old_logps", "ref_logps")
+_KL, _HEAD = ("old_logps", "ref_logps"), ("mask", "bias", "low_rank", "temperature")
 CASES = {
     "on_policy": ((), {}, {}),
     "off_policy": (("old_logps",), {}, {}),
@@ -92,40 +96,77 @@ CASES = {
     "kl": (_KL, {"beta": 0.1}, {}),
     "entropy": (("mask", "old_logps"), {"entropy_coef": 0.1}, {}),
     "corrected": (("old_logps", "sampling_logps"), {"is_correction": "token_truncate"}, {}),
-    "softcap": (("old_logps",), {}, {"softcap": 30.0}),
-    "bias": (("old_logps", "bias"), {}, {}),
-    "low_rank": (("mask", "low_rank"), {}, {}),
-    "temperature": (("mask", "temperature"), {}, {}),
+    "head": (_HEAD, {}, {"softcap": 30.0}),
+    "frozen": (("mask",), {}, {"frozen": True}),
     "fp16": (("old_logps",), {}, {"dtype": torch.float16}),
-    "fp32": (("old_logps",), {}, {"dtype": torch.float32}),
+    "fp32": (("old_logps", "bias", "low_rank"), {}, {"dtype": torch.float32}),
     "everything": (
-        (*_KL, "sampling_logps", "mask", "bias", "low_rank", "temperature"),
+        (*_KL, "sampling_logps", *_HEAD),
         {"beta": 0.1, "entropy_coef": 0.1, "is_correction": "token_mask"},
         {"softcap": 30.0, "logit_scale": 0.5},
     ),
 }
 
 
-def record_fused(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
-    """Forward and backward of `fused_grpo_loss`, recorded; and the number of forward transfers."""
+def has_two_counts(objective):
+    """Whether rows that need no gradient are counted, too."""
+    return not {"beta", "entropy_coef"} & objective.keys()
+
+
+def record(case, call="loss", *, tokens=2048, counts=(), entries=0, without=0, **more):
+    """Forward and backward of a call, recorded; and the number of forward transfers.
+
+    With a support of so many `entries` per token, but for those `without` a set. Losses are of
+    `[B, T]` tokens, log-probs of `[N]`.
+    """
     names, objective, options = CASES[case]
-    options = {**options, **call}
-    layout = "one" if options.get("dtype") == torch.float32 else "strips"
-    if layout == "strips" and (
-        objective.get("entropy_coef") or "dtype" in options or "backward" in options
-    ):
-        layout = "two"
-    options["chunk_bytes"] = bytes_of(chunk_rows, layout)
-    rows = chunks * chunk_rows
-    masked, rest_has_no_gradient = "mask" in names, not {"beta", "entropy_coef"} & objective.keys()
-    tokens = rows + 8 * B * masked
-    with FakeCUDA(answer_with(*[rows] * (masked + rest_has_no_gradient))) as gpu:
-        tensors = head(tokens, options.pop("dtype", torch.bfloat16))
-        advantages, given = torch.empty(B, device=CUDA), options_of(names, tokens)
+    options = {**options, **more}
+    dtype, frozen = options.pop("dtype", torch.bfloat16), options.pop("frozen", False)
+    shape = (tokens,) if call == "logps" else (B, tokens // B)
+    if entries:
+        with_set = tokens - without
+        counts = [without] * (1 + (call == "loss" and has_two_counts(objective)))
+        counts += [entries * with_set, with_set]
+    with FakeCUDA(answer_with(*counts)) as gpu:
+        hidden, weight, targets = head(*shape, dtype=dtype)
+        if entries:
+            ids = empty(tokens * entries, dtype=torch.int32)
+            options["support"] = ids, empty(tokens + 1, dtype=torch.long)
+        if call == "logps":
+            names = [name for name in names if name in _HEAD]
+        head_and_targets = hidden, weight.detach() if frozen else weight, targets
+        given = options_of(names, *shape)
         assert not gpu.launches
-        out = fused_grpo_loss(*tensors, advantages, config=config(**objective), **given, **options)
+        if call == "logps":
+            out = linear_logprobs(*head_and_targets, entropy=True, **given, **options)
+            in_forward = len(gpu.transfers)
+            backward(out.logps, *torch.ones(2, tokens, device=CUDA), None)
+            return gpu, in_forward
+        out = fused_grpo_loss(
+            *head_and_targets, empty(B), config=config(**objective), **given, **options
+        )
         in_forward = len(gpu.transfers)
-        backward(out.loss)
+        d_logps, d_entropy, *_ = backward(out.loss)
+        if entries and not without:
+            # Two passes: what came back is the gradient of the log-probs.
+            node = out.loss.grad_fn
+            while not hasattr(node, "_forward_cls"):
+                node = node.next_functions[0][0]
+            with torch.no_grad():
+                node.next_functions[0][0].apply(d_logps, d_entropy, None)
+    return gpu, in_forward
+
+
+def record_chunks(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
+    """The same of a loss over so many chunks."""
+    names, objective, options = CASES[case]
+    layout = "strips"
+    if objective.get("entropy_coef") or "dtype" in options or "backward" in call:
+        layout = "one" if options.get("dtype") == torch.float32 else "two"
+    rows, masked = chunks * chunk_rows, "mask" in names
+    counts = [rows] * (masked + has_two_counts(objective))
+    call |= {"tokens": rows + 8 * B * masked, "chunk_bytes": bytes_of(chunk_rows, layout)}
+    gpu, in_forward = record(case, counts=counts, **call)
     assert gpu.counts()["policy_loss_kernel"] == chunks
     return gpu, in_forward
 
@@ -133,7 +174,7 @@ def record_fused(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
 @pytest.mark.parametrize("case", CASES)
 def test_reads_its_row_counts_and_nothing_else(case):
     for chunks in (2, 4):
-        gpu, in_forward = record_fused(case, chunks=chunks)
+        gpu, in_forward = record_chunks(case, chunks=chunks)
         assert in_forward == len(gpu.transfers) == 1, gpu.report()
         assert "checks.py" in gpu.transfers[0].where
 
@@ -141,45 +182,22 @@ def test_reads_its_row_counts_and_nothing_else(case):
 def test_a_packed_batch_reads_its_row_counts():
     N, trained = 3000, 900
     with FakeCUDA(answer_with(trained, trained)) as gpu:
-        hidden, weight, targets = (x.flatten(0, -2) if x.ndim > 2 else x for x in head(N))
         out = fused_grpo_loss(
-            hidden, weight, targets.flatten(), torch.empty(B, device=CUDA),
-            torch.empty(N, dtype=torch.int64, device=CUDA),
-            cu_seqlens=torch.empty(B + 1, dtype=torch.int32, device=CUDA),
-            old_logps=torch.empty(N, device=CUDA), num_items=torch.empty((), device=CUDA),
-            temperature=torch.empty((), device=CUDA),
+            *head(N), empty(B), empty(N, dtype=torch.int64), old_logps=empty(N),
+            cu_seqlens=empty(B + 1, dtype=torch.int32), num_items=empty(), temperature=empty(),
         )  # fmt: skip
         backward(out.loss)
     assert len(gpu.transfers) == 1, gpu.report()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_capturable_call_reads_nothing(case):
+@pytest.mark.parametrize(
+    ("call", "case"), [("logps", "everything"), *(("loss", case) for case in CASES)]
+)
+def test_a_capturable_call_reads_nothing(call, case):
     """As the capture of a CUDA graph forbids it; forward and backward."""
-    names, objective, options = CASES[case]
-
-    def call():
-        given = options_of(names, 2048)
-        tensors = head(2048, options.get("dtype", torch.bfloat16))
-        plain = {k: v for k, v in options.items() if k != "dtype"}
-        out = fused_grpo_loss(
-            *tensors, torch.empty(B, device=CUDA), config=config(**objective), capturable=True,
-            **given, **plain,
-        )  # fmt: skip
-        backward(out.loss)
-
-    gpu = reads_nothing(call)
+    gpu, _ = record(case, call, capturable=True)
+    assert not gpu.transfers, gpu.report()
     assert any("_assert_async" in name for name in gpu.counts())  # of the ids
-
-
-def test_capturable_log_probs_read_nothing():
-    def call():
-        given = options_of(("mask", "temperature", "low_rank", "bias"), 2048)
-        out = linear_logprobs(*head(2048), entropy=True, capturable=True, **given)
-        ones = torch.ones(2048, device=CUDA)
-        backward(out.logps, ones, ones, None)
-
-    reads_nothing(call)
 
 
 @torch.no_grad()
@@ -187,34 +205,26 @@ def test_capturable_log_probs_read_nothing():
 def test_two_passes_read_their_row_counts(objective):
     options, names = OBJECTIVES[objective]
     with FakeCUDA(answer_with()) as gpu:
-        advantages = torch.empty(B, device=CUDA)
-        fused_grpo_loss(*head(), advantages, config=config(**options), **options_of(names, 2048))
+        given = options_of(names, B, 512)
+        fused_grpo_loss(*head(B, 512), empty(B), config=config(**options), **given)
     assert len(gpu.transfers) == 1, gpu.report()
 
 
 @pytest.mark.parametrize("case", ("mask", "everything"))
 def test_sampled_backward_reads_once_per_chunk(case):
     for chunks in (2, 4):
-        gpu, in_forward = record_fused(case, chunks=chunks, backward=Sampled(seed=0))
+        gpu, in_forward = record_chunks(case, chunks=chunks, backward=Sampled(seed=0))
         assert in_forward == len(gpu.transfers) == 1 + chunks, gpu.report()
         assert {event.name for event in gpu.transfers} == {"tolist"}, gpu.report()
 
 
-@pytest.mark.parametrize("way", ("exact", "sampled"))
-def test_log_probs_read_their_row_counts(way):
+@pytest.mark.parametrize(("backward", "chunks"), ((None, 0), (Sampled(seed=0), 3)))
+def test_log_probs_read_their_row_counts(backward, chunks):
     """Once per pass; a sampled backward besides once per chunk."""
-    chunks, rows = 3, 3 * CHUNK_ROWS
-    with FakeCUDA(answer_with(rows)) as gpu:
-        given = options_of(("mask", "temperature", "low_rank", "bias"), rows)
-        out = linear_logprobs(
-            *head(rows), entropy=True, backward=Sampled(seed=0) if way == "sampled" else None,
-            chunk_bytes=bytes_of(CHUNK_ROWS, "two"), **given,
-        )  # fmt: skip
-        assert len(gpu.transfers) == 1, gpu.report()
-        gpu.transfers.clear()
-        ones = torch.ones(rows, device=CUDA)
-        backward(out.logps, ones, ones, None)
-    assert len(gpu.transfers) == (1 if way == "exact" else 1 + chunks), gpu.report()
+    rows, chunk_bytes = 3 * CHUNK_ROWS, bytes_of(CHUNK_ROWS, "two")
+    options = {"tokens": rows, "counts": [rows], "chunk_bytes": chunk_bytes, "backward": backward}
+    gpu, in_forward = record("head", "logps", **options)
+    assert in_forward == 1 and len(gpu.transfers) == 2 + chunks, gpu.report()
 
 
 def has_kernel(cfg):
@@ -232,9 +242,8 @@ def test_loss_of_log_probs_reads_nothing(objective):
     by_hand = reason is None and has_kernel(cfg)
 
     def call():
-        logps = per_token(2048).requires_grad_(by_hand)
-        given = options_of(("entropy", "mask", *names), 2048)
-        out = grpo_loss(logps, torch.empty(B, device=CUDA), config=cfg, **given)
+        logps, given = empty(B, 512, train=by_hand), options_of(("entropy", "mask", *names), B, 512)
+        out = grpo_loss(logps, empty(B), config=cfg, **given)
         if by_hand:
             backward(out.loss, torch.ones((), device=CUDA), None, None)
 
@@ -243,9 +252,9 @@ def test_loss_of_log_probs_reads_nothing(objective):
 
 def test_log_softmax_reads_nothing():
     def call():
-        logits = torch.empty(B, 65, V, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
-        targets, temperature = torch.empty(2, B, 64, dtype=torch.long, device=CUDA).unbind()
-        logps = selective_log_softmax(logits[:, :-1], targets, temperature=temperature.float())
+        logits = empty(B, 65, V, dtype=torch.bfloat16, train=True)[:, :-1]
+        targets, temperature = empty(B, 64, dtype=torch.long), empty(B, 64)
+        logps = selective_log_softmax(logits, targets, temperature=temperature)
         backward(logps)
 
     reads_nothing(call)
@@ -267,7 +276,7 @@ def launches_of(way, case):
     """The launches of a call, of a further chunk, and of as many rows more in a chunk."""
     sampled = {"backward": Sampled(seed=0)} if way == "sampled" else {}
     one, two, larger = (
-        record_fused(case, **sizes, **sampled)[0].counts()
+        record_chunks(case, **sizes, **sampled)[0].counts()
         for sizes in ({"chunks": 1}, {"chunks": 2}, {"chunks": 1, "chunk_rows": 2 * CHUNK_ROWS})
     )
     return {"fixed": one - (two - one), "per_chunk": two - one, "per_part": larger - one}
@@ -278,20 +287,19 @@ def keys(request):
     """Compile keys of every kernel by its options, over so many batches of all sizes."""
     draw, keys = random.Random(0), {}
     for index in range(request.param):
-        rows, masked = B * draw.randint(1, 150), index % 2
-        row_counts = [draw.randint(1, rows)] * masked
+        T, masked = draw.randint(1, 150), index % 2
+        row_counts = [draw.randint(1, B * T)] * masked
         options = {
             "config": config(beta=0.1, entropy_coef=0.1),
             "chunk_bytes": bytes_of(draw.choice((37, 128, 384)), "one"),
             **({"backward": Sampled(seed=0)} if index % 3 == 0 else {}),
         }
         with FakeCUDA(answer_with(*row_counts, kept=draw.randint(1, 9999))) as gpu:
-            given = options_of(("old_logps", "ref_logps", *["mask"] * masked), rows)
-            advantages = torch.empty(B, device=CUDA)
-            temperature = per_token(rows)
-            fused_grpo_loss(*head(rows), advantages, temperature=temperature, **options, **given)
-            given["entropy"] = per_token(rows)
-            grpo_loss(per_token(rows), advantages, config=options["config"], **given)
+            given = options_of(("old_logps", "ref_logps", *["mask"] * masked), B, T)
+            temperature = empty(B, T)
+            fused_grpo_loss(*head(B, T), empty(B), temperature=temperature, **options, **given)
+            given["entropy"] = empty(B, T)
+            grpo_loss(empty(B, T), empty(B), config=options["config"], **given)
         for kernel, found in gpu.keys.items():
             keys.setdefault(kernel, set()).update(found)
     return keys
@@ -308,125 +316,99 @@ def test_no_batch_size_compiles_a_kernel_again(kernel, keys):
         assert len(found) == 1, (options, found)
 
 
+# With fake tensors on the CPU, which autograd's engine takes: whoever asks for a value raises
+
+
+@pytest.fixture
+def without_the_one_transfer(real_memory, monkeypatch):
+    """Replaces the transfer, and the looks at values that only a CPU takes."""
+
+    def plan_rows(wanted, with_grad, checks, weight, num_tokens, *_):
+        return RowPlan(None, num_tokens, num_tokens, 4, 4)
+
+    monkeypatch.setattr(routes, "plan_rows", plan_rows)
+    monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
+    monkeypatch.setattr(torch_backend, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
+
+
+# The torch backend compares addresses to see whether it works in place.
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.usefixtures("without_the_one_transfer")
+@pytest.mark.parametrize("objective", (*OBJECTIVES, "cross_entropy"))
+def test_the_engine_reads_nothing(objective):
+    options, names = OBJECTIVES.get(objective, ({}, ("old_logps", "ce_weights")))
+    cfg = config(**options)
+    with FakeTensorMode():
+        given = {name: torch.ones(3, 5) for name in names}
+        given["num_items"] = torch.ones(()) if cfg.effective_aggregation == "dapo" else None
+        hidden, weight = (torch.ones(*n, 8, requires_grad=True) for n in ((3, 5), (11,)))
+        targets, mask = torch.ones(3, 5, dtype=torch.long), torch.ones(3, 5, dtype=torch.bool)
+        out = fused_grpo_loss(hidden, weight, targets, torch.ones(3), mask, config=cfg, **given)
+        out.loss.backward()
+        assert hidden.grad.shape == hidden.shape
+        with pytest.raises(DataDependentOutputException):
+            out.loss.item()
+
+
 # With a support: tokens are scored over entries, some over rows of logits beside them
 
 # The most launches of a forward with its backward if every token has a support, whatever the number
 # of tokens and of entries.
-LAUNCHES_OF_SUPPORT = {("loss", "off_policy"): 265, ("loss", "mask"): 275, ("logps", "plain"): 175}
-# id: (names of the tensors to pass, options of the objective, of the call)
-_ALL = ("mask", "bias", "low_rank", "temperature")
-CASES_OF_SUPPORT = {
-    "loss": {
-        "off_policy": (("old_logps",), {}, {}),
-        "mask": (("mask", "old_logps"), {}, {}),
-        "kl": (("old_logps", "ref_logps"), {"beta": 0.1}, {}),
-        "entropy": (("mask", "old_logps"), {"entropy_coef": 0.1}, {}),
-        "everything": (_ALL, {}, {"softcap": 30.0}),
-        "frozen": (("mask",), {}, {"frozen": True}),
-        "fp16": (("old_logps",), {}, {"dtype": torch.float16}),
-        "fp32": (("old_logps", "bias", "low_rank"), {}, {"dtype": torch.float32}),
-    },
-    "logps": {
-        "plain": ((), {}, {}),
-        "mask": (("mask",), {}, {}),
-        "everything": (_ALL, {}, {"softcap": 30.0}),
-        "frozen": ((), {}, {"frozen": True}),
-        "fp32": ((), {}, {"dtype": torch.float32}),
-    },
+LAUNCHES_OF_SUPPORT = {
+    ("off_policy", "loss"): 265,
+    ("mask", "loss"): 275,
+    ("on_policy", "logps"): 175,
 }
-OF_SUPPORT = [(call, case) for call, cases in CASES_OF_SUPPORT.items() for case in cases]
+OF_SUPPORT = [
+    *((x, "loss") for x in CASES if x not in ("cross_entropy", "corrected", "everything")),
+    *((x, "logps") for x in ("on_policy", "mask", "head", "frozen", "fp32")),
+]
 
 
-def record_support(call, case, *, tokens=8192, entries=8, without=0, rest=0, **more):
-    """Forward and backward with a support, recorded; and the number of forward transfers.
-
-    So many of the tokens are without a set. Log-probs are of a packed batch: `rest` further tokens.
-    """
-    names, objective, options = CASES_OF_SUPPORT[call][case]
-    options = {**options, **more}
-    dtype = options.pop("dtype", torch.bfloat16)
-    frozen, N = options.pop("frozen", False), tokens + rest
-    two_counts = call == "loss" and not {"beta", "entropy_coef"} & objective.keys()
-    with_set = N - without
-    counts = ([without] * (1 + two_counts), entries * with_set, with_set)
-    with FakeCUDA(answer_with(*counts[0], *counts[1:])) as gpu:
-        hidden, weight, targets = head(tokens, dtype)
-        given = options_of(names, tokens)
-        options["support"] = (
-            torch.empty(N * entries, dtype=torch.int32, device=CUDA),
-            torch.empty(N + 1, dtype=torch.int64, device=CUDA),
-        )
-        weight = weight.detach() if frozen else weight
-        if rest:
-            assert call == "logps"
-            hidden = torch.empty(N, H, dtype=dtype, device=CUDA, requires_grad=True)
-            targets = torch.empty(N, dtype=torch.long, device=CUDA)
-            given = {"mask": torch.empty(N, dtype=torch.bool, device=CUDA)}
-        if call == "logps":
-            out = linear_logprobs(hidden, weight, targets, entropy=True, **given, **options)
-            in_forward = len(gpu.transfers)
-            backward(out.logps, *torch.ones(2, N, device=CUDA), None)
-            return gpu, in_forward
-        out = fused_grpo_loss(
-            hidden, weight, targets, torch.empty(B, device=CUDA), config=config(**objective),
-            **given, **options,
-        )  # fmt: skip
-        in_forward = len(gpu.transfers)
-        d_logps, d_entropy, *_ = backward(out.loss)
-        if not without:
-            # Two passes: what came back is the gradient of the log-probs.
-            node = out.loss.grad_fn
-            while not hasattr(node, "_forward_cls"):
-                node = node.next_functions[0][0]
-            with torch.no_grad():
-                node.next_functions[0][0].apply(d_logps, d_entropy, None)
-    return gpu, in_forward
-
-
-@pytest.mark.parametrize(("call", "case"), OF_SUPPORT)
-def test_a_support_reads_its_sizes_and_nothing_else(call, case):
+@pytest.mark.parametrize(("case", "call"), OF_SUPPORT)
+def test_a_support_reads_its_sizes_and_nothing_else(case, call):
     for tokens, entries in ((8192, 8), (4096, 65)):
-        gpu, in_forward = record_support(call, case, tokens=tokens, entries=entries)
+        gpu, in_forward = record(case, call, tokens=tokens, entries=entries)
         assert in_forward == len(gpu.transfers) == 1, gpu.report()
         assert "checks.py" in gpu.transfers[0].where
         assert gpu.counts()["segment_sums_kernel"] >= 1 + (case != "frozen")
 
 
-@pytest.mark.parametrize("call", CASES_OF_SUPPORT)
+@pytest.mark.parametrize("call", ("loss", "logps"))
 @pytest.mark.parametrize("case", ("mask", "fp32"))
-def test_rows_of_logits_are_read_as_without_a_support(call, case):
+def test_rows_of_logits_are_read_as_without_a_support(case, call):
     """Nothing in the backward of one pass, and in that of two its row count."""
-    gpu, in_forward = record_support(call, case, without=CHUNK_ROWS)
+    gpu, in_forward = record(case, call, tokens=8192, entries=8, without=CHUNK_ROWS)
     assert in_forward == 1, gpu.report()
     assert len(gpu.transfers) == (1 if call == "loss" else 2), gpu.report()
 
 
 @functools.cache
-def launches_of_support(call, case, **sizes):
-    return record_support(call, case, **sizes)[0].counts()
+def launches_of_support(case, call, tokens, entries, **without):
+    return record(case, call, tokens=tokens, entries=entries, **without)[0].counts()
 
 
-@pytest.mark.parametrize(("call", "case"), LAUNCHES_OF_SUPPORT)
-def test_launches_of_a_support(call, case):
-    few = launches_of_support(call, case, tokens=512, entries=2)
-    assert few.total() <= LAUNCHES_OF_SUPPORT[call, case], (few.total(), few.most_common())
+@pytest.mark.parametrize(("case", "call"), LAUNCHES_OF_SUPPORT)
+def test_launches_of_a_support(case, call):
+    few = launches_of_support(case, call, 512, 2)
+    assert few.total() <= LAUNCHES_OF_SUPPORT[case, call], (few.total(), few.most_common())
     for tokens, entries in ((512, 300), (16_384, 2), (16_384, 64)):
-        more = launches_of_support(call, case, tokens=tokens, entries=entries)
+        more = launches_of_support(case, call, tokens, entries)
         assert more == few, (more - few, few - more)
 
 
-@pytest.mark.parametrize("call", CASES_OF_SUPPORT)
+@pytest.mark.parametrize("call", ("loss", "logps"))
 def test_sums_of_parts_are_launched_where_a_segment_can_be_long(call):
     for tokens, entries, long in ((128, 2, False), (256, 2, True)):
-        of = launches_of_support(call, "mask", tokens=tokens, entries=entries)
+        of = launches_of_support("mask", call, tokens, entries)
         assert of["segment_sums_kernel"] == 2
         assert of["part_sums_kernel"] == of["sum_parts_kernel"] == 2 * long
 
 
 @pytest.mark.parametrize("rows", (CHUNK_ROWS, 2 * CHUNK_ROWS))
 def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
-    of_support = launches_of_support("loss", "mask").total()
-    mixed = launches_of_support("loss", "mask", without=rows).total()
+    of_support = launches_of_support("mask", "loss", 8192, 8).total()
+    mixed = launches_of_support("mask", "loss", 8192, 8, without=rows).total()
     budget = BUDGETS["exact", "mask"]
     alone = budget.fixed + budget.per_chunk + rows // budget.part_rows * budget.per_part
     assert mixed - of_support <= alone
@@ -442,10 +424,11 @@ def keys_of_support(request):
     for index in range(request.param):
         tokens, entries = B * draw.randint(40, 400), draw.randint(1, 99)
         without = draw.randint(1, tokens // 3) if index % 3 else 0
-        sizes = {"tokens": tokens, "entries": entries, "without": without}
         for call, rest in (("loss", 0), ("logps", 0), ("logps", draw.randint(1, 3))):
-            budget = {"chunk_bytes": 6 * V * 128}  # logits, and their gradient in half precision
-            gpu, _ = record_support(call, "everything", rest=rest, **sizes, **budget)
+            gpu, _ = record(
+                "head", call, tokens=tokens + rest, entries=entries, without=without,
+                chunk_bytes=bytes_of(128, "two"),
+            )  # fmt: skip
             for (kernel, options), found in gpu.keys.items():
                 for key in (tuple(ast.literal_eval(x).items()) for x in found):
                     dtypes = [kind[0] for name, kind in key if name.endswith("_ptr")]

@@ -1,24 +1,19 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
-import dataclasses
-
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.dense import Dense
 from tests.helpers.batches import (
-    HEAD,
     OBJECTIVES,
-    Result,
-    assert_matches,
     config,
     make_batch,
     packed,
     relative_error,
     run_fused,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
+from tests.helpers.flat_calls import fused_grpo_loss
 from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
@@ -58,30 +53,6 @@ def test_objectives(objective, backend, layout):
     expect_equal(batch, objective_options(objective), backend=backend, chunk_bytes=CHUNK)
 
 
-@pytest.mark.parametrize(
-    "objective", cases(OBJECTIVES, fast=lambda name: name in ("kl", "entropy", "gspo", "vespo"))
-)
-def test_linear_logprobs_then_grpo_loss(objective):
-    """The same from the two halves."""
-    options = objective_options(objective)
-    batch, cfg = make_batch(B=6, T=11), options.pop("config")
-    expected = run_fused(batch, exact=True, config=cfg, **options)
-    head = {n: getattr(batch, n).clone().requires_grad_() for n in HEAD}
-    out = linear_logprobs(
-        head["hidden"], head["weight"], batch.targets, bias=head["bias"], mask=batch.mask,
-        entropy=True,
-    )  # fmt: skip
-    constants = {n: getattr(batch, n) for n in options if n != "bias"}
-    loss = grpo_loss(
-        out.logps, batch.advantages, batch.mask, entropy=out.entropy, config=cfg, **constants
-    )
-    loss.loss.backward()
-    actual = Result(
-        loss.loss.detach(), loss.metrics, loss.logps, {n: x.grad for n, x in head.items()}
-    )
-    assert_matches(actual, expected, 2e-5, logps=1e-4)
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision(option, dtype):
@@ -93,6 +64,16 @@ def test_half_precision(option, dtype):
     config_options, options = OPTIONS[option]
     options = {**options, "config": config(**config_options), "chunk_bytes": CHUNK, "scale": 4.0}
     expect_equal(make_batch().to("cpu", dtype), options, tolerance=TOLERANCE[dtype])
+
+
+def test_no_gradient_slice_is_rounded_before_summing():
+    """Forty chunks of bf16 input: rounding each chunk's dW would show, one rounding does not."""
+    batch = make_batch(B=8, T=40, V=300).to("cpu", torch.bfloat16)
+    options = {"chunk_bytes": 4 * 300 * 4, "scale": 1.0}
+    actual, expected = (run_fused(batch, exact=x, **options) for x in (False, True))
+    rounding = relative_error(expected.gradients["weight"].bfloat16(), expected.gradients["weight"])
+    error = relative_error(actual.gradients["weight"], expected.gradients["weight"])
+    assert error < 1.05 * rounding
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
@@ -108,30 +89,6 @@ def test_small_shares_of_the_loss_do_not_underflow(dtype, scale):
     for name in ("hidden", "weight"):
         error = relative_error(actual.gradients[name], expected.gradients[name])
         assert error <= tolerance, name
-
-
-def test_beats_bf16_eager_by_far():
-    batch = make_batch(B=8, T=32, V=4999).to("cpu", torch.bfloat16)
-    options = {"config": config(), "old_logps": True}
-    expected = run_fused(batch, exact=True, **options)
-    ours = run_fused(batch, exact=False, **options)
-    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
-    active = batch.mask
-    logits = hidden[active] @ weight.T  # bf16, as a stock trainer has it
-    logps = logits.float().log_softmax(-1).gather(-1, batch.targets[active][:, None]).squeeze(-1)
-    ratio = (logps - batch.old_logps[active]).exp()
-    A = batch.advantages[:, None].expand(active.shape)[active]
-    loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).sum() / active.sum()
-    loss.backward()
-    eager_logps = (logps - expected.logps[active]).abs().max().item()
-    our_logps = (ours.logps - expected.logps).abs().max().item()
-    print(f"log-prob error: eager bf16 {eager_logps:.1e}, ours {our_logps:.1e}")
-    assert our_logps <= 1e-4 and our_logps <= eager_logps / 50
-    for name, grad in (("hidden", hidden.grad.nan_to_num()), ("weight", weight.grad)):
-        eager = relative_error(grad, expected.gradients[name])
-        mine = relative_error(ours.gradients[name], expected.gradients[name])
-        print(f"d_{name} error: eager bf16 {eager:.1e}, ours {mine:.1e}")
-        assert mine <= 2.5e-3 and mine <= eager / 2
 
 
 @pytest.mark.gpu
@@ -236,13 +193,13 @@ def test_frozen(frozen):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
-    made = []
-    original = Dense.logits
-    monkeypatch.setattr(
-        Dense,
-        "logits",
-        lambda self, part: made.append(part.stop - part.start) or original(self, part),
-    )
+    made, original = [], Dense.logits
+
+    def logits(self, part):
+        made.append(part.stop - part.start)
+        return original(self, part)
+
+    monkeypatch.setattr(Dense, "logits", logits)
     options = objective_options(objective)
     batch, cfg = make_batch(), options["config"]
     run_fused(batch, exact=False, **options)
@@ -255,52 +212,21 @@ def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
         assert tokens < sum(made) <= 2 * tokens
 
 
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-@pytest.mark.parametrize("bonus", (0.0, 0.1))
-def test_entropy_threshold_from_elsewhere(bonus, layout):
-    """The quantile over all ranks, say; one pass, unless a bonus averages over the chosen."""
-    batch = make_batch(B=6, T=11)
-    cfg = config(top_entropy_quantile=0.5, entropy_coef=bonus)
-    own = run_fused(batch, exact=True, config=cfg, old_logps=True)
-    batch = packed(batch) if layout == "packed" else batch
-    for threshold in (1.0, 2.0):
-        given = dataclasses.replace(cfg, entropy_threshold=threshold)
-        assert given.one_pass == (bonus == 0)
-        out = expect_equal(batch, {"config": given, "old_logps": True}, chunk_bytes=CHUNK)
-        assert 0 < out.metrics["entropy_kept"] < 1
-        assert out.metrics["entropy_kept"] != own.metrics["entropy_kept"]
-
-
 def test_a_constant_correction_of_zero_costs_no_gradient_work(monkeypatch):
     """Sequences that the sampler's mismatch masks are out of the gradient GEMMs beforehand."""
     batch = make_batch(B=6, T=11)
     batch.sampling_logps[0] -= 5.0
-    sizes = []
-    original = Dense.add
-    monkeypatch.setattr(
-        Dense,
-        "add",
-        lambda self, rows, *args: sizes.append(rows.size) or original(self, rows, *args),
-    )
+    sizes, original = [], Dense.add
+
+    def add(self, rows, *args):
+        sizes.append(rows.size)
+        return original(self, rows, *args)
+
+    monkeypatch.setattr(Dense, "add", add)
     options = {"config": config(is_correction="sequence_mask"), "sampling_logps": True}
     expect_equal(batch, {**options, "old_logps": True})
     trained = batch.mask & (batch.advantages != 0)[:, None]
     assert trained[0].any() and 0 < sum(sizes) <= int(trained[1:].sum())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("loss_type", ("dapo", "gspo"))
-def test_far_from_the_reference_policy(loss_type, backend):
-    """The KL's gradient at ref - logp from -20 to 20, where it is a difference of terms e^20."""
-    batch = make_batch(B=6, T=11)
-    distance = torch.linspace(-20, 20, batch.mask.numel()).reshape(batch.mask.shape)
-    batch.ref_logps = batch.old_logps + (distance if loss_type == "dapo" else distance[:, :1])
-    cfg = config(loss_type=loss_type, beta=0.1, use_bias_correction_kl=True)
-    options = {"config": cfg, "old_logps": True, "ref_logps": True}
-    expected = run_fused(batch, exact=True, **options)
-    actual = run_fused(batch, exact=False, backend=backend, **options)
-    for name in ("hidden", "weight"):
-        assert relative_error(actual.gradients[name], expected.gradients[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("zero", ("all_masked", "zero_advantages", "no_sequences", "no_tokens"))
@@ -321,20 +247,8 @@ def test_nothing_to_learn(loss_type, zero, backend):
         assert grad is not None and (grad == 0).all(), name
 
 
-def test_chunk_size_does_not_matter():
-    batch = make_batch(B=6, T=20)
-    kwargs = {"config": config(), "old_logps": True}
-    whole = run_fused(batch, exact=False, chunk_bytes=1 << 30, **kwargs)
-    for rows in (1, 7, 64):
-        other = run_fused(batch, exact=False, chunk_bytes=4 * 1003 * rows, **kwargs)
-        assert other.loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
-        for name in ("hidden", "weight"):
-            assert relative_error(other.gradients[name], whole.gradients[name].double()) < 1e-5
-
-
 def test_workspace_does_not_grow_with_tokens():
     """The largest tensor ever allocated beside the gradients is the chunk's."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
         elements = 0
@@ -349,24 +263,12 @@ def test_workspace_does_not_grow_with_tokens():
     peaks = []
     for T in (100, 400):
         batch = make_batch(B=4, T=T, H=H, V=V)
+        head = [x.requires_grad_() for x in (batch.hidden, batch.weight)]
+        rest = (batch.targets, batch.advantages, batch.mask)
         with Largest() as seen:
-            fused_grpo_loss(
-                batch.hidden.requires_grad_(),
-                batch.weight.requires_grad_(),
-                batch.targets,
-                batch.advantages,
-                batch.mask,
-                chunk_bytes=4 * V * rows,
-            ).loss.backward()
+            fused_grpo_loss(*head, *rest, chunk_bytes=4 * V * rows).loss.backward()
         peaks.append(seen.elements)
     assert peaks[0] == peaks[1] <= rows * (V + 64)
-
-
-def test_default_config_is_dapo():
-    batch = make_batch()
-    head = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
-    explicit = fused_grpo_loss(*head, config=GRPOLossConfig(loss_type="dapo"))
-    assert fused_grpo_loss(*head).loss == explicit.loss
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

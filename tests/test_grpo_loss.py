@@ -12,7 +12,6 @@ from grpo_kernels.grpo_loss import policy_loss
 from grpo_kernels.sequences import Sequences
 from grpo_kernels.tokens import LossInputs
 from tests.helpers.batches import (
-    INF,
     NAN,
     OBJECTIVES,
     Result,
@@ -20,6 +19,7 @@ from tests.helpers.batches import (
     config,
     make_batch,
     packed,
+    with_cross_entropy,
 )
 from tests.helpers.head_options import BACKENDS, differs
 from tests.helpers.tiers import cases
@@ -28,8 +28,11 @@ from tests.helpers.tiers import cases
 def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
     g = torch.Generator().manual_seed(1)
     noise = 0.2 * torch.randn(batch.mask.shape, generator=g).to(batch.mask.device)
+    logps = batch.old_logps + noise
+    if batch.ce_weights is not None:
+        logps = torch.where((batch.ce_weights != 0) & ~batch.mask, -noise.abs(), logps)
     leaves = {
-        "logps": batch.old_logps + noise,
+        "logps": logps,
         # Entropy at masked positions is nobody's business either.
         "entropy": (1 + noise).masked_fill(~batch.mask, NAN),
     }
@@ -49,13 +52,11 @@ def run(batch, cfg, names, *, exact, dtype=torch.float32, **options):
     return Result(out.loss.detach(), out.metrics, torch.zeros(0), grads)
 
 
-def both(batch, objective, *, loss_type=None, tolerance=1e-5, dtype=torch.float32, **kwargs):
+def both(batch, objective, *, more=(), tolerance=1e-5, dtype=torch.float32, **kwargs):
     options, names = OBJECTIVES[objective]
-    if loss_type is not None:
-        options = {**options, "loss_type": loss_type}
     cfg = config(**options)
     # Entropy is given always: where the loss does not use it, it must have no gradient.
-    names = (*names, "entropy")
+    names = (*names, *more, "entropy")
     expected = run(batch, cfg, names, exact=True, dtype=dtype)
     actual = run(batch, cfg, names, exact=False, dtype=dtype, **kwargs)
     assert_matches(actual, expected, tolerance, logps=0.0, rounded_to=dtype)
@@ -71,6 +72,15 @@ def test_against_reference(objective, backend, layout):
     batch = packed(batch) if layout == "packed" else batch
     actual = both(batch, objective, backend=backend)
     assert (actual.gradients["logps"][~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("objective", ("old_logps", "kl", "entropy", "gspo", "vespo", "everything"))
+def test_beside_a_cross_entropy(objective, backend):
+    batch = with_cross_entropy(make_batch(B=5, T=67))
+    actual = both(batch, objective, more=("ce_weights",), backend=backend)
+    weights = batch.ce_weights.double()[~batch.mask]
+    torch.testing.assert_close(actual.gradients["logps"][~batch.mask], -weights)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +115,6 @@ def test_who_takes_the_kernel(options, taken):
     assert len(asked) == taken
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("objective", ("on_policy", "kl_old_delta", "entropy", "sequence"))
-@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "luspo"))
-def test_averages(loss_type, objective, backend):
-    both(make_batch(B=5, T=67), objective, loss_type=loss_type, backend=backend)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,24 +123,6 @@ def test_cuda(objective, backend, dtype):
     batch = make_batch(B=5, T=1067).to("cuda", torch.float32)
     tolerance = 2.5e-3 if dtype != torch.float32 else 1e-5
     both(batch, objective, tolerance=tolerance, dtype=dtype, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("poison", (NAN, INF, -INF, 1e30))
-def test_masked_values_do_not_leak(backend, poison):
-    batch = make_batch()
-    clean = make_batch()
-    for name in ("old_logps", "ref_logps"):
-        setattr(batch, name, getattr(batch, name).masked_fill(~batch.mask, poison))
-        setattr(clean, name, getattr(clean, name).masked_fill(~clean.mask, 0.0))
-    cfg = config(loss_type="grpo", beta=0.1)
-    names = ("old_logps", "ref_logps")
-    a, b = (run(x, cfg, names, exact=False, backend=backend) for x in (batch, clean))
-    assert torch.equal(a.loss, b.loss)
-    assert a.loss.isfinite() and torch.equal(
-        a.gradients["logps"][batch.mask], b.gradients["logps"][batch.mask]
-    )
-    assert (a.gradients["logps"][~batch.mask] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

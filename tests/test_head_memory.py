@@ -44,11 +44,6 @@ class LittleMemory:
 
 
 @pytest.fixture
-def little_memory():
-    return LittleMemory()
-
-
-@pytest.fixture
 def little_memory_for_logits(monkeypatch):
     """The same where a call takes no product of the caller's."""
     new_rows = Dense.new_rows
@@ -71,8 +66,8 @@ def little_memory_for_logits(monkeypatch):
     ),
     ids=("one_pass", "entropy", "two_passes", "sequence_kl"),
 )
-def test_the_loss_is_that_of_the_reference(options, batch, little_memory):
-    options = {"old_logps": True, **options}
+def test_the_loss_is_that_of_the_reference(options, batch):
+    little_memory, options = LittleMemory(), {"old_logps": True, **options}
     expected = run_fused(batch, exact=True, **options)
     with pytest.warns(UserWarning, match=SAID):
         actual = run_fused(batch, exact=False, matmul=little_memory, **options)
@@ -92,14 +87,14 @@ def test_a_sampled_backward_is_unbiased_still(config, batch, little_memory_for_l
         assert (got - want).norm() <= 2e-2 * want.norm() > 0
 
 
-def test_log_probs_in_both_directions(batch, little_memory):
+def test_log_probs_in_both_directions(batch):
     hidden, targets = torch.nan_to_num(batch.hidden), torch.where(batch.mask, batch.targets, 0)
     found = []
     for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
         h, w = (x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight))
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            logps = module.linear_logprobs(h, w, targets, matmul=little_memory).logps
+            logps = module.linear_logprobs(h, w, targets, matmul=LittleMemory()).logps
             (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
         found.append([logps.detach(), h.grad, w.grad])
     assert [bool(re.match(SAID, str(x.message))) for x in caught] == [True, True]
@@ -107,24 +102,22 @@ def test_log_probs_in_both_directions(batch, little_memory):
         assert (got - want).norm() <= 2e-5 * want.norm() > 0
 
 
-def test_the_warning_says_where_to_begin(batch, little_memory):
+def test_the_warning_says_where_to_begin(batch):
     with pytest.warns(UserWarning) as caught:
-        run_fused(batch, exact=False, config=config(), old_logps=True, matmul=little_memory)
+        run_fused(batch, exact=False, config=config(), old_logps=True, matmul=LittleMemory())
     begin = int(re.search(r"With chunk_bytes=(\d+) it begins so", str(caught[0].message))[1])
     again = LittleMemory()
     run_fused(batch, exact=False, config=config(), old_logps=True, chunk_bytes=begin, matmul=again)
     assert max(again.asked) <= ROWS
 
 
-def test_a_budget_is_kept_to(batch, little_memory):
+@pytest.mark.parametrize("options", ({"chunk_bytes": 1 << 30}, {"batch_invariant": True}), ids=str)
+def test_a_budget_is_kept_to(options, batch):
+    """And whole products are the least."""
+    memory = LittleMemory()
     with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, config=config(), chunk_bytes=1 << 30, matmul=little_memory)
-    assert len(little_memory.asked) == 1
-
-
-def test_whole_products_are_the_least(batch, little_memory):
-    with pytest.raises(torch.OutOfMemoryError):
-        run_fused(batch, exact=False, config=config(), batch_invariant=True, matmul=little_memory)
+        run_fused(batch, exact=False, config=config(), matmul=memory, **options)
+    assert len(memory.asked) == 1
 
 
 @pytest.mark.parametrize(

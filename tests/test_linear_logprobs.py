@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from grpo_kernels import grpo_loss
 from tests.helpers.batches import make_batch, packed, relative_error
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
+from tests.helpers.flat_calls import linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
+from tests.helpers.head_options import BACKENDS, CHUNK, TOLERANCE
 
-CHUNK = 4 * 1003 * 5
 OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -17,7 +16,6 @@ OPTIONS = {
     "softcap": {"softcap": 5.0},
     "everything": {"temperature": True, "bias": True, "softcap": 6.0, "logit_scale": 1.3},
 }
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 # Which outputs the caller's loss is made of.
 USES = {"logps": (1, 0, 0), "entropy": (0, 1, 0), "logsumexp": (0, 0, 1), "all": (1, -0.3, 0.2)}
 
@@ -36,6 +34,8 @@ def run(batch, options, use, *, exact, **fast):
     if not exact:
         options = {**options, **fast, "entropy": True}
     out = call(head["hidden"], head["weight"], batch.targets, mask=batch.mask, **options)
+    if not exact:  # outputs may be changed in place
+        out = type(out)(*(x.mul_(1.0) for x in out))
     g = torch.Generator().manual_seed(5)
     coef = torch.randn(batch.mask.shape, generator=g).to(batch.mask.device)
     coef[coef.abs() < 0.3] = 0.0  # rows without a gradient
@@ -60,7 +60,7 @@ def expect_equal(batch, options, use, tolerance, **fast):
             assert relative_error(grads[name], e) <= tolerance, name
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_padded(option, use, backend):
@@ -81,7 +81,7 @@ def test_half_precision(option, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_cuda(option, use, backend, dtype):
@@ -91,40 +91,18 @@ def test_cuda(option, use, backend, dtype):
     expect_equal(batch, OPTIONS[option], USES[use], tolerance, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-def test_two_passes_give_what_one_gives(backend):
+def test_the_reference_agrees_with_plain_pytorch():
+    """Each state is scored on the target at its own place: nobody shifts."""
     batch = make_batch()
-    grads = []
-    for two_passes in (False, True):
-        hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
-        if two_passes:
-            out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask, backend=backend)
-            loss = grpo_loss(
-                out.logps, batch.advantages, batch.mask, old_logps=batch.old_logps, backend=backend
-            ).loss
-        else:
-            loss = fused_grpo_loss(
-                hidden, weight, batch.targets, batch.advantages, batch.mask,
-                old_logps=batch.old_logps, backend=backend,
-            ).loss  # fmt: skip
-        loss.backward()
-        grads.append((loss.detach(), hidden.grad, weight.grad))
-    for one, two in zip(*grads, strict=True):
-        assert relative_error(one, two.double()) < 1e-5
-
-
-def test_outputs_may_be_changed_in_place():
-    batch = make_batch()
-    options, use = OPTIONS["plain"], USES["all"]
-    _, expected = run(batch, options, use, exact=True)
-    hidden, weight = (getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight"))
-    out = linear_logprobs(hidden, weight, batch.targets, mask=batch.mask, entropy=True)
-    g = torch.Generator().manual_seed(5)
-    coef = torch.randn(batch.mask.shape, generator=g)
-    coef[coef.abs() < 0.3] = 0.0
-    total = out.logps.mul_(1.0) - 0.3 * out.entropy.mul_(1.0) + 0.2 * out.logsumexp.mul_(1.0)
-    (coef * total).sum().backward()
-    assert relative_error(hidden.grad, expected["hidden"]) < 2e-5
+    hidden, targets = torch.randn(4, 9, 48).double(), torch.randint(0, 1003, (4, 9))
+    logits = hidden @ batch.weight.double().T
+    cross_entropy = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
+    out = reference.linear_logprobs(hidden, batch.weight.double(), targets)
+    torch.testing.assert_close(out.logps.flatten(), -cross_entropy)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(out.entropy, entropy)
 
 
 @pytest.mark.parametrize("shape", ((0, 9), (3, 0)))
@@ -135,22 +113,6 @@ def test_empty(shape):
     (out.logps.sum() + out.entropy.sum()).backward()
     assert out.logps.shape == shape
     assert (weight.grad == 0).all() and hidden.grad.shape == hidden.shape
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-def test_forbidden_words_have_a_bias_of_minus_infinity(backend):
-    """Values and gradients stay finite, the entropy's too, even for a forbidden target."""
-    batch = make_batch()
-    batch.bias[::3] = -float("inf")
-    row, column = batch.mask.nonzero()[0].tolist()
-    batch.targets[row, column] = 0
-    expected, expected_grads = run(batch, {"bias": True}, (0, 1, 0), exact=True)
-    actual, grads = run(batch, {"bias": True}, (0, 1, 0), exact=False, backend=backend)
-    assert actual.logps[row, column] == -float("inf")
-    assert (actual.entropy - expected.entropy).abs().max() < 1e-4
-    for name in ("hidden", "weight"):
-        assert expected_grads[name].isfinite().all() and expected_grads[name].norm() > 0
-        assert relative_error(grads[name], expected_grads[name]) < 2e-5
 
 
 def test_entropy_is_none_unless_asked_for():

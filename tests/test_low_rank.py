@@ -49,27 +49,6 @@ def exactly(leaves):
     return {k: x.detach().double().requires_grad_(x.requires_grad) for k, x in leaves.items()}
 
 
-CALLS = {
-    "one_pass": {"config": config(beta=0.0)},
-    "two_passes": {"config": config(loss_type="gspo")},
-    "logps": {"call": "logps"},
-    "softcap": {"config": config(), "softcap": 20.0, "logit_scale": 0.7},
-}
-
-
-@pytest.mark.parametrize("backend", ("torch", "triton"))
-@pytest.mark.parametrize("name", CALLS)
-def test_matches_the_reference(name, backend):
-    batch, options = make_batch(), CALLS[name]
-    leaves = operands(batch)
-    expected, wanted = run(batch, exactly(leaves), reference, **options)
-    value, gradients = run(batch, leaves, backend=backend, chunk_bytes=4 * 1003 * 5, **options)
-    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
-    for key, gradient in gradients.items():
-        assert gradient.dtype == leaves[key].dtype
-        assert relative_error(gradient, wanted[key]) < 1e-4, key
-
-
 def test_equals_the_weight_it_stands_for():
     batch = make_batch()
     leaves = operands(batch)
@@ -174,24 +153,3 @@ def test_on_a_gpu(dtype):
     for key in ("hidden", "inner", "outer"):
         tolerance = 1e-4 if dtype == torch.float32 else 5e-3
         assert relative_error(gradients[key].cpu(), wanted[key]) < tolerance, key
-
-
-MISTAKES = {
-    "no_pair": (lambda i, o: i, TypeError, "low_rank: expected a pair"),
-    "a_list_of_three": (lambda i, o: (i, o, o), TypeError, "low_rank: expected a pair"),
-    "outer_transposed": (lambda i, o: (i, o.T), ValueError, r"low_rank\[1\]: expected shape"),
-    "another_rank": (lambda i, o: (i[..., :3], o), ValueError, r"low_rank\[0\]: expected shape"),
-    "dtype": (lambda i, o: (i.double(), o), TypeError, r"low_rank\[0\]"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name):
-    damage, error, message = MISTAKES[name]
-    batch = make_batch()
-    leaves = operands(batch)
-    with pytest.raises(error, match=message):
-        flat_calls.linear_logprobs(
-            leaves["hidden"], leaves["weight"], batch.targets, mask=batch.mask,
-            low_rank=damage(leaves["inner"], leaves["outer"]),
-        )  # fmt: skip

@@ -9,8 +9,7 @@ import torch
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
 from grpo_kernels.config import IS_CORRECTIONS, KL_ESTIMATORS
 from grpo_kernels.losses import LOSS_TYPES as ALL_LOSS_TYPES
-from grpo_kernels.objective import masked_quantile
-from tests.helpers.batches import config, make_batch, packed, relative_error
+from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.tiers import in_turn
 
 
@@ -382,46 +381,6 @@ def test_vespo_log_weight_ends_at_20():
         out = reference.grpo_loss(logps.double(), torch.ones(1), old_logps=old, config=cfg)
         phi = math.exp(1e-9 + 0.5 * log_w - 1e-9 * math.exp(log_w))
         assert out.metrics["vespo/phi_seq_mean"].item() == pytest.approx(phi, rel=1e-6)
-
-
-@pytest.mark.parametrize("mask", (None, 0.3))
-@pytest.mark.parametrize("q", (0.0, 0.2, 0.5, 0.77, 1.0))
-def test_masked_quantile(q, mask):
-    g = torch.Generator().manual_seed(0)
-    x = torch.rand(101, generator=g, dtype=torch.float64)
-    mask = torch.ones(101) if mask is None else (torch.rand(101, generator=g) < mask).float()
-    expected = torch.quantile(x[mask != 0], q)
-    torch.testing.assert_close(masked_quantile(x, mask, q), expected)
-
-
-def test_clip_metrics_count_only_where_the_clip_bites():
-    logps = torch.tensor([[0.5, -0.5, 0.5, -0.5, 0.0, 9.0]])
-    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
-    out = grpo_loss(logps, advantages, mask, old_logps=torch.zeros(1, 6))
-    assert out.metrics["clip_high"].item() == pytest.approx(1 / 5)
-    assert out.metrics["clip_low"].item() == pytest.approx(1 / 5)
-    assert out.metrics["ratio_max"].item() == pytest.approx(math.exp(0.5))
-    assert out.metrics["tokens"].item() == 5
-
-
-def test_metrics_that_were_not_computed_are_absent():
-    out = grpo_loss(torch.zeros(2, 3), torch.ones(2))
-    assert not {"kl", "kl_max", "entropy", "zero_gradient"} & set(out.metrics)
-
-
-def test_packed_weights_equal_padded():
-    padded, flat = make_batch(), packed(make_batch())
-    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        cfg = config(loss_type=loss_type)
-        a, b = (
-            grpo_loss(
-                x.old_logps * 0.9, x.advantages, x.mask, old_logps=x.old_logps, config=cfg,
-                cu_seqlens=x.cu_seqlens,
-            ).loss
-            for x in (padded, flat)
-        )  # fmt: skip
-        assert a.item() == pytest.approx(b.item(), rel=1e-6)
 
 
 def test_kl_near_zero_keeps_its_digits():

@@ -25,6 +25,7 @@ from tests.helpers.batches import (
 )
 from tests.helpers.supports import make_support
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 R = 4
 CHUNK = 4 * 211 * 7  # seven rows of logits
 
@@ -118,17 +119,6 @@ def test_every_option_is_here():
     assert set(OF_EXECUTION) == {field.name for field in fields(Execution)}
     assert set(OF_CALL) == set(of_call) - positional
     assert all(name in NAMED for pair in REFUSED for name in pair)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """A process group of this process alone."""
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    if made:
-        dist.destroy_process_group()
 
 
 def batch_of(pair):

@@ -16,6 +16,7 @@ from grpo_kernels.backends import (
     triton_entries,
 )
 from tests.helpers.batches import relative_error
+from tests.helpers.policy_losses import TRANSFORMS, exact_statistics
 from tests.helpers.tiers import INTERPRETED
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -75,34 +76,18 @@ def test_dots_with_a_banned_id(device):
         torch.testing.assert_close(out, begin + bias[entries.ids, 0])
 
 
-TRANSFORMS = {
-    "plain": {},
-    "softcap": {"softcap": 8.0},
-    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
-    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
-}
-
-
 def exact(logits, entries, transform, weights):
-    """Statistics of each token and the gradient of its raw logits, in float64, by torch."""
-    u = logits.double().requires_grad_()
+    """Statistics of each token, NaN without entries, and the gradient of its raw logits."""
     stats = torch.full((3, len(entries.positions)), math.nan, dtype=torch.float64)
-    stats, total = stats.to(logits.device), 0.0
+    stats, gradients = stats.to(logits.device), []
     for i, (begin, end) in enumerate(zip(entries.offsets[:-1], entries.offsets[1:], strict=True)):
         if begin == end:
             continue
-        local, raw = transform.at(slice(i, i + 1)), logits[begin:end]
-        z = local.logit_scale * u[begin:end]
-        if local.softcap is not None:
-            z = local.softcap * (z / local.softcap).tanh()
-            z = z.masked_fill(raw == -math.inf, -math.inf)
-        log_p = (z / local.temperature).log_softmax(0)
-        entropy = -(log_p.exp() * log_p.masked_fill(raw == -math.inf, 0.0)).sum()
-        lse = (z / local.temperature).logsumexp(0)
-        of_token = torch.stack([log_p[entries.positions[i]], lse, entropy])
-        stats[:, i] = of_token.detach()
-        total = total + (of_token * weights[:, i]).sum()
-    return stats, torch.autograd.grad(total, u)[0]
+        token = slice(i, i + 1)
+        given = logits[None, begin:end], entries.positions[token], transform.at(token)
+        stats[:, token], gradient = exact_statistics(*given, weights[:, token])
+        gradients.append(gradient[0])
+    return stats, torch.cat(gradients)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,7 +112,7 @@ def test_statistics_and_gradients(option, banned, of_all, device):
     transform = LogitTransform(**options)
     weights = torch.randn(3, count, generator=g).to(device)
     weights *= torch.tensor([1.0, of_all, of_all], device=device)[:, None]
-    truth, expected = exact(logits, entries, transform, weights.double())
+    truth, expected = exact(logits, entries, transform, weights)
     d_logps, d_lse, d_entropy = weights
     for backend in (torch_backend, triton_backend):
         stats = TokenStats(*torch.full((3, count), math.nan, device=device))
@@ -144,42 +129,6 @@ def test_statistics_and_gradients(option, banned, of_all, device):
         torch.testing.assert_close(without.logps, stats.logps, equal_nan=True)
 
 
-@pytest.mark.parametrize("K", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize("device", DEVICES)
-def test_sums_over_tokens_and_over_ids(device, into, dtype, K):
-    entries, (x, rows) = on(device, some_entries()), operands(K, device, dtype)
-    g = torch.Generator().manual_seed(0)
-    factors = torch.randn(len(entries), generator=g).to(device)
-    factors[::5] = 0.0
-    begins = entries.begins_of(torch.arange(len(rows) + 1, device=device))
-    groups = (
-        (factors, entries.ids, entries.offsets, rows, entries.tokens, len(x)),
-        (
-            factors[entries.order],
-            entries.tokens_by_id,
-            begins,
-            x,
-            entries.ids[entries.order],
-            len(rows),
-        ),
-    )
-    for weights, index, offsets, given, segments, count in groups:
-        expected = torch.zeros(count, K, dtype=torch.float64, device=device)
-        out, wanted = None, torch.float32 if into == "float32" else dtype
-        if into != "new":
-            out = torch.randn(count, K, device=device).to(wanted)
-            expected += out
-        expected.index_add_(0, segments, weights[:, None].double() * given[index].double())
-        result = triton_backend.segment_sums(weights, index, offsets, given, wanted, out)
-        assert result.dtype == wanted and (out is None or result is out)
-        # Rounded once; the interpreter cuts digits off.
-        unit = 1e-6 if wanted == torch.float32 else 2**-7 if INTERPRETED else 2**-8
-        assert expected.norm() > 0
-        torch.testing.assert_close(result.double(), expected, rtol=unit, atol=2e-5)
-
-
 # A long segment is one of more than 2 * PART entries. Some begin or end at a multiple of PART,
 # others one before or behind it.
 PART = triton_entries.PART
@@ -191,6 +140,7 @@ ORDERS = {
     "one": (5 * PART + 3,),
     "around_nothing": (0, 0, 8 * PART, 0, 0),
     "wide": (3, 9 * PART),
+    "short": (0, 200, 1, 0, 7, 3, 3, 0, 8),
 }
 
 
@@ -199,19 +149,19 @@ def long_segments(sizes, device, dtype, K):
     factors = torch.randn(sum(sizes), generator=g)
     index = torch.randint(9, factors.shape, generator=g)
     factors[::7] = 0.0
-    rows = torch.randn(9, K, generator=g).to(device, dtype)
+    rows = torch.randn(9, K + 3, generator=g).to(device, dtype)[:, :K]  # of a wider tensor
     offsets = torch.tensor((0, *sizes)).cumsum(0)
     return factors.to(device), index.to(device), offsets.to(device), rows
 
 
 @pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "K"), [*((x, 50) for x in ORDERS), ("short", 1), ("short", 16)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_long_segments(device, dtype, order, into):
+def test_sums_of_segments(device, dtype, order, K, into):
     # Once more columns than a block of entries or of parts has, and more parts than one.
     wide = order == "wide" and (dtype, into) == (torch.float32, "new")
-    sizes, K = ORDERS[order], 2050 if wide else 50
+    sizes, K = ORDERS[order], 2050 if wide else K
     factors, index, offsets, rows = long_segments(sizes, device, dtype, K)
     segments = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
     wanted = torch.float32 if into == "float32" else dtype

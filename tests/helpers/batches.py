@@ -208,19 +208,12 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "top_entropy": ({"top_entropy_quantile": 0.4}, _OLD),
     "top_entropy_bonus": ({"top_entropy_quantile": 0.4, "entropy_coef": 0.1}, _OLD),
     "everything": (
-        {
-            "loss_type": "grpo",
-            "beta": 0.1,
-            "kl_clamp": 1.0,
-            "delta": 1.5,
-            "entropy_coef": 0.05,
-            "is_correction": "token_truncate",
-            "off_policy_threshold": 0.05,
-            "top_entropy_quantile": 0.8,
-        },
+        {"loss_type": "grpo", "beta": 0.1, "kl_clamp": 1.0, "delta": 1.5, "entropy_coef": 0.05,
+         "is_correction": "token_truncate", "off_policy_threshold": 0.05,
+         "top_entropy_quantile": 0.8},
         _ALL,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -245,7 +238,8 @@ def run_fused(batch: Batch, *, exact: bool, scale: float = 3.0, **options: Any) 
     advantages = options.pop("advantages", batch.advantages)
     out = call(head["hidden"], head["weight"], batch.targets, advantages, mask, **kwargs)
     (scale * out.loss).backward()
-    return Result(out.loss.detach(), out.metrics, out.logps, _gradients(head, scale))
+    gradients = {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
+    return Result(out.loss.detach(), out.metrics, out.logps, gradients)
 
 
 def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict, dict]:
@@ -275,10 +269,6 @@ def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict
             widen = exact and value is not None and value.dtype == torch.float32
             kwargs[name] = value.double() if widen and name != "bias" else value
     return kwargs, head
-
-
-def _gradients(head: dict[str, Tensor], scale: float) -> dict[str, Tensor | None]:
-    return {k: None if x.grad is None else x.grad.double() / scale for k, x in head.items()}
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

@@ -1,28 +1,19 @@
-"""CUDA without a GPU: calls run on device tensors without memory, and what they do is recorded.
+"""CUDA without a GPU: fake tensors that record what calls do, and others that hold values.
 
     with FakeCUDA(answer_with(900)) as gpu:
         out = fused_grpo_loss(...)  # of tensors made in here, with device="cuda"
         backward(out.loss)
     assert len(gpu.transfers) == 1, gpu.report()
 
-Tensors on the device are fake: they have shapes, dtypes and strides, so that the library takes its
-paths for a GPU, with GEMMs in half precision and the launchers of the Triton kernels. Those on the
-CPU are real. Recorded is everything that reaches torch's dispatcher or launches a Triton kernel,
-with the line that asked for it:
+Tensors of `FakeCUDA` have shapes, dtypes and strides alone; the library takes its paths for a GPU.
+Recorded is what reaches torch's dispatcher or launches a Triton kernel, and the line that asked:
 
-- transfers: what makes the CPU wait for the device, as it reads values or a size that depends on
-  them, and what copies between the two or mixes their tensors;
+- transfers: what makes the CPU wait for the device, copies between the two or mixes their tensors;
 - launches: kernels of Triton, and operations that are neither views nor allocations;
 - keys: what Triton specializes a kernel for, by Triton's own function.
 
-Values that are read have to be made up: `answer`.
-
-    with EmulatedCUDA():
-        out = fused_grpo_loss(...)  # of tensors made in here, with device="cuda"
-        out.loss.backward()
-
-Here tensors hold values, in memory of the CPU; torch's operations run on these, products of halves
-as a GPU rounds them, and Triton's kernels by the emulator of `tests.ptx`.
+In `EmulatedCUDA()` tensors hold values, in memory of the CPU; torch's operations run on these,
+products of halves as a GPU rounds them, and Triton's kernels by the emulator of `tests.ptx`.
 """
 
 from __future__ import annotations
@@ -68,17 +59,12 @@ class Event(NamedTuple):
     operands: str
     where: str
 
-    def __str__(self) -> str:
-        return f"{self.where}  {self.name}({self.operands})"
-
 
 def answer_with(*row_counts: int, kept: int = 1600) -> Callable[[Tensor], Any]:
-    """Answers what the library reads.
+    """Makes up the values that the library reads.
 
-    A vector has counts of offending values, all 0, and ends in `row_counts`: of the unmasked rows
-    if there is a mask, and of those that may have a gradient if that is known. A table `[2, B]`
-    has of each block how many columns it keeps, and whether it is dense, which none is. Whatever
-    else is read is 1.
+    A vector has counts of offending values, 0, and ends in `row_counts`; a table `[2, B]` has of
+    each block how many columns it keeps, and whether it is dense. Whatever else is read is 1.
     """
 
     def answer(x: Tensor) -> Any:
@@ -91,7 +77,25 @@ def answer_with(*row_counts: int, kept: int = 1600) -> Callable[[Tensor], Any]:
     return answer
 
 
-class FakeCUDA(TorchDispatchMode):
+class _Pretends(TorchDispatchMode):
+    """Has torch find a GPU in here."""
+
+    def pretend(self, major: int) -> pytest.MonkeyPatch:
+        self._stack = ExitStack()
+        self._stack.enter_context(_device_guard())
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=major)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+        patch.setattr(torch, "Generator", _Generator)
+        return patch
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._stack.close()
+
+
+class FakeCUDA(_Pretends):
     """Runs what is inside on fake CUDA tensors, and records it.
 
     Args:
@@ -108,7 +112,8 @@ class FakeCUDA(TorchDispatchMode):
 
     def report(self) -> str:
         """The transfers, one per line."""
-        return "\n".join(map(str, self.transfers)) or "no transfer"
+        lines = (f"{where}  {name}({operands})" for name, operands, where in self.transfers)
+        return "\n".join(lines) or "no transfer"
 
     def counts(self) -> Counter[str]:
         """The launches by name."""
@@ -117,10 +122,7 @@ class FakeCUDA(TorchDispatchMode):
     def __enter__(self) -> FakeCUDA:
         if TorchVersion(torch.__version__) < (2, 13) and not _adds_in_float32():
             pytest.skip("this torch's fake tensors have no addmm(out_dtype=)")
-        self._stack = ExitStack()
-        self._stack.enter_context(_device_guard())
-        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        _patch_cuda(patch, major=9)
+        patch = self.pretend(major=9)
         # Without the engine there is no graph task; in a plain backward the answer is False.
         patch.setattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
         # In one read, where torch asks for value after value.
@@ -130,10 +132,6 @@ class FakeCUDA(TorchDispatchMode):
         patch.setattr(KernelInterface, "__getitem__", lambda kernel, _: partial(launch, kernel))
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._stack.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -152,7 +150,11 @@ class FakeCUDA(TorchDispatchMode):
         name = func.name().removeprefix("aten::")
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(name, inputs[0])
-        if func is torch.ops.aten._to_copy.default and "cpu" in devices and _is_fake(inputs[0]):
+        if (
+            func is torch.ops.aten._to_copy.default
+            and "cpu" in devices
+            and isinstance(inputs[0], FakeTensor)
+        ):
             values = self._read(name, inputs[0])
             with unset_fake_temporarily():
                 return torch.tensor(values, dtype=kwargs.get("dtype", inputs[0].dtype))
@@ -244,7 +246,7 @@ class _FromCUDA(torch.autograd.Function):
         return OnCUDA(gradient)
 
 
-class EmulatedCUDA(TorchDispatchMode):
+class EmulatedCUDA(_Pretends):
     """Runs what is inside on CUDA tensors that hold values.
 
     Operations on tensors of both devices are refused, as on a GPU. Needs the driver of `tests.ptx`.
@@ -258,10 +260,7 @@ class EmulatedCUDA(TorchDispatchMode):
         self.major = major
 
     def __enter__(self) -> EmulatedCUDA:
-        self._stack = ExitStack()
-        self._stack.enter_context(_device_guard())
-        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        _patch_cuda(patch, self.major)
+        patch = self.pretend(self.major)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(Tensor, "pin_memory", lambda x, *_: x)
         run = JITFunction.run
@@ -273,10 +272,6 @@ class EmulatedCUDA(TorchDispatchMode):
 
         patch.setattr(JITFunction, "run", launch)
         return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._stack.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -333,13 +328,6 @@ def _half_product(name: str, args: list[Any], options: dict[str, Any]) -> Tensor
     return result if out is None else out.copy_(result)
 
 
-def _patch_cuda(patch: pytest.MonkeyPatch, major: int) -> None:
-    properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=major)
-    patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
-    patch.setattr(torch, "Generator", _Generator)
-
-
 def reads_nothing(call: Callable[[], Any]) -> FakeCUDA:
     """Asserts that `call`, which makes its own tensors, has no transfer, as a CUDA graph needs."""
     with FakeCUDA() as gpu:
@@ -349,10 +337,9 @@ def reads_nothing(call: Callable[[], Any]) -> FakeCUDA:
 
 
 def backward(output: Tensor, *gradients: Tensor | None) -> Any:
-    """Runs the backward of the library's autograd Function that `output` comes from.
+    """Runs the backward of the library's autograd Function that `output` comes from, its first.
 
-    Called by hand, as autograd's engine wants a device. `gradients` are those of the Function's
-    outputs; none are 1 for `output`, its first.
+    By hand, as autograd's engine wants a device; without `gradients` that of `output` is 1.
     """
     node = output.grad_fn
     assert node is not None
@@ -372,10 +359,6 @@ def _transfers(func: Any, devices: set[str], inputs: list[Tensor]) -> bool:
         # By a mask, whose size is unknown.
         return any(x.dtype in (torch.bool, torch.uint8) for x in inputs[1:])
     return any(tag in func.tags for tag in _READS)
-
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -468,10 +451,8 @@ def _adds_in_float32() -> bool:
 def _device_guard() -> Iterator[None]:
     """Has torch use its no-op guard of CUDA devices, as its CUDA builds do where there is no GPU.
 
-    Indexing enters the guard of its tensors' device, and a CPU build has none for CUDA. Torch's
-    function puts the no-op guard in the place of one that counts no devices; here, of a table of
-    functions that return 0. A CPU build is left without, as it came: for a guard's devices
-    autograd's engine starts threads.
+    Indexing enters the guard of its tensors' device, and a CPU build has none for CUDA: it gets a
+    table of functions that return 0, and is left without, as for a guard autograd starts threads.
     """
     if torch.backends.cuda.is_built():
         torch._C._ensureCUDADeviceGuardSet()

@@ -21,16 +21,10 @@ OPTIONS = {
     "softcap": ({}, {"softcap": 5.0}),
     "everything": (
         {"beta": 0.04, "delta": 1.6, "epsilon_high": 0.3, "entropy_coef": 0.02},
-        {
-            "old_logps": True,
-            "ref_logps": True,
-            "bias": True,
-            "softcap": 6.0,
-            "logit_scale": 1.3,
-            "temperature": True,
-        },
+        {"old_logps": True, "ref_logps": True, "bias": True, "softcap": 6.0, "logit_scale": 1.3,
+         "temperature": True},
     ),
-}
+}  # fmt: skip
 
 
 def objective_options(name):

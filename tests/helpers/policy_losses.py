@@ -1,13 +1,40 @@
-"""The formula of `triton_policy_loss.policy_loss` in float64, which torch differentiates."""
+"""The formulas of the kernels in float64, which torch differentiates."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import PolicyLoss
+from grpo_kernels.backends import LogitTransform, PolicyLoss
+
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 8.0},
+    "scale_temperature": {"logit_scale": 0.6, "temperature": 1.4},
+    "everything": {"softcap": 8.0, "logit_scale": 1.2, "temperature": True},
+}
+
+
+def exact_statistics(
+    logits: Tensor, targets: Tensor, transform: LogitTransform, weights: Any
+) -> tuple[Tensor, Tensor]:
+    """Log-probs, logsumexp and entropy of each row, `[3, N]`, and the gradient of its raw logits.
+
+    `weights [3, N]` are the gradients of the three.
+    """
+    u, banned = logits.double().requires_grad_(), logits == -math.inf
+    z = transform.logit_scale * u
+    if transform.softcap is not None:
+        z = transform.softcap * (z / transform.softcap).tanh()
+        z = z.masked_fill(banned, -math.inf)
+    z = z / transform.per_row
+    log_p = z.log_softmax(1)
+    entropy = -(log_p.exp() * log_p.masked_fill(banned, 0.0)).sum(1)
+    stats = torch.stack([log_p.gather(1, targets[:, None])[:, 0], z.logsumexp(1), entropy])
+    return stats.detach(), torch.autograd.grad(stats, u, weights.double())[0]
 
 
 def exact_policy_loss(

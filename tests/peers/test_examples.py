@@ -1,13 +1,14 @@
 """The examples, each on a model of a few thousand parameters."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import examples
-from benchmarks import training_studies
+from benchmarks import training_studies as studies
 from examples import (
     custom_reward,
     demo_model,
@@ -68,24 +69,10 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     assert demo_model.resolved(other) == other
 
 
-@pytest.mark.parametrize("study", ("accumulation", "updates", "spikes", "processes"))
-def test_troubles_shown(study, tiny_model, tmp_path, noisy_rewards):
-    options = ["--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
-    training_studies.main([study, *options, "--seeds", "0"])
-    runs = json.loads((tmp_path / f"{study}-training.json").read_text())["runs"]
-    assert list(runs) == list(training_studies.STUDIES[study].settings)
-    assert all(len(run[0]["loss"]) == 2 and len(run[0]["evaluations"]) == 2
-               for run in runs.values())  # fmt: skip
-    assert (tmp_path / f"{study}-training.png").exists()
-    first, second = ([run[0]["loss"] for run in runs.values()])[:2]
-    if study == "accumulation":
-        assert first == pytest.approx(second, abs=1e-6) and max(map(abs, first)) > 1e-3
-
-
 def test_short_ones_are_short():
-    for example, most in ((custom_reward, 80), (tool_use, 120), ("lightning_grpo", 150)):
-        path = Path(examples.__path__[0], f"{example}.py") if isinstance(example, str) else None
-        assert len((path or Path(example.__file__)).read_text().splitlines()) <= most
+    for example, most in (("custom_reward", 80), ("tool_use", 120), ("lightning_grpo", 150)):
+        path = Path(examples.__path__[0], f"{example}.py")
+        assert len(path.read_text().splitlines()) <= most
 
 
 def test_with_trl(tiny_model, tmp_path):
@@ -136,8 +123,6 @@ def test_with_lightning(tiny_model, monkeypatch):
 
 
 def test_the_head_is_trained_if_asked_for(tiny_model):
-    import re
-
     names = [name for name, _ in make_model("llama").named_parameters()]
     pattern = upper_half(str(tiny_model))
     trained = {name for name in names if re.search(pattern, name)}
@@ -146,33 +131,47 @@ def test_the_head_is_trained_if_asked_for(tiny_model):
 
 
 @pytest.fixture
-def noisy_rewards(monkeypatch):
+def study(monkeypatch, tiny_model, tmp_path):
+    """Runs a study of two steps with noisy rewards; what it stores, and its drawing."""
+
     def noise(prompts, completions, **_):
         return [sum(map(ord, text)) % 2 for text in completions]
 
+    def run(name, *options, suffix="training"):
+        where = ("--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2")
+        studies.main([name, *where, "--seeds", "0", *options])
+        path = tmp_path / f"{name}-{suffix}.json"
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return {name: runs[0] for name, runs in json.loads(path.read_text())["runs"].items()}
+
     monkeypatch.setattr(problems, "addition", noise)
+    return run
 
 
-def test_exact_and_sampled_training_compared(
-    tiny_model, tmp_path, monkeypatch, noisy_rewards, capsys
-):
-    options = ["sampled", "--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
-    options += ["--settings", "exact", "sampled, 0.02", "--seeds", "0", "--train-head"]
-    training_studies.main(options)
+@pytest.mark.parametrize("name", ("accumulation", "updates", "spikes", "processes"))
+def test_troubles_shown(name, study):
+    runs = study(name)
+    assert list(runs) == list(studies.STUDIES[name].settings)
+    assert all(len(run["loss"]) == len(run["evaluations"]) == 2 for run in runs.values())
+    if name == "accumulation":
+        first, second = ([run["loss"] for run in runs.values()])[:2]
+        assert first == pytest.approx(second, abs=1e-6) and max(map(abs, first)) > 1e-3
+
+
+def test_exact_and_sampled_training_compared(study, monkeypatch, capsys):
+    options = ("--settings", "exact", "sampled, 0.02", "--train-head")
+    study("sampled", *options, suffix="training-head")
     printed = capsys.readouterr().out
     assert "| exact | 1 |" in printed and "| sampled, 0.02 | 1 |" in printed
-    assert (tmp_path / "sampled-training-head.png").read_bytes().startswith(b"\x89PNG")
     # What is there is not trained again.
-    monkeypatch.setattr(training_studies, "Trainer", None)
-    training_studies.main(options)
+    monkeypatch.setattr(studies, "Trainer", None)
+    study("sampled", *options, suffix="training-head")
     assert "| sampled, 0.02 | 1 |" in capsys.readouterr().out
 
 
-def test_training_with_and_without_replay_compared(tiny_model, tmp_path, noisy_rewards):
-    options = ["support", "--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2"]
-    training_studies.main([*options, "--seeds", "0"])
-    runs = json.loads((tmp_path / "support-training.json").read_text())["runs"]
-    (replayed,), (whole,) = (runs[name] for name in ("replayed", "whole softmax"))
+def test_training_with_and_without_replay_compared(study):
+    runs = study("support")
+    replayed, whole = (runs[name] for name in ("replayed", "whole softmax"))
     assert replayed["ratio_to_sampler"] == [1, 1] and replayed["outside"] == [0, 0]
     assert max(whole["ratio_to_sampler"]) < 0.97 and min(whole["outside"]) > 0.3
     assert replayed["entries"][0] == whole["entries"][0] > 1

@@ -28,14 +28,11 @@ CASES = {
     ),
     "all": (
         {"temperature": 0.3, "top_k": 40, "top_p": 0.8, "min_p": 0.1},
-        [
-            TemperatureLogitsWarper(0.3),
-            TopKLogitsWarper(40),
-            TopPLogitsWarper(0.8),
-            MinPLogitsWarper(0.1),
-        ],
+        [TemperatureLogitsWarper(0.3), TopKLogitsWarper(40), TopPLogitsWarper(0.8),
+         MinPLogitsWarper(0.1)],
     ),
-}
+}  # fmt: skip
+PROMPTS = torch.tensor([[3, 5, 7], [11, 13, 17], [19, 23, 29]])
 
 
 def flat_model():
@@ -44,9 +41,6 @@ def flat_model():
         model.get_output_embeddings().weight.mul_(0.6)
     model.generation_config.eos_token_id = None
     return model
-
-
-PROMPTS = torch.tensor([[3, 5, 7], [11, 13, 17], [19, 23, 29]])
 
 
 def sample(model, **options):
@@ -106,19 +100,15 @@ def test_words_that_another_processor_forbids():
     assert offsets.tolist() == [0, 5] and best not in token_ids
 
 
-def test_a_second_call_of_generate_is_refused():
+def test_what_is_refused():
+    """A second call of generate, and lengths that were not recorded."""
     recorder, model = SupportRecorder(top_k=5), flat_model()
     sample(model, logits_processor=[recorder], **recorder.generate_options())
+    for lengths in ([1, 1], [1, 1, STEPS + 1]):
+        with pytest.raises(ValueError, match="lengths: expected 3 numbers up to 6"):
+            recorder.supports(lengths)
     with pytest.raises(ValueError, match=r"input_ids: expected \[3, 9\], a token more"):
         sample(model, logits_processor=[recorder], **recorder.generate_options())
-
-
-@pytest.mark.parametrize("lengths", ([1, 1], [1, 1, STEPS + 1]))
-def test_lengths_that_were_not_recorded(lengths):
-    recorder = SupportRecorder(top_k=5)
-    sample(flat_model(), logits_processor=[recorder], **recorder.generate_options())
-    with pytest.raises(ValueError, match="lengths: expected 3 numbers up to 6"):
-        recorder.supports(lengths)
 
 
 def test_nothing_recorded():

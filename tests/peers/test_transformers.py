@@ -1,6 +1,7 @@
 """The fused head on tiny models of many families: their own logits' log-probs and gradients."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -59,21 +60,37 @@ def assert_same_gradients(mine, theirs, tolerance=2e-4):
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family):
-    model = family_model(family)
+def check_scores(model, attach=True, temperature=1.0, **more):
+    """Log-probs, entropy and gradients by the attached head, against those of the model's logits.
+
+    Returns the names of the parameters that have a gradient.
+    """
     inputs, labels = batch_of()
+    inputs |= more
     weights = torch.randn(labels[:, 1:].shape, generator=torch.Generator().manual_seed(5))
-    logps, entropy, mask = expected(model, inputs, labels, 0.7)
-    wanted = gradients_of(model, (weights * logps + 0.1 * entropy).sum())
-    attach_fused_head(model, temperature=0.7)
+    *scores, mask = expected(model, inputs, labels, temperature)
+    wanted = gradients_of(model, (weights * scores[0] + 0.1 * scores[1]).sum())
+    if attach:
+        attach_fused_head(model, temperature=temperature)
     out = model(**inputs, labels=labels, fused_head=True)
     assert torch.equal(out.mask, mask) and out.loss is None
-    torch.testing.assert_close(out.logps, logps, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out.entropy, entropy, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(
-        gradients_of(model, (weights * out.logps + 0.1 * out.entropy).sum()), wanted
-    )
+    for mine, theirs in zip((out.logps, out.entropy), scores, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    mine = gradients_of(model, (weights * out.logps + 0.1 * out.entropy).sum())
+    assert_same_gradients(mine, wanted)
+    return set(wanted)
+
+
+def with_head(model=None, **options):
+    """A model with a fused head, and a batch."""
+    model = make_model("llama") if model is None else model
+    attach_fused_head(model, **options)
+    return model, *batch_of()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    check_scores(family_model(family), temperature=0.7)
 
 
 def test_families_differ_from_a_plain_head():
@@ -149,9 +166,7 @@ def test_cross_entropy_beside_the_loss(mask):
 
 
 def test_labels_shifted_already():
-    model = make_model("llama")
-    inputs, labels = batch_of()
-    attach_fused_head(model)
+    model, inputs, labels = with_head()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     out = model(**inputs, shift_labels=shifted, fused_head=True)
     torch.testing.assert_close(
@@ -184,9 +199,7 @@ def test_otherwise_the_model_is_as_it_was():
 
 
 def test_gradient_checkpointing():
-    model = make_model("llama").train()
-    inputs, labels = batch_of()
-    attach_fused_head(model)
+    model, inputs, labels = with_head(make_model("llama").train())
     wanted = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mine = gradients_of(model, model(**inputs, labels=labels, fused_head=True).logps.sum())
@@ -194,52 +207,35 @@ def test_gradient_checkpointing():
 
 
 def test_load_balancing_of_experts():
+    """Its loss is the model's own, whether arguments come by name or by position."""
     model = family_model("mixtral")
     inputs, labels = batch_of()
     own = model(**inputs, labels=labels)
     attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.aux_loss, own.aux_loss)
-    assert out.aux_loss.requires_grad
-
-
-def test_arguments_by_position():
-    model = family_model("mixtral")
-    attach_fused_head(model)
-    inputs, labels = batch_of()
-    ids, attention_mask = inputs.values()
     by_name = model(**inputs, labels=labels, fused_head=True)
-    out = model(ids, attention_mask, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.aux_loss, by_name.aux_loss)
-    torch.testing.assert_close(out.logps, by_name.logps)
+    by_position = model(*inputs.values(), labels=labels, fused_head=True)
+    for out in (by_name, by_position):
+        torch.testing.assert_close(out.aux_loss, own.aux_loss)
+        torch.testing.assert_close(out.logps, by_name.logps)
+        assert out.aux_loss.requires_grad
 
 
 def test_accelerate_leaves_it_alone():
     """PEFT unwraps a forward by `__wrapped__`, and reads its signature."""
-    import inspect
-
     from accelerate.utils import extract_model_from_parallel
 
-    model = make_model("llama")
-    own = inspect.signature(model.forward)
-    attach_fused_head(model)
+    own = inspect.signature(make_model("llama").forward)
+    model, inputs, labels = with_head()
     assert inspect.signature(model.forward) == own
-    inputs, labels = batch_of()
     for keep in (True, False):
         unwrapped = extract_model_from_parallel(model, keep_fp32_wrapper=keep)
         assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
 
 
 def test_vision_language_model():
-    model = llava()
-    inputs, labels = batch_of()
-    inputs["input_ids"][:, 2:6] = 3  # four patches
-    inputs["pixel_values"] = torch.randn(3, 3, 8, 8)
-    logps, _, _ = expected(model, inputs, labels)
-    attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps, logps, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), gradients_of(model, logps.sum()))
+    ids = batch_of()[0]["input_ids"]
+    ids[:, 2:6] = 3  # four patches
+    check_scores(llava(), input_ids=ids, pixel_values=torch.randn(3, 3, 8, 8))
 
 
 @pytest.mark.parametrize("when", ("before", "after"))
@@ -249,15 +245,10 @@ def test_lora(kind, when):
     if when == "before":
         attach_fused_head(model)
     model = with_lora(model, **LORAS[kind])
+    trained = check_scores(model, attach=when == "after")
+    assert any("lm_head" in name for name in trained) == (kind != "body")
     inputs, labels = batch_of()
-    logps, _, _ = expected(model, inputs, labels)
-    wanted = gradients_of(model, logps.sum())
-    assert any("lm_head" in name for name in wanted) == (kind != "body")
-    if when == "after":
-        attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps, logps, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    logps = model(**inputs, labels=labels, fused_head=True).logps
     # As the reference: adapters off.
     with model.disable_adapter(), torch.no_grad():
         reference, _, _ = expected(model, inputs, labels)
@@ -277,40 +268,28 @@ def test_two_loras_on_the_head():
     with torch.no_grad():
         model.base_model.lm_head.lora_B["other"].weight.normal_(std=0.3)
     model.base_model.set_adapter(["default", "other"])
-    inputs, labels = batch_of()
-    logps, _, _ = expected(model, inputs, labels)
-    wanted = gradients_of(model, logps.sum())
-    attach_fused_head(model)
-    out = model(**inputs, labels=labels, fused_head=True)
-    torch.testing.assert_close(out.logps, logps, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    check_scores(model)
 
 
-def test_lora_on_the_head_makes_no_weight():
+def test_lora_on_the_head_makes_no_weight(monkeypatch):
     """Nothing has the size of the head but one chunk of logits."""
     from grpo_kernels.dense import Gradients
 
-    model = with_lora(family_model("qwen2"), **LORAS["head"])
-    attach_fused_head(model)
-    inputs, labels = batch_of()
-    asked = []
-    original = Gradients.__init__
+    model, inputs, labels = with_head(with_lora(family_model("qwen2"), **LORAS["head"]))
+    asked, original = [], Gradients.__init__
 
     def watched(self, terms, wanted, **options):
         asked.append(tuple(wanted))
         original(self, terms, wanted, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gradients, "__init__", watched)
-        model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
+    monkeypatch.setattr(Gradients, "__init__", watched)
+    model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
     assert asked == [(True, False, True, True)]
 
 
 def test_the_sampled_backward():
-    model = make_model("llama")
-    inputs, labels = batch_of()
-    generator = torch.Generator().manual_seed(0)
-    attach_fused_head(model, execution=Execution(backward=Sampled(0.1, generator)))
+    execution = Execution(backward=Sampled(0.1, torch.Generator().manual_seed(0)))
+    model, inputs, labels = with_head(execution=execution)
     advantages = torch.tensor([1.0, -1.0, 0.5])
     out = model(**inputs, labels=labels, fused_head=Objective(advantages))
     assert "gradient_noise" in out.metrics
@@ -321,9 +300,7 @@ def test_the_sampled_backward():
 
 
 def test_bf16_with_a_float32_head():
-    model = family_model("llama").bfloat16()
-    attach_fused_head(model, float32=True, check=False)
-    inputs, labels = batch_of()
+    model, inputs, labels = with_head(family_model("llama").bfloat16(), float32=True, check=False)
     states = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].double()
     log_p = (states @ model.lm_head.weight.double().T).log_softmax(-1)
     mask = labels[:, 1:] != -100
@@ -332,158 +309,120 @@ def test_bf16_with_a_float32_head():
     torch.testing.assert_close(out.logps.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-class TestMistakes:
-    def test_twice(self):
-        model = make_model("llama")
-        attach_fused_head(model)
-        with pytest.raises(ValueError, match="without a fused head"):
-            attach_fused_head(model)
+def virtual_tokens(kind, model):
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-    def test_detached_from_nothing(self):
-        with pytest.raises(ValueError, match="expected one with a fused head"):
-            detach_fused_head(make_model("llama"))
+    config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind]
+    return get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
-    def test_detached_under_a_wrapper(self):
-        model = make_model("llama")
-        attach_fused_head(model)
-        inner = model.forward
-        model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-        with pytest.raises(ValueError, match="wrapped since"):
-            detach_fused_head(model)
 
-    def test_no_model(self):
-        with pytest.raises(TypeError, match="expected a model of transformers"):
-            attach_fused_head(torch.nn.Linear(2, 2))
+def with_logits_of_another_kind():
+    model = make_model("llama")
+    own = model.forward
 
-    @pytest.mark.parametrize(
-        ("options", "error", "message"),
-        (
-            ({"temperature": 0.0}, ValueError, "temperature: expected a number > 0; got 0.0"),
-            ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
-            ({"execution": "torch"}, TypeError, "execution: expected an Execution; got 'torch'"),
-            ({"execution": Execution(backward=Sampled(seed=3))}, ValueError,
-             r"seed: expected a torch\.Generator"),
-        ),
-    )  # fmt: skip
-    def test_options(self, options, error, message):
-        with pytest.raises(error, match=message):
-            attach_fused_head(make_model("llama"), **options)
+    def forward(*args, **kwargs):
+        out = own(*args, **kwargs)
+        out.logits = out.logits.sinh()
+        return out
 
-    def test_logits_of_another_kind(self):
-        model = make_model("llama")
-        own = model.forward
+    model.forward = forward
+    return model
 
-        def forward(*args, **kwargs):
-            out = own(*args, **kwargs)
-            out.logits = out.logits.sinh()
-            return out
 
-        model.forward = forward
-        with pytest.raises(ValueError, match="scaled and capped as the config says"):
-            attach_fused_head(model)
-
-    def test_encoder_and_decoder(self):
-        config = transformers.T5Config(
-            vocab_size=V, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8
-        )
-        with pytest.raises(ValueError, match="expected a decoder-only model"):
-            attach_fused_head(transformers.T5ForConditionalGeneration(config))
-
-    @pytest.mark.parametrize("kind", ("prompt", "prefix"))
-    def test_virtual_tokens(self, kind):
-        from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-
-        config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind]
-        config = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        with pytest.raises(ValueError, match="virtual tokens before the prompt"):
-            attach_fused_head(get_peft_model(family_model("llama"), config))
-
-    def test_dora_on_the_head(self):
-        model = with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True)
-        with pytest.raises(ValueError, match="without variants such as DoRA"):
-            attach_fused_head(model)
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        (
-            ({}, "labels: expected token ids .* got neither"),
-            ({"labels": "L", "shift_labels": "L"}, "got both"),
-            ({"labels": "short"}, r"labels: expected shape \[3, 11\]"),
-            ({"labels": "L", "logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
-            ({"labels": "L", "logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
-            ({"labels": "L", "use_cache": True}, "use_cache: expected none"),
-        ),
+def encoder_and_decoder():
+    config = transformers.T5Config(
+        vocab_size=V, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8
     )
-    def test_calls(self, given, message):
-        model = make_model("llama")
-        attach_fused_head(model)
-        inputs, labels = batch_of()
-        tensors = {"L": labels, "short": labels[:, :-1]}
-        given = {k: tensors.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
-        with pytest.raises(ValueError, match=message):
-            model(**inputs, fused_head=True, **given)
+    return transformers.T5ForConditionalGeneration(config)
 
-    @pytest.mark.parametrize("name", ("advantages", "old_logps", "old_logp", "beta", "cu_seqlens"))
-    def test_arguments_that_the_model_would_ignore(self, name):
-        model = make_model("llama")
-        attach_fused_head(model)
-        inputs, labels = batch_of()
-        with pytest.raises(TypeError, match=f"{name}: expected an argument of LlamaForCausalLM"):
-            model(**inputs, labels=labels, fused_head=True, **{name: torch.ones(3)})
 
-    @pytest.mark.parametrize(
-        ("given", "error", "message"),
-        (
-            ({"old_logps": torch.zeros(1)}, ValueError, "advantages: expected a tensor, as old"),
-            ({"execution": {}}, TypeError, "execution: expected an Execution; got {}"),
-        ),
-    )  # fmt: skip
-    def test_objectives(self, given, error, message):
-        with pytest.raises(error, match=message):
-            Objective(**given)
+# id: (a model, options of `attach_fused_head`, the error)
+NOT_ATTACHED = {
+    "twice": (lambda: with_head()[0], {}, "without a fused head"),
+    "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
+    "another kind of logits": (
+        with_logits_of_another_kind, {}, "scaled and capped as the config says"),
+    "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
+    **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
+              "virtual tokens before the prompt") for kind in ("prompt", "prefix")},
+    "dora": (lambda: with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True),
+             {}, "without variants such as DoRA"),
+    "temperature": (None, {"temperature": 0.0}, "temperature: expected a number > 0; got 0.0"),
+    "logits_dtype": (None, {"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
+    "execution": (None, {"execution": "torch"}, "execution: expected an Execution; got 'torch'"),
+    "seed": (None, {"execution": Execution(backward=Sampled(seed=3))},
+             r"seed: expected a torch\.Generator"),
+}  # fmt: skip
 
-    def test_no_objective(self):
-        model = make_model("llama")
-        attach_fused_head(model)
-        inputs, labels = batch_of()
-        with pytest.raises(TypeError, match="fused_head: expected True or an Objective"):
-            model(**inputs, labels=labels, fused_head=1.0)
 
-    def test_virtual_tokens_around_a_fused_head(self):
-        from peft import PromptTuningConfig, get_peft_model
+@pytest.mark.parametrize("case", NOT_ATTACHED)
+def test_models_and_options_that_are_refused(case):
+    make, options, message = NOT_ATTACHED[case]
+    model = make() if make else make_model("llama")
+    with pytest.raises((TypeError, ValueError), match=message):
+        attach_fused_head(model, **options)
 
-        model = family_model("llama")
-        attach_fused_head(model)
-        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        model = get_peft_model(model, config)
-        inputs, labels = batch_of()
-        with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
-            model(**inputs, labels=labels, fused_head=True)
+
+def test_detached_from_nothing_or_under_a_wrapper():
+    with pytest.raises(ValueError, match="expected one with a fused head"):
+        detach_fused_head(make_model("llama"))
+    model, *_ = with_head()
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(ValueError, match="wrapped since"):
+        detach_fused_head(model)
+
+
+_, L = batch_of()
+# (arguments of the call, the error)
+NOT_CALLED = (
+    ({"labels": None}, "labels: expected token ids .* got neither"),
+    ({"shift_labels": L}, "got both"),
+    ({"labels": L[:, :-1]}, r"labels: expected shape \[3, 11\]"),
+    ({"labels": L.tolist()}, "labels: expected a tensor"),
+    ({"labels": L.to("meta")}, "meta"),
+    ({"logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
+    ({"logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
+    ({"use_cache": True}, "use_cache: expected none"),
+    ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
+    # What the model would ignore.
+    *(({name: torch.ones(3)}, f"{name}: expected an argument of LlamaForCausalLM")
+      for name in ("advantages", "old_logps", "old_logp", "beta", "cu_seqlens")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), NOT_CALLED)
+def test_calls_that_are_refused(given, message):
+    model, inputs, labels = with_head()
+    given = {"labels": labels, "fused_head": True, **given}
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(**inputs, **{k: x for k, x in given.items() if x is not None})
+
+
+def test_virtual_tokens_around_a_fused_head():
+    model, inputs, labels = with_head(family_model("llama"))
+    with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
+        virtual_tokens("prompt", model)(**inputs, labels=labels, fused_head=True)
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     (
-        ({"mask": torch.ones(9)}, r"mask: expected shape \[4, 9\]; got \[9\]"),  # not broadcast
-        ({"mask": [1] * 9}, "mask: expected a tensor; got list"),
-        ({"mask": 0.5 * torch.ones(4, 9)}, "mask: expected 0 or 1; got other values"),
+        ({"mask": torch.ones(10)}, r"mask: expected shape \[3, 10\]; got \[10\]"),  # not broadcast
+        ({"mask": [1] * 10}, "mask: expected a tensor; got list"),
+        ({"mask": 0.5 * torch.ones(3, 10)}, "mask: expected 0 or 1; got other values"),
         ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
         ({"temperature": 0.0}, "temperature: expected a number > 0"),
         ({"support": [torch.ones(2)]}, "support: expected"),
+        (
+            {"advantages": None, "old_logps": torch.zeros(1)},
+            "advantages: expected a tensor, as old",
+        ),
+        ({"execution": {}}, "execution: expected an Execution; got {}"),
     ),
 )
 def test_what_an_objective_does_not_take(options, error):
-    model = make_model("llama")
-    attach_fused_head(model)
-    ids = torch.randint(1, 257, (4, 10), generator=torch.Generator().manual_seed(0))
+    model, inputs, labels = with_head()
     with pytest.raises((TypeError, ValueError), match=error):
-        model(ids, labels=ids, fused_head=Objective(torch.ones(4), **options))
-
-
-def test_labels_are_a_tensor():
-    model = make_model("llama")
-    attach_fused_head(model)
-    ids = torch.ones(2, 3, dtype=torch.long)
-    for labels, error in ((ids.tolist(), "labels: expected a tensor"), (ids.to("meta"), "meta")):
-        with pytest.raises((TypeError, ValueError), match=error):
-            model(ids, labels=labels, fused_head=True)
+        objective = Objective(**{"advantages": torch.ones(3), **options})
+        model(**inputs, labels=labels, fused_head=objective)

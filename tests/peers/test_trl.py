@@ -101,30 +101,6 @@ def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path, one_pass):
     assert all(of["ratio_max"] == of["ratio_mean"] == 1.0 for of in metrics)
 
 
-@pytest.mark.parametrize("family", ("gemma2", "cohere", "granite", "gpt2"))
-def test_models_that_scale_or_cap(family, tmp_path):
-    compare(tmp_path, family=family)
-
-
-@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
-def test_experts(loss_type, tmp_path):
-    """Their load-balancing loss and its gradient are TRL's."""
-    _, log, _ = compare(
-        tmp_path, family="qwen3_moe", loss_type=loss_type, gradient_accumulation_steps=2
-    )
-    assert log[0]["aux_loss"] > 0
-
-
-def test_evaluation(tmp_path):
-    _, log, _ = compare(tmp_path, evaluate=True)
-    assert any("eval_loss" in row for row in log)
-
-
-def test_lora(tmp_path):
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
-    compare(tmp_path, peft_config=lora, beta=0.1, **TWICE)
-
-
 def sampler_s_mismatch(level):
     def inject(trainer, inputs):
         trainer.use_vllm = True
@@ -137,12 +113,6 @@ def sampler_s_mismatch(level):
     return inject
 
 
-@pytest.mark.parametrize("level", ("token", "sequence"))
-@pytest.mark.parametrize("loss_type", ("dapo", "cispo", "sapo", "vespo"))
-def test_the_sampler_s_correction(loss_type, level, tmp_path):
-    compare(tmp_path, loss_type=loss_type, injected=sampler_s_mismatch(level), beta=0.1, **TWICE)
-
-
 def a_tool_s_words(trainer, inputs):
     spoken = torch.ones_like(inputs["completion_mask"])
     spoken[:, 2:4] = 0
@@ -152,6 +122,11 @@ def a_tool_s_words(trainer, inputs):
 def advantages_of_tokens(trainer, inputs):
     g = torch.Generator().manual_seed(1)
     return {"advantages": torch.randn(inputs["completion_mask"].shape, generator=g)}
+
+
+def few_tokens(trainer, inputs):
+    """All completions but one have been cut and are masked."""
+    return {"num_items_in_batch": torch.tensor(1.0)}
 
 
 def pixels(trainer, inputs):
@@ -166,15 +141,46 @@ def pixels(trainer, inputs):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
-def test_pixels(loss_type, tmp_path):
-    compare(tmp_path, family="llava", injected=pixels, loss_type=loss_type)
+LORA = {kind: LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS[kind]) for kind in ("body", "head")}
+PASSED_ON = {"tool": a_tool_s_words, "advantages": advantages_of_tokens, "pixels": pixels}
+MORE_CASES = {
+    **{family: {"family": family} for family in ("gemma2", "cohere", "granite", "gpt2")},
+    "evaluation": {"evaluate": True},
+    "lora": {"peft_config": LORA["body"], "beta": 0.1, **TWICE},
+    # Their load-balancing loss and its gradient are TRL's.
+    **{
+        f"experts, {name}": {
+            "family": "qwen3_moe", "loss_type": name, "gradient_accumulation_steps": 2
+        } for name in ("grpo", "vespo")
+    },
+    **{
+        f"sampler's correction, {level}, {name}": {
+            "loss_type": name, "injected": sampler_s_mismatch(level), "beta": 0.1, **TWICE
+        } for level in ("token", "sequence") for name in ("dapo", "cispo", "sapo", "vespo")
+    },
+    **{
+        f"{name}, {loss_type}": {
+            "injected": injected, "loss_type": loss_type,
+            **({"family": "llava"} if name == "pixels" else TWICE),
+        } for name, injected in PASSED_ON.items() for loss_type in ("grpo", "vespo")
+    },
+    "fewer tokens than steps": {"injected": few_tokens, "steps_per_generation": 4, **TWICE},
+    "fewer tokens than steps, entropy bonus": {
+        "injected": few_tokens, "steps_per_generation": 4, "entropy_coef": 0.1, **TWICE
+    },
+    # Advantages are large then, and so may be what rounding leaves of a loss.
+    "rewards not scaled": {
+        "scale_rewards": "none", "loss_type": "grpo" if DIVIDES_BY_BATCH else "luspo"
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("injected", (a_tool_s_words, advantages_of_tokens))
-@pytest.mark.parametrize("loss_type", ("grpo", "vespo"))
-def test_what_else_is_passed_on(loss_type, injected, tmp_path):
-    compare(tmp_path, loss_type=loss_type, injected=injected, **TWICE)
+@pytest.mark.parametrize("case", MORE_CASES)
+def test_more_of_the_same(case, tmp_path):
+    _, log, _ = compare(tmp_path, **MORE_CASES[case])
+    if case == "evaluation":
+        assert any("eval_loss" in row for row in log)
+    assert ("aux_loss" in log[0] and log[0]["aux_loss"] > 0) == case.startswith("experts")
 
 
 def test_patched(tmp_path, monkeypatch):
@@ -198,8 +204,7 @@ def test_patched(tmp_path, monkeypatch):
 
 def test_lora_on_the_head_is_trained(tmp_path):
     """TRL's own head reads the layer's weight alone and leaves the adapter out."""
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
-    *_, weights = trained(FusedGRPOTrainer, tmp_path, peft_config=lora)
+    *_, weights = trained(FusedGRPOTrainer, tmp_path, peft_config=LORA["head"])
     outer = [w for name, w in weights.items() if "lm_head.lora_B" in name]
     assert len(outer) == 1 and outer[0].abs().max() > 0
 
@@ -223,21 +228,6 @@ def test_patched_twice():
     assert "_patched_by_grpo_kernels" not in vars(GRPOTrainer)
 
 
-def few_tokens(trainer, inputs):
-    """All completions but one have been cut and are masked."""
-    return {"num_items_in_batch": torch.tensor(1.0)}
-
-
-@pytest.mark.parametrize("options", ({}, {"entropy_coef": 0.1}))
-def test_fewer_tokens_than_steps(options, tmp_path):
-    compare(tmp_path, injected=few_tokens, steps_per_generation=4, **options, **TWICE)
-
-
-def test_rewards_that_are_not_scaled(tmp_path):
-    """Advantages are large then, and so may be what rounding leaves of a loss."""
-    compare(tmp_path, scale_rewards="none", loss_type="grpo" if DIVIDES_BY_BATCH else "luspo")
-
-
 def test_a_loss_that_is_not_known_is_refused(tmp_path):
     class Other(FusedGRPOTrainer):
         def _compute_loss(self, model, inputs):
@@ -257,40 +247,40 @@ def test_losses_are_compared_at_first_and_then_now_and_then():
     assert due == [*range(20), 100, 200, 300]
 
 
-def test_virtual_tokens_are_refused(tmp_path):
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="peft_config: expected adapters inside the layers"):
-        trained(FusedGRPOTrainer, tmp_path, peft_config=config)
-
-
-def test_a_cast_of_an_adapted_head_is_refused(tmp_path):
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["head"])
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32: expected False"):
-        trained(FusedGRPOTrainer, tmp_path, peft_config=lora, cast_lm_head_to_fp32=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    (
-        ({"execution": "sampled"}, TypeError, "execution: expected an Execution; got 'sampled'"),
-        ({"logits_dtype": "bf16"}, ValueError, "logits_dtype: expected 'fp32' or 'model'"),
-        (
-            {"execution": Execution(backward=Sampled(seed=3))},
-            ValueError,
-            r"seed: expected a torch\.Generator",
-        ),
+REFUSED = {
+    "virtual tokens": (
+        {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+        "peft_config: expected adapters inside the layers",
     ),
-)
-def test_options_of_the_head(options, error, message, tmp_path):
-    with pytest.raises(error, match=message):
+    "cast of an adapted head": (
+        {"peft_config": LORA["head"], "cast_lm_head_to_fp32": True},
+        "cast_lm_head_to_fp32: expected False",
+    ),
+    # Options of the loss are looked at first.
+    "delta": ({"delta": 0.9}, "delta: expected a number > 1"),
+    # Of old versions of TRL alone: newer ones leave padding out, and deprecate the other head.
+    **({"padding": ({"loss_type": "luspo"}, "whose luspo trains padding; got 'luspo'")}
+       if DIVIDES_BY_BATCH else {}),
+    **({"another head": ({"use_liger_kernel": True}, "use_liger_kernel: expected False")}
+       if ASKS_FOR_LOGITS else {}),
+}  # fmt: skip
+OF_HEAD = {
+    "execution": ({"execution": "sampled"}, "execution: expected an Execution; got 'sampled'"),
+    "logits_dtype": ({"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
+    "seed": (
+        {"execution": Execution(backward=Sampled(seed=3))}, r"seed: expected a torch\.Generator"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED | OF_HEAD)
+def test_what_is_refused(case, tmp_path):
+    options, message = (REFUSED | OF_HEAD)[case]
+    with pytest.raises((TypeError, ValueError), match=message):
         trained(FusedGRPOTrainer, tmp_path, **options)
-    with pytest.raises(error, match=message):
-        patch_trl(**options)
-
-
-def test_options_of_the_loss_are_looked_at_first(tmp_path):
-    with pytest.raises(ValueError, match="delta: expected a number > 1"):
-        trained(FusedGRPOTrainer, tmp_path, delta=0.9)
+    if case in OF_HEAD:
+        with pytest.raises((TypeError, ValueError), match=message):
+            patch_trl(**options)
 
 
 def test_other_versions():
@@ -302,18 +292,6 @@ def test_other_versions():
             check_version(new)
     for tested in ("1.8.0", "1.14.2", "1.16.3"):
         check_version(tested)
-
-
-@pytest.mark.skipif(not DIVIDES_BY_BATCH, reason="newer versions of TRL leave padding out")
-def test_padding_that_is_trained_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="whose luspo trains padding; got 'luspo'"):
-        trained(FusedGRPOTrainer, tmp_path, loss_type="luspo")
-
-
-@pytest.mark.skipif(not ASKS_FOR_LOGITS, reason="newer versions of TRL deprecate it")
-def test_the_other_head_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="use_liger_kernel: expected False"):
-        trained(FusedGRPOTrainer, tmp_path, use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("absent", ("trl", "peft"))

@@ -23,6 +23,7 @@ from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 pytestmark = pytest.mark.usefixtures("real_memory")
 TOP_P = {"top_p": 0.8}
 FOUR = {"steps_per_generation": 4, **TWICE}
+LORA = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
 
 
 def compare(tmp_path, **options):
@@ -46,24 +47,17 @@ CASES = {
     "vespo": TOP_P | {"loss_type": "vespo", **FOUR},
     "top_entropy": TOP_P | {"top_entropy_quantile": 0.4, "beta": 0.1, **FOUR},
     "sequence": TOP_P | {"importance_sampling_level": "sequence", "loss_type": "grpo", **TWICE},
+    # It samples in between the steps that one generation serves.
+    "evaluation": TOP_P | {"evaluate": True, **FOUR},
+    # The reference is the model with its adapters off.
+    "lora": TOP_P | {"peft_config": LORA, "beta": 0.1, **TWICE},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_run(case, tmp_path):
-    compare(tmp_path, **CASES[case])
-
-
-def test_evaluation(tmp_path):
-    """It samples in between the steps that one generation serves."""
-    _, log, _ = compare(tmp_path, evaluate=True, **TOP_P, **FOUR)
-    assert any("eval_loss" in row for row in log)
-
-
-def test_lora(tmp_path):
-    """The reference is the model with its adapters off."""
-    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **LORAS["body"])
-    compare(tmp_path, peft_config=lora, beta=0.1, **TOP_P, **TWICE)
+    _, log, _ = compare(tmp_path, **CASES[case])
+    assert any("eval_loss" in row for row in log) == (case == "evaluation")
 
 
 def test_patched(tmp_path):
@@ -212,15 +206,17 @@ def test_outputs_of_a_group_of_ranks():
         _mask_supports(outputs, [[4, 5, 6], [6]], rank=1)
 
 
-def test_an_older_vllm_is_refused(vllm, tmp_path):
-    vllm.__version__ = "0.27.2"
-    with pytest.raises(ValueError, match=r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"):
-        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM)
-
-
-def test_vllm_without_top_k_is_refused(vllm, tmp_path):
-    with pytest.raises(ValueError, match=r"top_k: expected a number > 0 .* vLLM .*; got 0"):
-        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | {"top_k": 0, **TOP_P})
+@pytest.mark.parametrize(
+    ("version", "options", "message"),
+    (
+        ("0.27.2", {}, r"vllm: expected version 0\.28 or newer.*; got 0\.27\.2"),
+        ("0.28.0", {"top_k": 0, **TOP_P}, r"top_k: expected a number > 0 .* vLLM .*; got 0"),
+    ),
+)
+def test_what_vllm_cannot_replay_is_refused(version, options, message, vllm, tmp_path):
+    vllm.__version__ = version
+    with pytest.raises(ValueError, match=message):
+        trained(FusedGRPOTrainer, tmp_path, replay_support=True, **VLLM | options)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""The emulator itself: instructions against torch, and each check against a kernel that is wrong.
-
-python -m pytest -p no:cacheprovider test_checks.py
-"""
+"""The emulator itself: loops and layouts, and each check against a kernel that is wrong."""
 
 import pytest
 import torch
@@ -18,78 +15,6 @@ def settings(monkeypatch):
     """Settings of its own for each test, on the GPU that was asked for."""
     monkeypatch.setattr(EmulatedDriver, "settings", Settings())
     return EmulatedDriver.settings
-
-
-@triton.jit
-def float_ops(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < N
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + offs, mask=mask, other=1.0).to(tl.float32)
-    tl.store(out_ptr + offs, x + y, mask=mask)
-    tl.store(out_ptr + N + offs, x * y - x, mask=mask)
-    tl.store(out_ptr + 2 * N + offs, x / y, mask=mask)
-    tl.store(out_ptr + 3 * N + offs, tl.maximum(x, y), mask=mask)
-    tl.store(out_ptr + 4 * N + offs, tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL), mask=mask)
-    tl.store(out_ptr + 5 * N + offs, tl.exp2(x), mask=mask)
-    tl.store(out_ptr + 6 * N + offs, tl.log2(tl.abs(x)), mask=mask)
-    tl.store(out_ptr + 7 * N + offs, tl.sqrt(tl.abs(x)), mask=mask)
-    tl.store(out_ptr + 8 * N + offs, tl.where(x < y, x, y), mask=mask)
-    tl.store(out_ptr + 9 * N + offs, tl.floor(x), mask=mask)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_arithmetic_of_floats(dtype):
-    N = 1000
-    x, y = (4 * torch.randn(N)).to(dtype), (4 * torch.randn(N)).to(dtype)
-    x[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
-    out = torch.zeros(10, N)
-    float_ops[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
-    a, b = x.float(), y.float()
-    expected = (a + b, a * b - a, a / b, torch.fmax(a, b), torch.minimum(a, b), a.exp2(),
-                a.abs().log2(), a.abs().sqrt(), torch.where(a < b, a, b), a.floor())  # fmt: skip
-    for k, wanted in enumerate(expected):
-        torch.testing.assert_close(out[k], wanted, rtol=3e-7, atol=1e-6, equal_nan=True, msg=str(k))
-
-
-@triton.jit
-def integer_ops(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK)
-    x, y = tl.load(x_ptr + offs), tl.load(y_ptr + offs)
-    tl.store(out_ptr + offs, x + y * 3)
-    tl.store(out_ptr + BLOCK + offs, x * y)
-    tl.store(out_ptr + 2 * BLOCK + offs, (x >> 3) ^ (y << 2))
-    tl.store(out_ptr + 3 * BLOCK + offs, tl.minimum(x, y))
-    tl.store(out_ptr + 4 * BLOCK + offs, x // 7)
-    tl.store(out_ptr + 5 * BLOCK + offs, (x < y).to(x.dtype))
-
-
-@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
-def test_arithmetic_of_integers(dtype):
-    bits = 15 if dtype == torch.int32 else 31
-    x, y = torch.randint(-(1 << bits), 1 << bits, (2, BLOCK), dtype=dtype)
-    out = torch.zeros(6, BLOCK, dtype=dtype)
-    integer_ops[(1,)](x, y, out, BLOCK=BLOCK)
-    down = torch.div(x, 7, rounding_mode="trunc")
-    expected = (x + y * 3, x * y, (x >> 3) ^ (y << 2), torch.minimum(x, y), down, (x < y).to(dtype))
-    for k, wanted in enumerate(expected):
-        assert torch.equal(out[k], wanted), k
-
-
-@triton.jit
-def cast(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(out_ptr.dtype.element_ty))
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.int32, torch.float64))
-def test_casts_round_as_torch_does(dtype):
-    x = torch.randn(BLOCK) * torch.logspace(-3, 4, BLOCK)
-    # Ties, to even.
-    x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, -2.5])
-    out = torch.zeros(BLOCK, dtype=dtype)
-    cast[(1,)](x, out, BLOCK=BLOCK)
-    assert torch.equal(out, x.to(dtype))
 
 
 @triton.jit

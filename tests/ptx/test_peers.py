@@ -1,183 +1,276 @@
-"""Kernels of others, unchanged from their wheels: a test of the emulator, and of our baselines.
+"""Kernels of Liger and TRL, unchanged from their wheels: a test of the emulator, and of baselines.
 
-Results are compared with float64; what the checks find in them is stated as it is.
+Results are compared with float64 and with ours; what the checks find in them, and where they are
+wrong, is stated as it is.
 """
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from grpo_kernels import GRPOLossConfig, grpo_loss, reference
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    reference,
+)
 from tests.helpers.batches import relative_error
+from tests.helpers.peers import (  # noqa: F401
+    TEMPERATURE,
+    WITHOUT_OTHER,
+    B,
+    T,
+    V,
+    batch,
+    compare,
+    found,
+    lenient,
+    logps_of,
+)  # fmt: skip
 from tests.ptx import EmulatedDriver
 
-pytest.importorskip("liger_kernel")
-pytest.importorskip("trl")
-pytestmark = pytest.mark.usefixtures("real_memory", "lenient")
-B, T, V = 4, 13, 1003
-# The temperature is a divisor of logits, to both.
-TEMPERATURE = 0.9
+pytestmark = pytest.mark.usefixtures("lenient")
+TRITON = Execution(backend="triton")
+SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
-@pytest.fixture
-def lenient(monkeypatch):
-    """Findings are collected, not raised."""
-    monkeypatch.setattr(EmulatedDriver.settings, "strict", False)
-    EmulatedDriver.settings.findings.clear()
-    yield
-    EmulatedDriver.settings.findings.clear()
+def liger_loss(logits, **options):
+    """Their loss of the batch, of other logits."""
+    kernels = pytest.importorskip("liger_kernel.transformers.grpo_loss")
+    _, ids, mask, old, ref, A = batch()
+    given = (ids, A, mask.float(), TEMPERATURE)
+    options = {"beta": 0.0, "inplace": False, **options}
+    ref = ref if options["beta"] else None
+    return kernels.triton_grpo_loss(logits, old, ref, *given, reduce=True, **options)[0]
 
 
-def found():
-    return {(f.kind, f.kernel) for f in EmulatedDriver.settings.findings}
+def reference_loss(logits, advantages=None, call=reference.grpo_loss, sampled=None, **options):
+    _, ids, mask, old, ref, A = batch()
+    given = {"ref_logps": ref} if options.get("beta") else {}
+    given |= {} if sampled is None else {"sampling_logps": sampled}
+    A, cfg = A if advantages is None else advantages, GRPOLossConfig(**options)
+    return call(logps_of(logits, ids), A, mask, old_logps=old, config=cfg, **given).loss
 
 
-def batch():
-    g = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(B, T + 1, V, generator=g)
-    ids = torch.randint(V, (B, T), generator=g)
-    mask = torch.arange(T) < torch.tensor([[T], [5], [9], [1]])
-    logits[:, :-1].scatter_add_(2, ids[..., None], torch.full((B, T, 1), 5.0))
-    true = (logits[:, :-1].double() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-    old, ref, sampled = (true + s * torch.randn(B, T, generator=g) for s in (0.3, 0.5, 0.2))
-    advantages = torch.tensor([1.3, -0.7, 0.4, -2.0])
-    return logits, ids, mask, old.float(), ref.float(), sampled.float(), advantages
+def sampled_logps():
+    old = batch()[3]
+    return old - 0.36 * torch.randn(B, T, generator=torch.Generator().manual_seed(1))
 
 
-# id: options of Liger's call, of our config
+KL = {"beta": 0.1, "use_bias_correction_kl": False}
+HIGH = {"epsilon_high": 0.4}
+# id: options of both, of Liger alone, of our config alone
 PATHS = {
-    "token": ({}, {}),
-    "kl": ({"beta": 0.1}, {"beta": 0.1, "use_bias_correction_kl": False}),
-    "delta": ({"delta": 1.5}, {"delta": 1.5}),
-    "grpo": ({"loss_type": "grpo"}, {"loss_type": "grpo"}),
-    "cispo": ({"loss_type": "cispo", "eps_high": 5.0}, {"loss_type": "cispo", "epsilon_high": 5.0}),
-    "sapo": ({"loss_type": "sapo"}, {"loss_type": "sapo"}),
-    "sequence": (
-        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
-        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "token": ({}, {}, HIGH),
+    "kl": (KL, {}, HIGH),
+    "delta": ({"delta": 1.5}, {}, HIGH),
+    "grpo": ({"loss_type": "grpo"}, {}, HIGH),
+    "cispo": ({"loss_type": "cispo"}, {"eps_high": 5.0}, {"epsilon_high": 5.0}),
+    "sapo": ({"loss_type": "sapo"}, {}, {}),
+    "sequence": ({**SEQUENCE, "loss_type": "grpo"}, {}, HIGH),
+    "sequence_kl": ({**SEQUENCE, **KL, "loss_type": "grpo"}, {}, HIGH),
+    "corrected_kl": ({"beta": 0.1, "use_bias_correction_kl": True}, {}, HIGH),
+    "vllm_ratio": ({}, {"vllm_is_ratio": True}, {
+        "is_correction": "token_truncate", "is_clip_max": 1.5, **HIGH}),
+    "bnpo": ({"loss_type": "bnpo"}, {}, HIGH),
+    "dr_grpo": ({"loss_type": "dr_grpo", "max_completion_length": 20}, {}, HIGH),
+    "vespo": ({"loss_type": "vespo"}, {}, {}),
+    "sequence_delta": (
+        {**SEQUENCE, "loss_type": "grpo", "delta": 1.05}, {"eps_high": 0.02}, {"epsilon_high": 0.02}
     ),
-    "sequence_kl": (
-        {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.1},
-        {
-            "importance_sampling_level": "sequence",
-            "loss_type": "grpo",
-            "beta": 0.1,
-            "use_bias_correction_kl": False,
-        },
+    "sequence_corrected_kl": (
+        {**SEQUENCE, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True}, {}, HIGH
     ),
-    "corrected_kl": (
-        {"beta": 0.1, "use_bias_correction_kl": True},
-        {"beta": 0.1, "use_bias_correction_kl": True},
-    ),
-    "vllm_ratio": ({"vllm_is_ratio": True}, {"is_correction": "token_truncate"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("inplace", (False, True), ids=("apart", "in_place"))
 @pytest.mark.parametrize("path", PATHS)
-def test_liger_grpo(path, inplace):
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+def test_liger_grpo_is_ours(path, inplace):
+    both, theirs, ours = PATHS[path]
+    logits, theirs = batch()[0], {**theirs, "inplace": inplace}
+    if "vllm_is_ratio" in theirs:
+        ours = {**ours, "sampled": sampled_logps()}
+        ratio = (batch()[3] - ours["sampled"]).exp()
+        assert (ratio > ours["is_clip_max"]).any()
+        theirs["vllm_is_ratio"] = ratio.clamp(max=ours["is_clip_max"])
 
-    theirs, ours = PATHS[path]
-    logits, ids, mask, old, ref, sampled, advantages = batch()
-    high = {} if path == "sapo" else {"epsilon_high": 0.4}
-    cfg = GRPOLossConfig(**{"loss_type": "dapo", "beta": 0.0, **high, **ours})
-    given = {"old_logps": old, "config": cfg}
-    if cfg.beta:
-        given["ref_logps"] = ref
-    theirs = {"beta": 0.0, **theirs}
-    if theirs.pop("vllm_is_ratio", False):
-        given["sampling_logps"] = sampled
-        theirs["vllm_is_ratio"] = (old - sampled).exp().clamp(max=cfg.is_clip_max)
-    results = []
-    for call, dtype in ((reference.grpo_loss, torch.float64), (grpo_loss, torch.float32)):
-        x = logits.clone().to(dtype).requires_grad_()
-        logps = (x[:, :-1] / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-        loss = call(logps, advantages, mask, **given).loss
-        results.append((loss.detach(), torch.autograd.grad(loss, x)[0]))
-    (truth, gradient), (own, own_gradient) = results
-    x = logits.clone().requires_grad_()
-    loss, *_ = triton_grpo_loss(
-        x * 1, old, ref if cfg.beta else None, ids, advantages, mask.float(), TEMPERATURE,
-        inplace=inplace, reduce=True, **theirs,
-    )  # fmt: skip
-    loss.backward()
-    assert gradient.norm() > 0
-    assert abs(loss.item() - truth.item()) <= 2e-6 * max(1.0, abs(truth.item()))
-    assert abs(loss.item() - own.item()) <= 2e-6 * max(1.0, abs(own.item()))
-    assert relative_error(x.grad, gradient) <= 3e-6
-    assert relative_error(x.grad, own_gradient) <= 3e-6
-    assert found() == set(), EmulatedDriver.settings.findings
+    def plain(x, call=reference.grpo_loss):
+        return reference_loss(x, call=call, **both, **ours)
+
+    actual = compare(lambda x: liger_loss(x * 1, **both, **theirs), plain, logits)
+    own = compare(lambda x: plain(x, grpo_loss), plain, logits)
+    apart = 3e-5 if EmulatedDriver.settings.error else 3e-6
+    assert all(relative_error(a, b) <= apart for a, b in zip(actual, own, strict=True))
+
+
+@pytest.mark.parametrize("level", ("token", "sequence"))
+def test_liger_luspo(level):
+    """Its loss is a mean of loss times length (grpo_loss.py:597); TRL's and ours sums over tokens.
+
+    The gradient of the loss has one column (928), of which the kernel reads T (474): at the token
+    level what lies behind. At the sequence level it is multiplied by the mask before.
+    """
+    logits, _, mask, *_, A = batch()
+    x, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    options = {"loss_type": "luspo", "importance_sampling_level": level}
+    loss = liger_loss(x * 1, **options)
+    truth = reference_loss(exact, A * mask.sum(1) / T, epsilon_high=0.4, **options)
+    (actual,), (gradient,) = torch.autograd.grad(loss, x), torch.autograd.grad(truth, exact)
+    assert relative_error(loss.detach(), truth.detach()) <= 2e-6
+    if level == "sequence":
+        assert relative_error(actual, gradient) <= 3e-6 and found() == set()
+    else:
+        assert not relative_error(actual, gradient) <= 1
+        assert found() == {("out of bounds", "_grpo_loss_bwd_kernel")}
+
+
+def test_liger_delta_within_the_clip_range():
+    """Where delta < ratio < 1 + eps_high and A < 0 the clipped term is the lesser, and trains.
+
+    Their backward has no gradient there (grpo_loss.py:497, at the sequence level 397); TRL's and
+    ours has.
+    """
+    logits, ids, mask, old, _, A = batch()
+    leaves = [logits.clone().requires_grad_(), logits.clone().requires_grad_()]
+    exact, options = logits.double().requires_grad_(), {"epsilon_high": 0.4, "delta": 1.05}
+    theirs = liger_loss(leaves[0] * 1, delta=1.05)
+    ours = reference_loss(leaves[1], call=grpo_loss, **options)
+    truth = reference_loss(exact, **options)
+    pairs = zip((theirs, ours, truth), (*leaves, exact), strict=True)
+    grad, own, true = (torch.autograd.grad(loss, x)[0][:, :-1] for loss, x in pairs)
+    assert relative_error(theirs.detach(), truth.detach()) <= 2e-6
+    assert relative_error(own, true) <= 3e-6
+    ratio = (logps_of(logits, ids) - old).exp()
+    lost = mask & (A[:, None] < 0) & (ratio > 1.05) & (ratio < 1.4)
+    assert lost.sum() > 1 and (true.norm(dim=-1)[lost] > 0).all()
+    assert relative_error(grad, true * ~lost[..., None]) <= 3e-6 and found() == set()
+
+
+def test_liger_grpo_is_ours_of_a_head():
+    _, ids, mask, old, ref, A = batch()
+
+    def theirs(h, w):
+        return liger_loss(F.pad(h @ w.T, (0, 0, 0, 1)), beta=0.1)
+
+    def ours(h, w, call=fused_grpo_loss, **given):
+        cfg = GRPOLossConfig(epsilon_high=0.4, beta=0.1, use_bias_correction_kl=False)
+        head = LMHead(w, temperature=TEMPERATURE)
+        return call(h, head, ids, A, mask, old_logps=old, ref_logps=ref, config=cfg, **given).loss
+
+    def plain(h, w):
+        return ours(h, w, reference.fused_grpo_loss)
+
+    # Ratios are far from 1 here, and log-probs of -40 are rounded.
+    given = {"tolerance": 1e-5}
+    operands = (torch.randn(B, T, 24) / 24**0.5, torch.randn(V, 24))
+    actual = compare(theirs, plain, *operands, **given)
+    own = compare(lambda h, w: ours(h, w, execution=TRITON), plain, *operands, **given)
+    assert all(relative_error(a, b) <= 1e-5 for a, b in zip(actual, own, strict=True))
+
+
+def liger(name):
+    return pytest.importorskip(f"liger_kernel.ops.{name}")
 
 
 def test_liger_selective_log_softmax():
-    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
-
     logits, ids, mask, *_ = batch()
-    logps = fused_selective_log_softmax(logits, ids, TEMPERATURE, mask)
-    true = (logits[:, :-1].double() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
+    logps = liger("grpo_loss").fused_selective_log_softmax(logits, ids, TEMPERATURE, mask)
+    true = logps_of(logits.double(), ids)
     assert (logps - true)[mask].abs().max() <= 2e-6 and found() == set()
 
 
 def test_liger_softmax():
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    compare(LigerSoftmaxFunction.apply, lambda x: x.softmax(-1), torch.randn(6, V))
+    apply = liger("softmax").LigerSoftmaxFunction.apply
+    compare(apply, lambda x: x.softmax(-1), torch.randn(6, V))
 
 
 def test_liger_rms_norm():
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    apply = liger("rms_norm").LigerRMSNormFunction.apply
 
     def plain(x, w):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
 
-    def theirs(x, w):
-        return LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
-
-    compare(theirs, plain, torch.randn(6, 200), torch.randn(200))
+    operands = (torch.randn(6, 200), torch.randn(200))
+    compare(lambda x, w: apply(x, w, 1e-6, 0.0, "llama", False), plain, *operands)
 
 
 def test_liger_cross_entropy():
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
+    apply = liger("cross_entropy").LigerCrossEntropyFunction.apply
     targets = torch.randint(V, (7,))
     targets[2] = -100
 
-    def theirs(x):
-        return LigerCrossEntropyFunction.apply(x * 1, targets, None)[0]
-
     # utils.py:143: what is behind the last column comes in as whatever the hardware gives.
-    known = {("masked load without other", "element_mul_kernel")}
-    plain = torch.nn.functional.cross_entropy
-    compare(theirs, lambda x: plain(x, targets), torch.randn(7, V), known=known)
+    known = {(WITHOUT_OTHER, "element_mul_kernel")}
+    plain = lambda x: F.cross_entropy(x, targets)  # noqa: E731
+    compare(lambda x: apply(x * 1, targets, None)[0], plain, torch.randn(7, V), known=known)
 
 
-def compare(theirs, plain, *operands, known=()):
-    """Values and gradients of a function of theirs against float64."""
-    leaves = [x.clone().requires_grad_() for x in operands]
-    exact = [x.double().requires_grad_() for x in operands]
-    out, expected = theirs(*leaves), plain(*exact)
-    d = torch.randn(out.shape)
-    grads = torch.autograd.grad(out, leaves, d)
-    for mine, true in zip(
-        (out, *grads), (expected, *torch.autograd.grad(expected, exact, d.double())), strict=True
-    ):
-        assert true.norm() > 0 and relative_error(mine, true) <= 2e-6
-    assert found() == set(known), EmulatedDriver.settings.findings
-
-
-def test_trl_log_probs_and_entropy():
-    from trl.kernels.logprob_entropy import selective_log_softmax_and_entropy
-
-    ids = torch.randint(V, (7,))
+@pytest.mark.parametrize("masked", (False, True), ids=("all", "masked rows"))
+def test_trl_log_probs_and_entropy(masked):
+    kernels = pytest.importorskip("trl.kernels.logprob_entropy")
+    logits, ids, mask, *_ = batch()
+    mask = mask if masked else torch.ones_like(mask)
 
     def theirs(x):
-        return torch.stack(selective_log_softmax_and_entropy(x, ids, TEMPERATURE))
+        given = (x[:, :-1], ids, TEMPERATURE, *([mask] if masked else []))
+        return torch.stack(kernels.selective_log_softmax_and_entropy(*given))
 
     def plain(x):
-        logps = (x / TEMPERATURE).log_softmax(-1)
-        chosen = logps.gather(1, ids[:, None])[:, 0]
-        return torch.stack([chosen, -(logps.exp() * logps).sum(1)])
+        logps = (x[:, :-1] / TEMPERATURE).log_softmax(-1)
+        return torch.stack((logps_of(x, ids), -(logps.exp() * logps).sum(-1))) * mask
 
     # logprob_entropy.py:122: what is behind the last column comes in as the hardware gives it.
-    known = {("masked load without other", "_backward_kernel")}
-    compare(theirs, plain, 2 * torch.randn(7, V), known=known)
+    compare(theirs, plain, logits, known={(WITHOUT_OTHER, "_backward_kernel")})
+
+
+def test_trl_chunked_log_probs_are_ours(monkeypatch):
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+    ids = torch.randint(V, (11,))
+
+    def theirs(*head):
+        out = kernels.ChunkedLogProbFunction.apply(*head, ids, TEMPERATURE, 400, 9.0)
+        return torch.stack(out[:2])
+
+    def ours(h, w, b, call=linear_logprobs, **given):
+        out = call(h, LMHead(w, b, temperature=TEMPERATURE, softcap=9.0), ids, **given)
+        return torch.stack((out.logps, out.entropy))
+
+    def plain(*head):
+        return ours(*head, reference.linear_logprobs)
+
+    def own(*head):
+        return ours(*head, entropy=True, execution=TRITON)
+
+    head = (torch.randn(11, 24), torch.randn(V, 24), torch.randn(V))
+    pairs = zip(compare(theirs, plain, *head), compare(own, plain, *head), strict=True)
+    assert all(relative_error(a, b) <= 3e-6 for a, b in pairs)
+    assert EmulatedDriver.settings.launches["_forward_kernel"] >= 3
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
+def test_trl_chunked_divergence(beta, monkeypatch):
+    kernels = pytest.importorskip("trl.kernels.chunked_divergence")
+    monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "VOCAB_CHUNK_SIZE", 400)
+    (function,) = (x for name, x in vars(kernels).items() if name.endswith("DivergenceFunction"))
+    teacher, head = torch.randn(7, 24) / 2, torch.randn(V, 24)
+
+    def theirs(h, w):
+        return function.apply(h, w, None, teacher, head, None, beta)[0]
+
+    def plain(h, w):
+        s = (h @ w.T).log_softmax(-1)
+        t = (teacher.double() @ head.double().T).log_softmax(-1)
+        if beta in (0, 1):
+            p, q = (s, t) if beta else (t, s)
+            return (p.exp() * (p - q)).sum(-1)
+        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+        return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+
+    student = (torch.randn(7, 24) / 2, torch.randn(V, 24))
+    compare(theirs, plain, *student, tolerance=5e-6)

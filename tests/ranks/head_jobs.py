@@ -3,14 +3,13 @@
 import random
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import fused_grpo_loss
 from grpo_kernels.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.helpers.ranks import WORLD
+from tests.ranks.shard_jobs import Traffic
 
 
 def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
@@ -55,24 +54,8 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     return gradients
 
 
-class Traffic(TorchDispatchMode):
-    """Notes each collective: its name, and the bytes of its largest tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            if tensors:
-                name = func.name().split("::")[1].replace("_", "")
-                self.seen.append((name, max(x.nbytes for x in tensors)))
-        return func(*args, **(kwargs or {}))
-
-
 class HeadAlone(torch.nn.Module):
-    """A head with its loss, over tokens that come in bf16."""
+    """A head whose loss is taken inside the forward that is wrapped."""
 
     def __init__(self):
         super().__init__()
@@ -86,24 +69,29 @@ class HeadAlone(torch.nn.Module):
         ).loss
 
 
-def tokens_of(rank: int):
+def tokens_of(rank: int, dtype: torch.dtype):
     g = torch.Generator().manual_seed(1 + rank)
-    hidden, advantages = (torch.randn(x, generator=g).bfloat16() for x in ((50, 64), 50))
+    hidden, advantages = (torch.randn(x, generator=g).to(dtype) for x in ((50, 64), 50))
     return hidden, torch.randint(400, (50,), generator=g), advantages
 
 
-def traffic_of_gathered_head() -> tuple[list[tuple[str, int]], torch.Tensor]:
-    """What FSDP2 moves for a call in five chunks, and the whole gradient."""
+def gradient_of_head(kind: str, dtype: torch.dtype) -> tuple[list[tuple[str, int]], torch.Tensor]:
+    """What the ranks move for a call in five chunks, by name and bytes, and the whole gradient."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = dist.init_device_mesh("cpu", (WORLD,))
-    head = fully_shard(HeadAlone(), mesh=mesh, mp_policy=policy)
-    given = tokens_of(dist.get_rank())
+    head, given = HeadAlone(), tokens_of(dist.get_rank(), dtype)
+    if kind == "ddp":
+        wrapper = torch.nn.parallel.DistributedDataParallel(head)
+    else:
+        mesh = dist.init_device_mesh("cpu", (WORLD,))
+        policy = MixedPrecisionPolicy(dtype, torch.float32)
+        wrapper = fully_shard(head, mesh=mesh, mp_policy=policy)
     with Traffic() as traffic:
-        head(*given).backward()
-    return traffic.seen, head.weight.grad.full_tensor()
+        wrapper(*given).backward()
+    seen = [(name, max(x.nbytes for x in tensors)) for name, tensors in traffic.seen]
+    grad = head.weight.grad
+    return seen, grad.full_tensor() if kind == "fsdp2" else grad
 
 
 def case(kind: str):

@@ -6,16 +6,12 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import gather_tokens, grpo_loss
-from tests.helpers.batches import Result, make_batch, packed, with_cross_entropy
+from tests.helpers.batches import Result, make_batch, packed
 from tests.helpers.flat_calls import linear_logprobs
+from tests.ranks.shard_jobs import sequences_of, whole_case
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
 CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
-
-
-def batch_of(options):
-    batch = make_batch()
-    return with_cross_entropy(batch) if options.get("ce_weights") else batch
 
 
 def part_of(batch, cuts):
@@ -28,7 +24,7 @@ def part_of(batch, cuts):
 
 def losses(cases):
     """Each rank's result of every case: the whole loss, and its own part of the gradients."""
-    return [loss(part_of(batch_of(options), cuts), dict(options)) for cuts, options in cases]
+    return [loss(part_of(whole_case(options)[0], cuts), dict(options)) for cuts, options in cases]
 
 
 def loss(part, options, cu_seqlens=None):
@@ -63,10 +59,9 @@ def loss(part, options, cu_seqlens=None):
 def whole_sequences(options):
     """The same where every rank has sequences of its own, packed: the last one some tokens less."""
     batch, rank = make_batch(), dist.get_rank()
-    rows = slice(2 * rank, 2 * rank + 2)
-    names = (*PER_TOKEN, *CONSTANTS[:3])
-    part = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-    flat = packed(part)
+    flat = packed(
+        replace(sequences_of(batch, (2 * rank, 2 * rank + 1)), advantages=batch.advantages)
+    )
     counts = gather_tokens(flat.cu_seqlens.diff(), dist.group.WORLD)
     return loss(flat, dict(options), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
@@ -104,26 +99,28 @@ def gradient(sizes):
     return x.grad, len(said)
 
 
+# What is wrong: `x` and the group that rank `r` gives, and the error of both.
+REFUSED = {
+    "rows": (lambda x, r: (x[r:], dist.group.WORLD), "x: expected the same rows, dimensions and "
+             "dtype on all ranks; got [2, 3] of torch.flo"),
+    "dimensions": (lambda x, r: (x.flatten() if r else x, dist.group.WORLD),
+                   "got [2, 3] of torch.float32, [6] of torch.float32"),
+    "dtypes": (lambda x, r: (x.bool() if r else x, dist.group.WORLD),
+               "got [2, 3] of torch.float32, [2, 3] of torch.bool"),
+    "no group": (lambda x, r: (x, "ranks"), "group: expected a torch.distributed process group "
+                 "that this rank is in; got 'ran"),
+    "no tensor": (lambda x, r: ([1.0], dist.group.WORLD), "x: expected a tensor; got list"),
+    "complex": (lambda x, r: (x.to(torch.complex64), dist.group.WORLD),
+                "x: expected real numbers or bools; got torch.complex64"),
+    "three": (lambda x, r: (x[None], dist.group.WORLD),
+              "x: expected shape [B, T] or [N]; got [1, 2, 3]"),
+}  # fmt: skip
+
+
 def refused(kind):
     """The error of a call that cannot be."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    x = torch.zeros(2, 3)
-    if kind == "rows":
-        x = x[rank:]
-    elif kind == "dimensions":
-        x = x.flatten() if rank else x
-    elif kind == "dtypes":
-        x = x.bool() if rank else x
-    elif kind == "no group":
-        group = "ranks"
-    elif kind == "no tensor":
-        x = [1.0]
-    elif kind == "complex":
-        x = x.to(torch.complex64)
-    else:
-        x = x[None]
     try:
-        gather_tokens(x, group)
+        gather_tokens(*REFUSED[kind][0](torch.zeros(2, 3), dist.get_rank()))
     except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"

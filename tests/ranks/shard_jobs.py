@@ -1,11 +1,20 @@
-"""Jobs of ranks that share a vocabulary: calls on each rank's part of a head."""
+"""Jobs of ranks that share a vocabulary: calls on each rank's part of a head, and their truth.
 
+Options are those of a call, and `layout`, `starts` (of `VocabRanks`), `places` (the sequences that
+each rank alone has; none: all ranks have all).
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import Support, VocabRanks
 from grpo_kernels.experimental import Sampled
@@ -18,228 +27,191 @@ from tests.helpers.batches import (
     run_fused,
     with_cross_entropy,
 )
-from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.supports import make_support, with_logps_of_call
+
+PER_SEQUENCE = (
+    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
+    "advantages", "ce_weights",
+)  # fmt: skip
+OF_RANKS = ("layout", "starts", "places", "without")
+
+
+class Traffic(TorchDispatchMode):
+    """Notes each collective: its name, and the tensors that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if tensors:
+                self.seen.append((func.name().split("::")[1].replace("_", ""), tensors))
+        return func(*args, **(kwargs or {}))
 
 
 def on_rank(options: dict[str, Any]) -> dict[str, Any]:
-    """A case's options, with the `VocabRanks` of this rank for its `layout` and `starts`."""
-    rest = {name: x for name, x in options.items() if name not in ("layout", "starts")}
+    """A call's options, with the `VocabRanks` of this rank."""
     starts, layout = options.get("starts"), options.get("layout", "replicated")
     start = None if starts is None else starts[dist.get_rank()]
+    rest = {name: x for name, x in options.items() if name not in OF_RANKS}
     return {**rest, "ranks": VocabRanks(dist.group.WORLD, start, layout)}
 
 
-def with_kept_sets(options: dict[str, Any]):
-    """The batch and the options of a case in which most tokens have a support."""
-    batch = make_batch()
-    kept = make_support(batch, without=options["without"])
-    batch = with_logps_of_call(batch, kept, options)
-    return batch, {k: v for k, v in options.items() if k != "without"} | {"support": kept}
-
-
-def with_support(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
-    """The result of every case, in which most tokens have a support."""
-    found = []
-    for cuts, options in cases:
-        batch, options = with_kept_sets(options)
-        found.append(run_fused(part_of(batch, cuts), exact=False, **on_rank(options)))
-    return found
-
-
-def logprobs_of_kept_sets(cuts) -> dict[str, torch.Tensor]:
-    """The results of `linear_logprobs` over supports, and all gradients."""
-    support = make_support(make_batch(), without=0.3)
-    return logprobs(cuts, {"support": support, "low_rank": True, "bias": True, "softcap": 6.0})
-
-
-def batch_of(options: dict[str, Any]):
-    batch = exact_batch() if "logits_dtype" in options else make_batch()
-    return with_cross_entropy(batch) if options.get("ce_weights") else batch
-
-
-def part_of(batch, cuts):
+def rows_of(cuts, starts=None) -> slice:
     """The rows of the head that this rank has."""
-    rows = slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
-    return replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+    begin, end = cuts[dist.get_rank() : dist.get_rank() + 2]
+    at = begin if starts is None else starts[dist.get_rank()]
+    return slice(at, at + end - begin)
 
 
-def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
-    """The result of every case, and how often the ranks spoke."""
-    return [loss(cuts, options) for cuts, options in cases]
+def whole_case(options: dict[str, Any], rank: int = 0):
+    """The batch of a case, of the sequences that the rank has, and the options of its call.
 
-
-def loss(cuts, options):
-    batch = part_of(batch_of(options), cuts)
-    run_fused(batch, exact=False, **on_rank(options))  # the ranks meet
-    with Counted() as counted:
-        result = run_fused(batch, exact=False, **on_rank(options))
-    return result, counted.calls
+    `without`: most tokens have a support, but for this share.
+    """
+    batch = exact_batch() if "logits_dtype" in options else make_batch()
+    batch = with_cross_entropy(batch) if options.get("ce_weights") else batch
+    call = {name: x for name, x in options.items() if name not in OF_RANKS}
+    if "without" in options:
+        call["support"] = make_support(batch, without=options["without"])
+        batch = with_logps_of_call(batch, call["support"], call)
+    if "places" in options:
+        batch = sequences_of(batch, options["places"][rank])
+    return batch, call
 
 
 def sequences_of(batch, places):
-    """Some sequences of a batch, which has `[B, ...]` tensors; perhaps none."""
-    names = (
-        "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
-        "advantages", "ce_weights",
-    )  # fmt: skip
-    parts = {name: x[list(places)] for name in names if (x := getattr(batch, name)) is not None}
+    """Some sequences of a batch, perhaps none."""
+    parts = {n: x[list(places)] for n in PER_SEQUENCE if (x := getattr(batch, n)) is not None}
     return replace(batch, **parts)
 
 
-def own_rows(cases):
-    """The result of every case, on sequences that this rank alone has."""
+def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
+    """The result of every case, and the names of the collectives."""
     found = []
-    for cuts, places, options in cases:
-        batch = sequences_of(batch_of(options), places[dist.get_rank()])
-        found.append(run_fused(part_of(batch, cuts), exact=False, **on_rank(options)))
+    for cuts, options in cases:
+        batch, call = whole_case(options, dist.get_rank())
+        rows = rows_of(cuts)
+        part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+        with Traffic() as traffic:
+            result = run_fused(part, exact=False, **on_rank(options | call))
+        found.append((result, [name for name, _ in traffic.seen]))
     return found
 
 
-def sequences_of_head(head, places):
-    """What `head_of` returns, of some sequences."""
-    mine, head = list(places), dict(head)
-    for name in ("hidden", "a_out"):
-        head[name] = head[name].detach()[mine].requires_grad_()
-    head |= {name: head[name][mine] for name in ("targets", "mask")}
-    return head | {"weights": head["weights"][:, mine]}
+def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, torch.Tensor]:
+    """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
+
+    More options: `call`, which is `"loss"`, `"verl"` or else `linear_logprobs`; `masked`, a bias
+    that makes the first columns impossible; `dtensors`; `outputs`, how many of the results each
+    rank's loss is of.
+
+    With `rank` they are those that this rank has to have, from the reference in float64 on the
+    whole head.
+    """
+    batch, options = make_batch(), dict(options)
+    exact, index = rank is not None, dist.get_rank() if rank is None else rank
+    call, masked = options.pop("call", None), options.pop("masked", None)
+    dtensors, outputs = options.pop("dtensors", False), options.pop("outputs", None)
+    g, (V, _) = torch.Generator().manual_seed(3), batch.weight.shape
+    b, a_out = 0.3 * torch.randn(V, 4, generator=g), torch.randn(*batch.mask.shape, 4, generator=g)
+    weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
+    mask, targets, bias = batch.mask, batch.targets, batch.bias.clone()
+    hidden = torch.where(mask[..., None], batch.hidden, 0.0)
+    if masked is not None:
+        bias[:350] = masked
+        targets = torch.where(mask & (targets >= 350), targets, 777)
+    if (places := options.get("places")) is not None:
+        mine = list(places[index])
+        hidden, a_out, targets, mask = (x[mine] for x in (hidden, a_out, targets, mask))
+        batch, weights = sequences_of(batch, mine), weights[:, mine]
+    head = {"hidden": hidden, "a_out": a_out, "weight": batch.weight, "bias": bias, "b": b}
+    for name in ("weight", "bias", "b"):
+        if dtensors and not exact:
+            mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+            head[name] = distribute_tensor(head[name], mesh, [Shard(0)])
+        elif not exact:
+            head[name] = head[name][rows_of(cuts, options.get("starts"))]
+    dtype = torch.float64 if exact else torch.float32
+    head = {name: x.detach().clone().to(dtype).requires_grad_() for name, x in head.items()}
+    hidden, a_out, weight, bias, b = head.values()
+    given = {name: x for name, x in options.items() if name not in OF_RANKS} | {"mask": mask}
+    given["low_rank"] = (a_out, b) if given.pop("low_rank", False) else None
+    given["bias"] = bias if given.pop("bias", False) else None
+    if not exact:
+        given |= {"ranks": on_rank(options)["ranks"]}
+        if dtensors:
+            given["ranks"] = VocabRanks(hidden=options["layout"]) if places else None
+    module = flat_calls.reference if exact else flat_calls
+    if call == "loss":
+        out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages.to(dtype), **given)
+        results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
+    else:
+        if call == "verl" and not exact:
+            temperature, group = given["temperature"], dist.group.WORLD
+            results = linear_cross_entropy(
+                hidden, weight, targets, temperature, "none", group, mask=mask
+            )
+        else:
+            extra = {} if exact else {"entropy": True}
+            results = module.linear_logprobs(hidden, weight, targets, **extra, **given)
+        count = outputs[index] if outputs else 2 if call == "verl" else 3
+        results = dict(zip(("logps", "entropy", "logsumexp"), results, strict=False))
+        pairs = list(zip(weights.to(dtype), results.values(), strict=False))[:count]
+        total = sum((w * x).sum() for w, x in pairs)
+        results = dict(list(results.items())[:2]) if call == "verl" else results
+    total.backward()
+    grads = {f"d_{k}": x.grad for k, x in head.items() if x.grad is not None}
+    if dtensors and not exact:
+        for name in ("d_weight", "d_bias", "d_b"):
+            assert grads[name].placements == (Shard(0),)
+            grads[name] = grads[name].full_tensor()
+    return {name: x.detach() for name, x in (results | grads).items()}
 
 
-def own_logprobs(cuts, places, options):
-    """`linear_logprobs` over tokens that this rank alone has, and the gradients."""
-    head = sequences_of_head(head_of(cuts), places[dist.get_rank()])
-    return scored(linear_logprobs, head, on_rank(options))
-
-
-def bytes_of_rows(tokens: list[int], low_rank: int, biased: bool) -> dict[str, int]:
+def bytes_of_rows(tokens: int, low_rank: int, biased: bool) -> dict[str, int]:
     """Bytes that a call on tokens of this rank alone gets from others, by the shape of a row."""
     H, V, rank, world = 64, 400, dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(rank)
-    hidden = torch.randn(tokens[rank], H, generator=g).requires_grad_()
-    weight = torch.randn(V // world, H, generator=g).requires_grad_()
-    targets = torch.randint(V, (tokens[rank],), generator=g)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=g).requires_grad_()
+
     options: dict[str, Any] = {"layout": "data", "chunk_bytes": 4 * V * 50}
     if low_rank:
-        parts = torch.randn(tokens[rank] + V // world, low_rank, generator=g)
-        options["low_rank"] = tuple(
-            x.clone().requires_grad_() for x in parts.split([tokens[rank], V // world])
-        )
+        options["low_rank"] = leaf(tokens, low_rank), leaf(V // world, low_rank)
     if biased:
-        options["bias"] = torch.randn(V // world, generator=g).requires_grad_()
+        options["bias"] = leaf(V // world)
+    targets, advantages = torch.randint(V, (tokens,), generator=g), torch.randn(tokens, generator=g)
+    with Traffic() as traffic:
+        flat_calls.fused_grpo_loss(
+            leaf(tokens, H), leaf(V // world, H), targets, advantages, **on_rank(options)
+        ).loss.backward()
     found: dict[str, int] = {}
-    names = ("reduce_scatter_single", "reduce_scatter_tensor")
-    name = next(name for name in names if hasattr(dist, name))
-    gather, scatter = dist.all_gather, getattr(dist, name)
-
-    def note(kind: str, rows: torch.Tensor) -> None:
-        name = f"{kind} {rows.dtype} {list(rows.shape[1:])}"
-        found[name] = found.get(name, 0) + (world - 1) * rows.nbytes
-
-    def all_gather(out, mine, **options):
-        note("gather", mine)
-        return gather(out, mine, **options)
-
-    def reduce_scatter(mine, parts, **options):
-        note("scatter", mine)
-        return scatter(mine, parts, **options)
-
-    dist.all_gather = all_gather
-    setattr(dist, name, reduce_scatter)
-    try:
-        advantages = torch.randn(tokens[rank], generator=g)
-        out = fused_grpo_loss(hidden, weight, targets, advantages, **on_rank(options))
-        out.loss.backward()
-    finally:
-        dist.all_gather = gather
-        setattr(dist, name, scatter)
+    for name, tensors in traffic.seen:
+        if name in ("allgather", "reducescatterbase"):
+            mine = min(tensors, key=lambda x: x.nbytes)
+            name = f"{name} {mine.dtype} {list(mine.shape[1:])}"
+            found[name] = found.get(name, 0) + (world - 1) * mine.nbytes
     return found
-
-
-def entropy_of_one() -> list:
-    """Gradients where one rank's loss is of log-probs and entropies, the other's of log-probs."""
-    batch, rank = make_batch(), dist.get_rank()
-    part = part_of(sequences_of(batch, [(0, 1), (2, 3)][rank]), (0, 300, 1003))
-    hidden = torch.where(part.mask[..., None], part.hidden, 0.0).requires_grad_()
-    weight = part.weight.clone().requires_grad_()
-    out = linear_logprobs(
-        hidden, weight, part.targets, part.mask, entropy=True, **on_rank({"layout": "sequence"})
-    )
-    (out.logps + (0.5 * out.entropy if rank else 0.0)).sum().backward()
-    return [hidden.grad, weight.grad]
 
 
 def scales_apart() -> str:
     """The error of ranks that scale their losses differently."""
-    batch, rank = make_batch(), dist.get_rank()
-    part = part_of(sequences_of(batch, [(0, 1), (2, 3)][rank]), (0, 300, 1003))
-    weight = part.weight.clone().requires_grad_()
-    out = fused_grpo_loss(
-        part.hidden, weight, part.targets, part.advantages, part.mask, **on_rank({"layout": "data"})
-    )
+    rank = dist.get_rank()
+    batch, rows = sequences_of(make_batch(), [(0, 1), (2, 3)][rank]), rows_of((0, 300, 1003))
+    weight = batch.weight[rows].clone().requires_grad_()
+    out = flat_calls.fused_grpo_loss(
+        batch.hidden, weight, batch.targets, batch.advantages, batch.mask,
+        **on_rank({"layout": "data"}),
+    )  # fmt: skip
     try:
         (out.loss * (1 + rank)).backward()
     except RuntimeError as error:
         return str(error)
     return "nothing"
-
-
-class Counted:
-    """Counts collectives."""
-
-    def __enter__(self):
-        self.calls = {"all_gather": 0, "all_reduce": 0}
-        self.before = {name: getattr(dist, name) for name in self.calls}
-        for name, call in self.before.items():
-            setattr(dist, name, self._counting(name, call))
-        return self
-
-    def __exit__(self, *_):
-        for name, call in self.before.items():
-            setattr(dist, name, call)
-
-    def _counting(self, name, call):
-        def counting(*args, **kwargs):
-            self.calls[name] += 1
-            return call(*args, **kwargs)
-
-        return counting
-
-
-def logprobs(cuts, options) -> dict[str, torch.Tensor]:
-    """The results of `linear_logprobs` and all gradients of a loss over them."""
-    return scored(linear_logprobs, head_of(cuts), on_rank(options))
-
-
-def scored(call, head, options):
-    weights, options = head.pop("weights"), dict(options)
-    low_rank = (head["a_out"], head["b"]) if options.pop("low_rank", False) else None
-    bias = head["bias"] if options.pop("bias", False) else None
-    if call is linear_logprobs:
-        options["entropy"] = True
-    out = call(
-        head["hidden"], head["weight"], head["targets"], mask=head["mask"], bias=bias,
-        low_rank=low_rank, **options,
-    )  # fmt: skip
-    total = sum((w * x).sum() for w, x in zip(weights, out, strict=True))
-    total.backward()
-    grads = {f"d_{k}": x.grad for k, x in head.items() if x.requires_grad and x.grad is not None}
-    return {"logps": out.logps, "entropy": out.entropy, "logsumexp": out.logsumexp, **grads}
-
-
-def head_of(cuts=None, dtype=torch.float32) -> dict[str, Any]:
-    batch = make_batch()
-    g = torch.Generator().manual_seed(3)
-    V = len(batch.weight)
-    b = 0.3 * torch.randn(V, 4, generator=g)
-    a_out = torch.randn(*batch.mask.shape, 4, generator=g)
-    rows = slice(None) if cuts is None else slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
-    leaves = {
-        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
-        "weight": batch.weight[rows], "bias": batch.bias[rows], "b": b[rows], "a_out": a_out,
-    }  # fmt: skip
-    leaves = {k: x.detach().clone().to(dtype).requires_grad_() for k, x in leaves.items()}
-    weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
-    return {**leaves, "targets": batch.targets, "mask": batch.mask, "weights": weights.to(dtype)}
 
 
 def sizes(all_cuts) -> list[int]:
@@ -248,221 +220,146 @@ def sizes(all_cuts) -> list[int]:
     targets = torch.where(batch.mask, batch.targets, 0)
     targets[0, 0] = 2000  # in none of them
     for cuts in all_cuts:
-        part = part_of(batch, cuts)
+        weight = batch.weight[rows_of(cuts)]
         try:
-            linear_logprobs(batch.hidden, part.weight, targets, batch.mask, **on_rank({}))
+            flat_calls.linear_logprobs(batch.hidden, weight, targets, batch.mask, **on_rank({}))
         except ValueError as error:
             found.append(int(str(error).split("[0, ")[1].split(")")[0]))
     return found
 
 
-def masked_columns(call: str, masked: float, whole: bool = False) -> dict[str, torch.Tensor]:
-    """A call whose bias makes all columns of the first rank, and more, impossible."""
-    batch, cuts = make_batch(), (0, 300, 1003)
-    bias = batch.bias.clone()
-    bias[:350] = masked
-    dtype = torch.float64 if whole else torch.float32
-    rows = slice(None) if whole else slice(*cuts[dist.get_rank() : dist.get_rank() + 2])
-    hidden, weight, bias = (
-        x.to(dtype).detach().clone().requires_grad_()
-        for x in (torch.where(batch.mask[..., None], batch.hidden, 0.0), batch.weight[rows],
-                  bias[rows])
-    )  # fmt: skip
-    targets = torch.where(batch.mask & (batch.targets >= 350), batch.targets, 777)
-    options: dict[str, Any] = {"bias": bias, "mask": batch.mask}
-    module = reference if whole else flat_calls
-    if not whole:
-        options = on_rank(options)
-    if call == "loss":
-        out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages, **options)
-        total = out.loss
-    else:
-        options |= {} if whole else {"entropy": True}
-        out = module.linear_logprobs(hidden, weight, targets, **options)
-        total = (out.logps + 0.3 * out.entropy - 0.1 * out.logsumexp).sum()
-    total.backward()
-    return {
-        "total": total.detach(), "logps": out.logps.detach(), "entropy": out.entropy.detach(),
-        "d_hidden": hidden.grad, "d_weight": weight.grad, "d_bias": bias.grad,
-    }  # fmt: skip
-
-
-def partial() -> dict[str, dict[str, torch.Tensor]]:
-    """Gradients of rows, added up in the call and not."""
-    layouts = ("replicated", "partial")
-    return {name: of_adapted_head((0, 300, 1003), layout=name) for name in layouts}
-
-
-def of_adapted_head(cuts, dtype=torch.float32, **options) -> dict[str, torch.Tensor]:
-    """The gradients of a loss over a head with a LoRA and a bias; without cuts exact."""
-    head, batch = head_of(cuts, dtype), make_batch()
-    options |= {"low_rank": (head["a_out"], head["b"]), "bias": head["bias"]}
-    module = reference if cuts is None else flat_calls
-    module.fused_grpo_loss(
-        head["hidden"], head["weight"], head["targets"], batch.advantages.to(dtype), head["mask"],
-        **(options if cuts is None else on_rank(options)),
-    ).loss.backward()  # fmt: skip
-    return {name: head[name].grad for name in ("hidden", "a_out", "weight", "bias", "b")}
-
-
-def of_dtensors(places) -> dict[str, torch.Tensor]:
-    """As `logprobs`, from DTensors; gradients are DTensors, too.
-
-    `places`: the sequences that each rank alone has, whose losses are of one batch; None: all have
-    all of them.
-    """
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    head, options = head_of(), {"low_rank": True, "bias": True}
-    for name in ("weight", "bias", "b"):
-        whole = head[name].detach()
-        head[name] = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
-    if places is not None:
-        head = sequences_of_head(head, places[dist.get_rank()])
-        options["ranks"] = VocabRanks(hidden="data")
-    found = scored(linear_logprobs, head, options)
-    for name in ("d_weight", "d_bias", "d_b"):
-        assert found[name].placements == (Shard(0),)
-        found[name] = found[name].full_tensor()
-    return found
-
-
-def by_verl(cuts) -> dict[str, torch.Tensor]:
-    """A call of verl on a part of the head, its gradient of `hidden` added up by the caller."""
-    head = head_of(cuts)
-    w, v, _ = head["weights"]
-    logps, entropy = linear_cross_entropy(
-        head["hidden"], head["weight"], head["targets"], 1.5, "none", dist.group.WORLD,
-        mask=head["mask"],
-    )  # fmt: skip
-    d_hidden, d_weight = torch.autograd.grad(
-        (logps, entropy), (head["hidden"], head["weight"]), (w, v)
-    )
-    dist.all_reduce(d_hidden)
-    return {"logps": logps, "entropy": entropy, "d_hidden": d_hidden, "d_weight": d_weight}
-
-
-def refused(kind: str) -> str:
-    """The error of a call that cannot be."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    rank, batch = dist.get_rank(), make_batch()
-    weight, targets = batch.weight.chunk(2)[rank], batch.targets
-    hidden = torch.where(batch.mask[..., None], batch.hidden, 0.0)
-    ranks: dict[str, Any] | None = {"group": dist.group.WORLD}
-    options: dict[str, Any] = {}
-    trained = True
-    if kind == "overlap":
-        ranks["start"] = [0, 400][rank]
-    elif kind == "hole":
-        ranks["start"] = [0, 600][rank]
-    elif kind == "start on one":
-        ranks |= {"start": 502} if rank else {}
-    elif kind == "start":
-        ranks["start"] = 0.5
-    elif kind == "dtype":
-        weight = weight.to([torch.float32, torch.bfloat16][rank])
-    elif kind == "bias":
-        options |= {"bias": batch.bias.chunk(2)[rank]} if rank else {}
-    elif kind.startswith("low_rank"):
-        r = 2 + rank * (kind == "low_rank's rank")
-        parts = torch.zeros(*targets.shape, r), torch.zeros(len(weight), r)
-        options |= {} if kind == "low_rank on one" and not rank else {"low_rank": parts}
-    elif kind == "width":
-        weight = torch.nn.functional.pad(weight, (0, rank))
-        hidden = torch.nn.functional.pad(hidden, (0, rank))
-    elif kind == "empty":
-        weight = batch.weight[: 1003 * rank]
-    elif kind == "targets":
-        targets = targets + rank * (targets == targets[0, 0])
-    elif kind == "mask":
-        options["mask"] = batch.mask & (torch.arange(9) < 9 - rank)
-    elif kind == "mask on one":
-        targets = targets.clamp(min=0)
-        options |= {"mask": None} if rank else {}
-    elif kind == "advantages":
-        options["advantages"] = batch.advantages * torch.tensor([1.0, 0, 1, 1 - rank])
-    elif kind == "chunk_bytes":
-        options["chunk_bytes"] = 4 * 502 * (3 + rank)
-    elif kind == "frozen on one":
-        hidden.requires_grad_(not rank)
-    elif kind == "target ids":
-        targets = targets.clamp(min=1003)
-    elif kind == "shape":
-        hidden, targets = hidden[rank:], targets[rank:]
-        options["mask"] = batch.mask[rank:]
-    elif kind == "group":
-        ranks["group"] = "tensor"
-    elif kind == "no group":
-        ranks = {"start": 3}
-    elif kind == "layout alone":
-        ranks = {"hidden": "partial"}
-    elif kind == "no ranks":
-        options["ranks"] = dist.group.WORLD
-    elif kind == "layout":
-        ranks["hidden"] = "tokens"
-    elif kind == "layouts":
-        ranks["hidden"] = ["data", "replicated"][rank]
-    elif kind in ("temperature", "logit_scale", "softcap"):
-        ranks["hidden"], options[kind] = "data", 1.0 + rank
-    elif kind == "softcap on one":
-        options |= {"softcap": 2.5} if rank else {}
-    elif kind == "logits_dtype":
-        hidden, weight = hidden.bfloat16(), weight.bfloat16()
-        ranks["hidden"], options[kind] = "data", ["fp32", "model"][rank]
-    elif kind == "temperature per token":
-        options |= {"temperature": torch.ones(4, 9)} if rank else {}
-    elif kind == "batch_invariant":
-        options[kind] = bool(rank)
-    elif kind == "entropy_coef":
-        options["config"] = config(entropy_coef=0.1 * rank)
-    elif kind == "passes":
-        options |= {"config": config(loss_type="gspo")} if rank else {}
-    elif kind == "gradient":
-        ranks["hidden"], trained = "data", bool(rank)
-    elif kind == "a rank refused":
-        ranks["hidden"] = "data"
-        targets = targets.clamp(min=0) + 2000 * rank
-    elif kind == "sampled":
-        options["backward"] = Sampled()
-    elif kind == "capturable":
-        options["capturable"] = True
-    elif kind.startswith("support"):
-        ids, sizes = targets.clamp(min=0).flatten(), torch.arange(targets.numel() + 1)
-        if kind == "supports":  # one entry more on one rank
-            ids = torch.cat([(ids[:rank] + 1) % 1003, ids])
-            sizes[1:] += rank
-        else:
-            ranks["hidden"] = "data"
-        options["support"] = Support(ids, sizes)
-    else:
-        mesh = dist.init_device_mesh("cpu", (2,))
-        placement = {"columns": Shard(1), "replicated": Replicate()}.get(kind, Shard(0))
-        weight = distribute_tensor(batch.weight, mesh, [placement])
-        if kind != "dtensor and group":
-            ranks = None
-        if kind == "plain bias":
-            options["bias"] = batch.bias
-    mask = options.pop("mask", batch.mask)
-    advantages = options.pop("advantages", batch.advantages)[-len(hidden) :]
-    weight = weight.detach().requires_grad_(trained)
+def raises_alone() -> str:
+    """What the other rank says when one has left."""
+    batch, rows = make_batch(), rows_of((0, 500, 1003))
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    if dist.get_rank():
+        return "gone"
+    part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
     try:
-        options = {"ranks": None if ranks is None else VocabRanks(**ranks), **options}
-        fused_grpo_loss(hidden, weight, targets, advantages, mask, **options)
-    except (ValueError, TypeError) as error:
+        run_fused(part, exact=False, ranks=VocabRanks(group))
+    except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
-def raises_alone() -> str:
-    """What the other rank says when one has left."""
-    batch = part_of(make_batch(), (0, 500, 1003))
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    if dist.get_rank():
-        return "gone"
+def _low_rank(c, r, ranks=(2, 2)):
+    return {"low_rank": (torch.zeros(4, 9, ranks[r]), torch.zeros(len(c.weight), ranks[r]))}
+
+
+def _distributed(c, placement, **more):
+    weight = distribute_tensor(make_batch().weight, dist.init_device_mesh("cpu", (2,)), [placement])
+    return {"weight": weight, "ranks": None, **more}
+
+
+def _support(c, r, apart=False):
+    """A set of its target alone for each token; on the second rank `apart` has an entry more."""
+    ids, sizes = c.targets.clamp(min=0).flatten(), torch.arange(c.targets.numel() + 1)
+    if apart:
+        ids = torch.cat([(ids[:r] + 1) % 1003, ids])
+        sizes[1:] += r
+    return {"support": Support(ids, sizes)}
+
+
+_ON_ALL = "expected on all ranks or on none; got it on ranks "
+_SAME, _OF_PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
+_BF16 = torch.bfloat16
+# What is wrong: what rank `r` gives instead of the call's arguments `c`, and the error of both.
+REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
+    "overlap": (lambda c, r: {"start": [0, 400][r]},
+                "ranks.start: expected every column on one rank; got columns 0 to 501, 400 to 900"),
+    "hole": (lambda c, r: {"start": [0, 600][r]},
+             "ranks.start: expected every column on one rank; got columns 0 to 501, 600 to 1100"),
+    "start on one": (lambda c, r: {"start": [None, 502][r]}, f"ranks.start: {_ON_ALL}[1]"),
+    "dtype": (lambda c, r: {"weight": c.weight.to([torch.float32, _BF16][r])},
+              f"weight's dtype: {_SAME}['float32', 'bfloat16']"),
+    "bias": (lambda c, r: {"bias": c.weight[:, 0]} if r else {}, f"bias: {_ON_ALL}[1]"),
+    "low_rank on one": (lambda c, r: _low_rank(c, r) if r else {}, f"low_rank: {_ON_ALL}[1]"),
+    "low_rank's rank": (lambda c, r: _low_rank(c, r, (2, 3)), f"rank of low_rank: {_SAME}[2, 3]"),
+    "frozen on one": (lambda c, r: {"hidden": c.hidden.requires_grad_(not r)},
+                      f"gradient of hidden: {_ON_ALL}[0]"),
+    "width": (lambda c, r: {n: torch.nn.functional.pad(getattr(c, n), (0, r))
+                            for n in ("weight", "hidden")}, f"H: {_SAME}[48, 49]"),
+    "empty": (lambda c, r: {"weight": make_batch().weight[: 1003 * r]},
+              "weight: expected a row or more on every rank; got [0, 1003] rows"),
+    "targets": (lambda c, r: {"targets": c.targets + r * (c.targets == c.targets[0, 0])},
+                "targets: expected the same on all ranks that share the vocabulary"),
+    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _OF_PLAN),
+    "mask on one": (lambda c, r: {"targets": c.targets.clamp(min=0),
+                                  "mask": None if r else c.mask}, _OF_PLAN),
+    "advantages": (lambda c, r: {"advantages": c.advantages * torch.tensor([1.0, 0, 1, 1 - r])},
+                   _OF_PLAN),
+    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _OF_PLAN),
+    "shape": (lambda c, r: {n: getattr(c, n)[r:] for n in (
+        "hidden", "targets", "mask", "advantages")}, f"tokens: {_SAME}[36, 27]"),
+    "target ids": (lambda c, r: {"targets": c.targets.clamp(min=1003)},
+                   "targets: expected ids in [0, 1003)"),
+    "group": (lambda c, r: {"group": "tensor"},
+              "ranks.group: expected a torch.distributed process group that this rank is in"),
+    "no group": (lambda c, r: {"group": None, "start": 3},
+                 "ranks.group: expected a process group, as weight is no DTensor; got None"),
+    "layout alone": (lambda c, r: {"group": None, "layout": "partial"},
+                     "ranks.group: expected a process group, as weight is no DTensor; got None"),
+    "no ranks": (lambda c, r: {"ranks": dist.group.WORLD},
+                 "ranks: expected a VocabRanks, or None; got <"),
+    "start": (lambda c, r: {"start": 0.5}, "ranks.start: expected an int, or None; got 0.5"),
+    "layout": (lambda c, r: {"layout": "tokens"}, "ranks.hidden: expected one of replicated, "
+               "partial, sequence, data; got 'tokens'"),
+    "layouts": (lambda c, r: {"layout": ["data", "replicated"][r]},
+                f"ranks.hidden: {_SAME}['data', 'replicated']"),
+    **{name: (lambda c, r, name=name: {"layout": "data", name: 1.0 + r}, f"{told}: {_SAME}[1, 2]")
+       for name, told in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
+                          ("softcap", "softcap (0: none)"))},
+    "softcap on one": (lambda c, r: {"softcap": 2.5} if r else {},
+                       f"softcap (0: none): {_SAME}[0, 2.5]"),
+    "logits_dtype": (lambda c, r: {
+        "layout": "data", "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
+        "logits_dtype": ["fp32", "model"][r]}, f"logits_dtype='model': {_ON_ALL}[1]"),
+    "temperature per token": (lambda c, r: {"temperature": torch.ones(4, 9)} if r else {},
+                              f"temperature per token: {_ON_ALL}"),
+    "batch_invariant": (lambda c, r: {"batch_invariant": bool(r)},
+                        f"batch_invariant: {_ON_ALL}[1]"),
+    "entropy_coef": (lambda c, r: {"config": config(entropy_coef=0.1 * r)},
+                     f"entropy_coef: {_SAME}[0, 0.1]"),
+    "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
+               f"one pass: {_SAME}[1, 0]"),
+    "gradient": (lambda c, r: {"layout": "data", "trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
+    "sampled": (lambda c, r: {"backward": Sampled()},
+                "backward: expected None where ranks share the vocabulary; got Sampled("),
+    "capturable": (lambda c, r: {"capturable": True},
+                   "capturable: expected False where ranks share the vocabulary; got True"),
+    "support of own tokens": (lambda c, r: {"layout": "data", **_support(c, r)},
+                              "support: expected None where ranks with tokens of their own share"),
+    "supports": (lambda c, r: _support(c, r, apart=True),
+                 "support: expected the same on all ranks that share the vocabulary; got others"),
+    "columns": (lambda c, r: _distributed(c, Shard(1)),
+                "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
+    "replicated": (lambda c, r: _distributed(c, Replicate()),
+                   "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
+    "dtensor and group": (
+        lambda c, r: _distributed(c, Shard(0), ranks=VocabRanks(dist.group.WORLD)),
+        "ranks.group: expected None with a DTensor, which has its own"),
+    "plain bias": (lambda c, r: _distributed(c, Shard(0), bias=make_batch().bias),
+                   "bias: expected a DTensor, as another tensor of the head is one"),
+    "a rank refused": (lambda c, r: {"layout": "data",
+                                     "targets": c.targets.clamp(min=0) + 2000 * r}, ""),
+}  # fmt: skip
+
+
+def refused(kind: str) -> str:
+    """The error of a call that cannot be."""
+    rank, batch = dist.get_rank(), make_batch()
+    given = {
+        "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
+        "weight": batch.weight.chunk(2)[rank], "targets": batch.targets, "mask": batch.mask,
+        "advantages": batch.advantages, "trained": True,
+        "group": dist.group.WORLD, "start": None, "layout": "replicated",
+    }  # fmt: skip
+    given |= REFUSED[kind][0](SimpleNamespace(**given), rank)
+    of_ranks = [given.pop(name) for name in ("group", "start", "layout")]
+    given["weight"] = given["weight"].detach().requires_grad_(given.pop("trained"))
     try:
-        run_fused(batch, exact=False, ranks=VocabRanks(group))
-    except RuntimeError as error:
+        given.setdefault("ranks", VocabRanks(*of_ranks) if "ranks" not in given else None)
+        flat_calls.fused_grpo_loss(**given)
+    except (ValueError, TypeError) as error:
         return str(error)
     return "nothing"

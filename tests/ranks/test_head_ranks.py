@@ -33,17 +33,23 @@ def test_gradients(kind, ranks):
                 assert relative_error(grads[name], gradient) < tolerance, name
 
 
-def test_fsdp_moves_the_head_once(ranks):
-    """However many chunks: W in bf16 before, dW in float32 after; storage is float32."""
-    head, parts = HeadAlone(), [tokens_of(rank) for rank in range(2)]
-    head.weight.data = head.weight.data.bfloat16()
-    for part in parts:
-        (head(*part) / 2).backward()
+@pytest.mark.parametrize("kind", ("ddp", "fsdp2"))
+def test_the_head_alone(kind, ranks):
+    """FSDP2 moves it once, in bf16 before, dW in float32 after, however many chunks there are."""
+    dtype = torch.float32 if kind == "ddp" else torch.bfloat16
+    head = HeadAlone()
+    head.weight.data = head.weight.data.to(dtype)
+    for rank in range(2):
+        (head(*tokens_of(rank, dtype)) / 2).backward()
     V, H = head.weight.shape
-    for seen, gradient in ranks("tests.ranks.head_jobs:traffic_of_gathered_head"):
-        assert seen == [("allgatherbase", 2 * V * H), ("reducescatterbase", 4 * V * H)]
+    both = ranks("tests.ranks.head_jobs:gradient_of_head", kind, dtype)
+    assert torch.equal(both[0][1], both[1][1])
+    for seen, gradient in both:
+        if kind == "fsdp2":
+            assert seen == [("allgatherbase", 2 * V * H), ("reducescatterbase", 4 * V * H)]
         assert gradient.dtype == torch.float32
-        assert relative_error(gradient, head.weight.grad.double()) < 5e-3
+        error = relative_error(gradient, head.weight.grad.double())
+        assert error < (1e-5 if kind == "ddp" else 5e-3)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from tests.helpers.batches import OBJECTIVES, Result, assert_matches, config, run_fused
 from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
+from tests.ranks.shard_jobs import whole_case
 
 # Of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
@@ -28,7 +29,8 @@ def joined(results, dim=1):
 
 
 def expected_of(options):
-    return run_fused(sequence_jobs.batch_of(options), exact=True, scale=1.0, **options)
+    batch, call = whole_case(options)
+    return run_fused(batch, exact=True, scale=1.0, **call)
 
 
 def check(ranks, cases):
@@ -62,7 +64,7 @@ def test_packed_sequences(ranks, name):
     results = ranks("tests.ranks.sequence_jobs:whole_sequences", options)
     actual, expected = joined(results, 0), expected_of(options)
     # Rows of the padded batch that are packed away have no gradient.
-    batch = sequence_jobs.batch_of(options)
+    batch = whole_case(options)[0]
     ends = (batch.mask * torch.arange(1, 10)).amax(1)
     keep = torch.arange(9) < ends[:, None]
     expected.logps = expected.logps[keep]
@@ -86,15 +88,7 @@ def test_the_backward_is_a_slice_and_says_nothing(ranks, sizes):
     assert said == said_too == 0
 
 
-@pytest.mark.parametrize(("kind", "message"), {
-    "rows": "x: expected the same rows, dimensions and dtype on all ranks; got [2, 3] of torch.flo",
-    "dimensions": "got [2, 3] of torch.float32, [6] of torch.float32",
-    "dtypes": "got [2, 3] of torch.float32, [2, 3] of torch.bool",
-    "no group": "group: expected a torch.distributed process group that this rank is in; got 'ran",
-    "no tensor": "x: expected a tensor; got list",
-    "complex": "x: expected real numbers or bools; got torch.complex64",
-    "three": "x: expected shape [B, T] or [N]; got [1, 2, 3]",
-}.items())  # fmt: skip
-def test_refused_on_all_ranks(ranks, kind, message):
+@pytest.mark.parametrize("kind", sequence_jobs.REFUSED)
+def test_refused_on_all_ranks(ranks, kind):
     answers = ranks("tests.ranks.sequence_jobs:refused", kind)
-    assert all(message in answer for answer in answers), answers
+    assert all(sequence_jobs.REFUSED[kind][1] in answer for answer in answers), answers

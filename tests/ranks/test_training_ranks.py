@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-def environment_of(config):
-    """The environment that `accelerate launch` would set for this config file."""
+def environment_of(kind):
+    """The environment that `accelerate launch` would set for this kind's config file, on a CPU."""
     from accelerate.commands.launch import (
         _validate_launch_command,
         launch_command_parser,
@@ -29,7 +29,8 @@ def environment_of(config):
     )
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
-    arguments = ["--config_file", str(config), "--mixed_precision", "no", "script"]
+    config = str(ROOT / f"examples/configs/{kind}.yaml")
+    arguments = ["--config_file", config, "--mixed_precision", "no", "script"]
     before = dict(os.environ)
     try:
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
@@ -41,7 +42,26 @@ def environment_of(config):
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return {name: value for name, value in set_here.items() if before.get(name) != value}
+    found = {name: value for name, value in set_here.items() if before.get(name) != value}
+    return found | {"ACCELERATE_USE_CPU": str(kind != "zero3").lower()}
+
+
+def assert_same_weights(actual, expected):
+    for key, weight in actual.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+
+
+def compare(ranks, model, folder, kind, options, *, job="train", **more):
+    """Runs of one process and of two: their rows, and their weights; what the two return."""
+    options = {"steps": 3, "learning_rate": 1e-3, **options}
+    expected = train("", str(model), str(folder / "one"), options)
+    answers = ranks(
+        f"tests.ranks.training_jobs:{job}", kind, str(model), str(folder / "two"),
+        options | more, environment=environment_of(kind),
+    )  # fmt: skip
+    assert_same_rows(rows_of(folder / "two" / "t"), rows_of(folder / "one" / "t"))
+    assert_same_weights(answers[0][0] if job != "train" else answers[0], expected)
+    return answers
 
 
 # DeepSpeed is no dependency, not even of the tests: it is built from source.
@@ -53,43 +73,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_are_as_one(name, ranks, tiny_model, tmp_path):
-    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
-    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
-    for kind in KINDS:
-        environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
-        environment["ACCELERATE_USE_CPU"] = str(kind != "zero3").lower()
-        output = tmp_path / kind
-        weights, _ = ranks(
-            "tests.ranks.training_jobs:train", kind, str(tiny_model), str(output), options,
-            environment=environment,
-        )  # fmt: skip
-        assert_same_rows(rows_of(output / "t"), rows_of(tmp_path / "one" / "t"))
-        for key, weight in weights.items():
-            torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("loss_type", ("dapo", "gmpo"))
-def test_a_head_that_runs_out_of_memory_while_weights_are_sharded(
-    loss_type, ranks, tiny_model, tmp_path
-):
-    """In one process alone, in a forward and, with gmpo, in a backward."""
-    options = {"steps": 2, "learning_rate": 1e-3, "eval_size": 0, "loss_type": loss_type}
-    options["skip_untrained"] = False
-    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
-    environment = environment_of(ROOT / "examples/configs/fsdp2.yaml")
-    environment["ACCELERATE_USE_CPU"] = "true"
-    (weights, none), (_, refused) = ranks(
-        "tests.ranks.training_jobs:train_with_little_memory", "fsdp2", str(tiny_model),
-        str(tmp_path / "two"), options, environment=environment,
-    )  # fmt: skip
-    assert none == 0 and refused >= 2 * (1 + (loss_type == "gmpo"))
-    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
-    for key, weight in weights.items():
-        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
-
-
 SHARDED = {
     "dapo, kl, minibatches": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
     "gmpo, in two passes": {"loss_type": "gmpo", "epochs_per_rollout": 2},
@@ -98,22 +81,29 @@ SHARDED = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_processes_are_as_one(name, kind, ranks, tiny_model, tmp_path):
+    compare(ranks, tiny_model, tmp_path, kind, {"eval_size": 3, **OPTIONS[name]})
+
+
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_head_that_stays_sharded(name, ranks, tmp_path):
     model = tmp_path / "untied"
     make_model("llama", tie_word_embeddings=False).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
-    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 0, **SHARDED[name]}
-    expected = train("", str(model), str(tmp_path / "one"), options)
-    environment = environment_of(ROOT / "examples/configs/fsdp2.yaml")
-    environment["ACCELERATE_USE_CPU"] = "true"
-    weights, _ = ranks(
-        "tests.ranks.training_jobs:train", "fsdp2", str(model), str(tmp_path / "two"),
-        options | {"head": "sharded"}, environment=environment,
-    )  # fmt: skip
-    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
-    for key, weight in weights.items():
-        torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+    compare(ranks, model, tmp_path, "fsdp2", {"eval_size": 0, **SHARDED[name]}, head="sharded")
+
+
+@pytest.mark.parametrize("loss_type", ("dapo", "gmpo"))
+def test_a_head_that_runs_out_of_memory_while_weights_are_sharded(
+    loss_type, ranks, tiny_model, tmp_path
+):
+    """In one process alone, in a forward and, with gmpo, in a backward."""
+    options = {"steps": 2, "eval_size": 0, "loss_type": loss_type, "skip_untrained": False}
+    job = "train_with_little_memory"
+    (_, none), (_, refused) = compare(ranks, tiny_model, tmp_path, "fsdp2", options, job=job)
+    assert none == 0 and refused >= 2 * (1 + (loss_type == "gmpo"))
 
 
 ANSWER = "RewardError: is_correct: ConnectionError: the judge is gone"
@@ -150,8 +140,7 @@ def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
         both = ranks(job, "", 0, *given, again, environment=environment)
     assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
     for *_, weights in both:
-        for key, weight in weights.items():
-            torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
+        assert_same_weights(weights, expected)
 
 
 def test_launched_as_users_do(tiny_model, tmp_path):

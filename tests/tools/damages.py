@@ -2,7 +2,7 @@
 
 Paths are below `grpo_kernels/`; `old` stands there exactly once. `tests` are the modules that look
 at it most, which run first; damages that only several ranks show name modules in `tests/ranks/`.
-The kernels have more of their own, in `kernel_damages_table.py`.
+The kernels have more of their own, in `kernel_damages.py`.
 """
 
 from __future__ import annotations
@@ -18,107 +18,107 @@ class Damage(NamedTuple):
     tests: tuple[str, ...]
 
 
-def _in(path: str, tests: str, *damages: tuple[str, str, str]) -> list[Damage]:
+def damages_in(path: str, tests: str, *damages: tuple[str, str, str]) -> list[Damage]:
     return [Damage(what, path, old, new, tuple(tests.split())) for what, old, new in damages]
 
 
 DAMAGES = [
     # A row of logits: its columns, its transform, its target.
-    *_in(
+    *damages_in(
         "backends/torch_backend.py", "test_fused_grpo_loss",
         ("the softcap's slope is left out", "d_logits.mul_(chain)", "pass"),
     ),
-    *_in(
+    *damages_in(
         "backends/__init__.py", "test_linear_logprobs",
         ("no entropy gradient at the target",
          "at_target -= stats.logps.exp() * d_entropy", "at_target -= 0 * d_entropy"),
     ),
-    *_in(
+    *damages_in(
         "backends/triton_logits.py", "test_backends",
         ("triton: columns past the vocabulary count",
          'shifted = tl.where(mask_v, shifted, float("-inf"))',
          "shifted = tl.where(mask_v, shifted, 0.0)"),
     ),
     # Tokens scored over the whole vocabulary: terms, chunks, sums.
-    *_in(
+    *damages_in(
         "dense.py", "test_fused_grpo_loss",
         ("the gradient of the weight is the last chunk's",
          "d[:, columns].t(), x, beta=beta)", "d[:, columns].t(), x, beta=0.0)"),
         ("one sweep loses the temperature",
          "(-transform.logit_scale / transform.temperature)", "(-transform.logit_scale)"),
     ),
-    *_in(
+    *damages_in(
         "backends/__init__.py", "test_linear_logprobs",
         ("the gradient of logsumexp has its sign flipped",
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
     ),
-    *_in(
-        "dense.py", "test_half_products",
+    *damages_in(
+        "dense.py", "test_products",
         ("a strip's exponentials go where the last ones are",
          "exps=None if exps is None else exps[part]",
          "exps=None if exps is None else exps[: part.stop - part.start]"),
     ),
-    *_in(
+    *damages_in(
         "products.py", "test_products test_batch_invariant",
         ("a batch-invariant call's products take all rows",
          "step = len(out) if self.multiple == 1 else self.multiple", "step = len(out)"),
         ("the caller's product is not asked",
          "matmul = self.matmul if own else None", "matmul = None"),
     ),
-    *_in(
+    *damages_in(
         "row_plan.py", "test_row_plan",
         ("rows without a gradient come first", "rank += ~group", "rank += group"),
     ),
-    *_in(
+    *damages_in(
         "retry.py", "test_head_memory",
         ("memory that runs out over the head ends the call",
          "if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
     ),
     # What comes in, and the two calls.
-    *_in(
-        "arguments.py", "test_capturable",
+    *damages_in(
+        "arguments.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come",
          "_selected(flat_mask, x, 0), y)", "x, y)"),
     ),
-    *_in(
+    *damages_in(
         "routes.py", "test_support",
         ("tokens with a kept set are scored over the whole vocabulary, too",
          "call = replace(call, mask=others if call.mask is None else call.mask & others)", "pass"),
     ),
-    *_in(
+    *damages_in(
         "fused_grpo_loss.py", "test_fused_grpo_loss",
         ("the loss is the last chunk's",
          "losses.append(policy.loss)", "losses = [policy.loss]"),
         ("tokens of negative advantage are skipped",
          "inputs.advantages != 0, inputs", "inputs.advantages > 0, inputs"),
     ),
-    *_in(
+    *damages_in(
         "fused_grpo_loss.py", "test_cross_entropy",
         ("tokens of the cross-entropy count as the policy's",
          "masked = plan.has_masked or inputs.ce_weights is not None", "masked = plan.has_masked"),
     ),
-    *_in(
+    *damages_in(
         "linear_logprobs.py", "test_linear_logprobs",
         ("masked rows are given a gradient", "needed &= routes.tokens", "pass"),
     ),
-    *_in(
+    *damages_in(
         "autograd.py", "test_autograd",
         ("a gradient that is asked for again is scaled again",
          "kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()",
          "kept = False"),
     ),
     # Kept sets, ranks, drawn columns.
-    *_in(
+    *damages_in(
         "support.py", "test_support",
         ("a support: the target is counted from the first of all entries",
          "return found, place - begins", "return found, place"),
     ),
-    *_in(
+    *damages_in(
         "vocab_shard.py", "ranks/test_vocab_parallel",
         ("ranks: the entropy within a rank is not weighed by its share",
          "log_shares.exp() * (ranks[:, 2] - log_shares)", "ranks[:, 2] - log_shares"),
     ),
-    *_in(
+    *damages_in(
         "vocab_parallel.py", "ranks/test_vocab_parallel",
         ("ranks: the first column stands for targets elsewhere",
          "grads = self.shard.stand_ins(grads, transform, logits, here)", "pass"),
@@ -126,23 +126,23 @@ DAMAGES = [
          'if self.shard.layout == "partial":\n            super().put',
          "if True:\n            super().put"),
     ),
-    *_in(
+    *damages_in(
         "sequences.py", "ranks/test_sequences",
         ("ranks: gathered tokens give every rank the first one's gradient",
          "ctx.begin, ctx.size = sum(sizes[: group.rank()]), size", "ctx.begin, ctx.size = 0, size"),
     ),
-    *_in(
+    *damages_in(
         "experimental/sampled.py", "test_sampled_backward",
         ("sampled: the mean state is not taken out of the kept columns",
          "torch.sub(x, centre, out=torch.empty_like(x))", "x.clone()"),
     ),
     # The objective: mask, clip, correction, KL, averages.
-    *_in(
+    *damages_in(
         "tokens.py", "test_objective test_grpo_loss",
         ("masked tokens are read",
          "return x if mask is None else torch.where(mask, x, 0.0)", "return x"),
     ),
-    *_in(
+    *damages_in(
         "losses.py", "test_objective",
         ("the lower bound of the clip is ignored",
          "ratio.clamp(*self.bounds) * A", "ratio.clamp(max=self.bounds[1]) * A"),
@@ -150,7 +150,7 @@ DAMAGES = [
          "tokens.logps - tokens.logps.detach() + log_ratio.detach()",
          "tokens.logps - tokens.logps.detach() + log_ratio"),
     ),
-    *_in(
+    *damages_in(
         "objective.py", "test_objective",
         ("the KL is of the reference to the policy",
          "tokens.ref_logps - tokens.logps, config", "tokens.logps - tokens.ref_logps, config"),
@@ -158,7 +158,7 @@ DAMAGES = [
          "    if items is None:\n        items = count if",
          "    if True:\n        items = count if"),
     ),
-    *_in(
+    *damages_in(
         "metrics.py", "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
          'sums = _stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0).sum(1)',

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -184,9 +185,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 # A value of every parameter and field, by name; those of `GRPOLossConfig` are in OBJECTIVES.
 Generator = Callable[[Valid], Any]
 GENERATORS: dict[str, Generator] = {
-    "hidden": lambda v: v.batch.hidden,
-    "weight": lambda v: v.batch.weight,
-    "bias": lambda v: v.batch.bias,
+    **{name: attrgetter(f"batch.{name}") for name in (
+        "hidden", "weight", "bias", "mask", "advantages", "old_logps", "ref_logps",
+        "sampling_logps", "ce_weights", "cu_seqlens")},
     "low_rank": Valid.low_rank,
     "logit_scale": lambda v: v.draw.choice((0.5, 1.3)),
     "softcap": lambda v: v.draw.choice((5.0, 30.0)),
@@ -201,13 +202,6 @@ GENERATORS: dict[str, Generator] = {
     "backward": lambda v: v.built(Sampled),
     "targets": lambda v: v.batch.targets.clamp(min=0) if v.call == "selective_log_softmax" else (
         v.batch.targets),
-    "mask": lambda v: v.batch.mask,
-    "advantages": lambda v: v.batch.advantages,
-    "old_logps": lambda v: v.batch.old_logps,
-    "ref_logps": lambda v: v.batch.ref_logps,
-    "sampling_logps": lambda v: v.batch.sampling_logps,
-    "ce_weights": lambda v: v.batch.ce_weights,
-    "cu_seqlens": lambda v: v.batch.cu_seqlens,
     "support": Valid.support,
     "config": lambda v: Built(config, {
         field.name: x for field in fields(v.config)

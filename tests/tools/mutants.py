@@ -2,11 +2,12 @@
 
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
     python -m tests.tools.mutants --only softcap  those with the word in description or path
+    python -m tests.tools.mutants --kernels       those of the kernels, by tests that run their PTX
     python -m tests.tools.mutants --write         puts the table into docs/testing.md, too
 
 Each damage is made in a copy of the tree. The test modules that are named with it run first, those
-of several ranks among them; the whole fast tier, if these saw nothing. Undamaged, the tier must be
-green.
+of several ranks among them; the whole fast tier, if these saw nothing. Undamaged, the tests must be
+green. Damages of the kernels are for the named modules alone, which run the kernels' PTX.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.tools.damages import DAMAGES, Damage
-from tests.tools.tables import write_table
+from tests.tools.kernel_damages import KERNEL_DAMAGES
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "testing.md"
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
+PTX = ("-p", "tests.ptx.plugin", "--ptx-arch", "90")
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others are errors of its own
 NOT_SEEN = "NOT SEEN"
 
@@ -85,7 +89,17 @@ def tests_of(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def run(damage: Damage) -> Result:
+def runs_of(damage: Damage, kernels: bool) -> list[tuple[str, ...]]:
+    """The runs of pytest of which one must see the damage."""
+    named = [f"tests/{name}.py" for name in damage.tests]
+    if kernels:
+        return [(*PTX, *FAST, *named)]
+    # What is in folders is slow by its place alone.
+    marks = ("-m", "not nightly") if any("/" in name for name in damage.tests) else FAST
+    return [(*marks, *named), (*FAST, *fast_tier())]
+
+
+def run(damage: Damage, kernels: bool = False) -> Result:
     """Makes the damage in a copy of the tree and runs the tests there."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +107,7 @@ def run(damage: Damage) -> Result:
         copy_to(tree)
         source = tree / "grpo_kernels" / damage.path
         source.write_text(damaged(source.read_text(), damage))
-        # What is in folders is slow by its place alone.
-        marks = ("-m", "not nightly") if any("/" in name for name in damage.tests) else FAST
-        named = [f"tests/{name}.py" for name in damage.tests]
-        for arguments in ((*marks, *named), (*FAST, *fast_tier())):
+        for arguments in runs_of(damage, kernels):
             done = tests_of(tree, *arguments)
             seconds = time.monotonic() - start
             if done.returncode == FAILED:
@@ -107,14 +118,26 @@ def run(damage: Damage) -> Result:
     return Result(damage, "", seconds)
 
 
-def undamaged_is_green(workers: int) -> bool:
-    """True if the tier passes on an undamaged copy; one that never passes sees everything."""
+def undamaged_is_green(workers: int, chosen: list[Damage], kernels: bool) -> bool:
+    """True if the tests pass on an undamaged copy; one that never passes sees everything."""
+    named = sorted({f"tests/{name}.py" for damage in chosen for name in damage.tests})
+    arguments = (*PTX, *named) if kernels else fast_tier()
     with tempfile.TemporaryDirectory() as folder:
         copy_to(Path(folder))
-        done = tests_of(Path(folder), *FAST, "-n", str(workers), *fast_tier())
+        done = tests_of(Path(folder), *FAST, "-n", str(workers), *arguments)
     if done.returncode != PASSED:
         print(done.stdout[-4000:], done.stderr[-2000:])
     return done.returncode == PASSED
+
+
+def write_table(results: Iterable[Result]) -> None:
+    """Puts the results into the page, between the comments that name their place."""
+    rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
+    lines = [("damage", "in", "seen first by"), ["---"] * 3, *rows]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    before, rest = PAGE.read_text().split("<!-- mutants -->\n")
+    after = rest.split("<!-- end of mutants -->")[1]
+    PAGE.write_text(f"{before}<!-- mutants -->\n{table}\n<!-- end of mutants -->{after}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,25 +145,26 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tests.tools.mutants", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--only", default="", help="a word of the description or of the path")
+    parser.add_argument("--kernels", action="store_true", help="damages of the kernels instead")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="the table into docs/testing.md")
+    parser.add_argument("--write", action="store_true", help="their table into docs/testing.md")
     args = parser.parse_args(argv)
-    chosen = [damage for damage in DAMAGES if args.only in damage.what + damage.path]
+    damages = KERNEL_DAMAGES if args.kernels else DAMAGES
+    chosen = [damage for damage in damages if args.only in damage.what + damage.path]
     check(chosen)
-    if not undamaged_is_green(args.workers):
-        print("The fast tier fails without any damage.")
+    if not undamaged_is_green(args.workers, chosen, args.kernels):
+        print("The tests fail without any damage.")
         return 1
     results = []
     with ThreadPoolExecutor(args.workers) as pool:
-        for result in pool.map(run, chosen):
+        for result in pool.map(partial(run, kernels=args.kernels), chosen):
             results.append(result)
             told = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
             print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
     seen = sum(bool(result.seen_by) for result in results)
     print(f"{seen} of {len(results)} damages were seen")
-    if args.write:
-        rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
-        write_table("mutants", ("damage", "in", "seen first by"), rows)
+    if args.write and not args.kernels:
+        write_table(results)
     return 0 if seen == len(results) else 1
 
 

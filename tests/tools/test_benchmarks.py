@@ -73,45 +73,42 @@ def with_a_nan_in_a_gradient(w):
     return one_pass(w) + 0 * (x - x.detach()).sqrt()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    (lambda w: 1.01 * one_pass(w), lambda w: one_pass(w) + 1, with_a_nan_in_a_gradient),
-)
-def test_a_wrong_contender_gets_no_time(wrong, tiny, one_process, monkeypatch, capsys):
-    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong))
-    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
-    row = next(row for row in rows if row["name"] == "wrong")
-    assert row["status"] == "wrong" and "seconds" not in row
-    assert "wrong: off by loss" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("factor", (1.01, -1.0, float("nan")))
-def test_what_goes_wrong_at_full_size_only_gets_no_time(factor, tiny, one_process, monkeypatch):
-    def wrong_if_long(w):
-        return one_pass(w) * (1 if len(w.advantages) == head.CHECKED_SEQUENCES else factor)
-
-    monkeypatch.setitem(CONTENDERS, "wrong", Contender(wrong_if_long))
-    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "wrong"))
-    row = next(row for row in rows if row["name"] == "wrong")
-    assert row["status"] == "wrong in full" and "seconds" not in row
-    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    ((torch.OutOfMemoryError("of 1 TiB"), "out of memory"), (OSError("x\ny"), "OSError: x")),
-)
-def test_what_fails_at_full_size_only_is_a_row(error, status, tiny, one_process, monkeypatch):
-    def large(w):
-        if len(w.advantages) == head.CHECKED_SEQUENCES:
-            return one_pass(w)
+def raising(error):
+    def loss(w):
         raise error
 
-    monkeypatch.setitem(CONTENDERS, "large", Contender(large))
-    rows = head.run_workload("rollout", args("--rounds", "2", "--peers", "large"))
-    row = next(row for row in rows if row["name"] == "large")
-    assert row["status"] == status and "seconds" not in row
-    assert {row["name"] for row in rows if "seconds" in row} >= {*OURS, "eager, log_softmax"}
+    return loss
+
+
+def at_full_size(loss):
+    """A contender that is right on the few sequences that are checked first."""
+    return lambda w: (one_pass if len(w.advantages) == head.CHECKED_SEQUENCES else loss)(w)
+
+
+# Contenders, and what their row says instead of a time.
+FAILING = {
+    "off": (lambda w: 1.01 * one_pass(w), "wrong"),
+    "shifted": (lambda w: one_pass(w) + 1, "wrong"),
+    "with a NaN in a gradient": (with_a_nan_in_a_gradient, "wrong"),
+    "raises": (
+        raising(RuntimeError("no such kernel\nand more")), "RuntimeError: no such kernel"),
+    **{f"times {factor}": (at_full_size(lambda w, x=factor: x * one_pass(w)), "wrong in full")
+       for factor in (1.01, -1.0, float("nan"))},
+    "too large": (at_full_size(raising(torch.OutOfMemoryError("of 1 TiB"))), "out of memory"),
+    "fails late": (at_full_size(raising(OSError("x\ny"))), "OSError: x"),
+}  # fmt: skip
+
+
+def test_a_contender_that_fails_has_a_row_and_no_time(tiny, one_process, monkeypatch, capsys):
+    for name, (loss, _) in FAILING.items():
+        monkeypatch.setitem(CONTENDERS, name, Contender(loss))
+    rows = head.run_workload("rollout", args("--rounds", "2", "--peers", *FAILING))
+    good = ["eager, log_softmax", *OURS]
+    assert [row["name"] for row in rows] == [*good, *FAILING, FLOOR]
+    told = {row["name"]: row["status"] for row in rows}
+    assert told == dict.fromkeys((*good, FLOOR), "ok") | {k: x for k, (_, x) in FAILING.items()}
+    assert {row["name"] for row in rows if "seconds" in row} == {*good, FLOOR}
+    assert "wrong: off by loss" in capsys.readouterr().out
 
 
 def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
@@ -230,16 +227,6 @@ def test_predictions_stand_beside_measurements(tiny, one_process, monkeypatch, c
     assert "x model: the time over that" in printed and "(worst)" in printed
 
 
-def test_what_a_peer_raises_is_its_row(tiny, one_process, monkeypatch, capsys):
-    def broken(w):
-        raise RuntimeError("no such kernel\nand more")
-
-    monkeypatch.setitem(CONTENDERS, "broken", Contender(broken))
-    rows = head.run_workload("rollout", args("--rounds", "1", "--peers", "broken"))
-    assert rows[-2]["status"] == "RuntimeError: no such kernel"
-    assert [row["name"] for row in rows][:-2] == ["eager, log_softmax", *OURS]
-
-
 def truncated(*_):
     """A workload with sets of 1 to 90 ids, which hold the target, and old log-probs near them."""
     w = make("dense", (256, 101, 16))
@@ -297,11 +284,6 @@ def test_a_part_of_a_workload_keeps_its_sets():
     assert losses == pytest.approx(4 * losses[:1], abs=1e-5)
 
 
-def test_support_stands_for_every_truncation():
-    given = ["--device", "cpu", "--workload", "smollm", "support"]
-    assert head.parse_args(given).workload == ["smollm", *TRUNCATED]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     (
@@ -312,7 +294,9 @@ def test_support_stands_for_every_truncation():
         (("--rounds", "0"), "--rounds: expected at least 1; got 0"),
     ),
 )
-def test_arguments_are_checked(options, message, capsys):
+def test_arguments(options, message, capsys):
+    given = ["--device", "cpu", "--workload", "smollm", "support"]
+    assert head.parse_args(given).workload == ["smollm", *TRUNCATED]
     with pytest.raises(SystemExit):
         args(*options)
     assert message in capsys.readouterr().err
@@ -349,14 +333,9 @@ def test_peak_memory_sees_what_comes_and_goes():
 def scaling_args(one_process, monkeypatch):
     monkeypatch.setattr(scaling, "extra_memory", lambda name, path, *_, **__: path.stat().st_size)
     return argparse.Namespace(
-        device="cpu",
-        dtype="float32",
-        backend="torch",
-        everyone=False,
-        rounds=1,
-        limit_s=60.0,
+        device="cpu", dtype="float32", backend="torch", everyone=False, rounds=1, limit_s=60.0,
         memory_bytes=1 << 30,
-    )
+    )  # fmt: skip
 
 
 def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
@@ -460,25 +439,19 @@ def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     # Of what a step starts, too, nothing goes on.
     lasts = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
     write = f"import pathlib; pathlib.Path({str(told)!r}).write_text('[1]'); print('table')"
-    for code, limit_s, left, status in (
-        (write, 60, 60, "ok"),
-        ("raise SystemExit(3)", 60, 60, "failed, exit status 3"),
-        (
-            f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {lasts!r}])",
-            2,
-            60,
-            "out of time",
-        ),
-        ("", 60, 0, "not run: no time left"),
-    ):
-        step = on_gpu.Step("step", limit_s, [sys.executable, "-c", code], told)
+    slow = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {lasts!r}])"
+    python = [sys.executable, "-c"]
+    for status, step, left in (
+        ("ok", on_gpu.Step("step", 60, [*python, write], told), 60),
+        ("failed, exit status 3", on_gpu.Step("step", 60, [*python, "exit(3)"], told), 60),
+        ("out of time", on_gpu.Step("step", 2, [*python, slow], told), 60),
+        ("not run: no time left", on_gpu.Step("step", 60, [*python, ""], told), 0),
+        ("no-such-tool is not installed", on_gpu.Step("step", 60, ["no-such-tool"]), 60),
+        ("no-such-package is not installed",
+         on_gpu.Step("step", 60, python, packages=("torch", "no-such-package")), 60),
+    ):  # fmt: skip
         result = on_gpu.run(step, tmp_path, left, {})
-        assert result["status"] == status, step
-        assert ("result" in result) == (status == "ok")
-    absent = on_gpu.Step("absent", 60, ["no-such-tool"])
-    assert on_gpu.run(absent, tmp_path, 60, {})["status"] == "no-such-tool is not installed"
-    needy = on_gpu.Step("needy", 60, [sys.executable], packages=("torch", "no-such-package"))
-    assert on_gpu.run(needy, tmp_path, 60, {})["status"] == "no-such-package is not installed"
+        assert result["status"] == status and ("result" in result) == (status == "ok")
     time.sleep(3)
     assert not late.exists()
     names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]

@@ -48,25 +48,20 @@ def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
         logit_grads(*args, out=out, **options)
         damage_(out)
 
-    def damaged_sweep(*args, exps=None, **options):
-        stats = token_stats(*args, exps=exps, **options)
-        if exps is not None:
+    def damaged_sweep(logits, *args, exps=None, **options):
+        if damage == "tail":
+            logits = torch.cat([logits, logits.new_zeros(len(logits), 640)], 1)
+        kept = None if exps is None else logits if damage == "tail" else exps
+        stats = token_stats(logits, *args, exps=kept, **options)
+        if exps is not None and damage == "tail":
+            exps.copy_(kept[:, :-640])
+        elif exps is not None:
             damage_(exps)
         return stats
 
-    def with_tail(logits, *args, exps=None, **options):
-        wider = torch.cat([logits, logits.new_zeros(len(logits), 640)], 1)
-        if exps is None:
-            return token_stats(wider, *args, **options)
-        stats = token_stats(wider, *args, exps=wider, **options)
-        exps.copy_(wider[:, :-640])
-        return stats
-
-    if damage == "tail":
-        monkeypatch.setattr(torch_backend, "token_stats", with_tail)
-    else:
+    monkeypatch.setattr(torch_backend, "token_stats", damaged_sweep)
+    if damage != "tail":
         monkeypatch.setattr(torch_backend, "logit_grads_", damaged)
-        monkeypatch.setattr(torch_backend, "token_stats", damaged_sweep)
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
     assert told.count("WRONG") == 12 and "VERDICT: 12 checks failed" in told

@@ -1,16 +1,22 @@
-"""Texts that want more than to be read: in a real browser's report, and in the reward parsers."""
+"""Texts that want more than to be read: in a browser's report, in parsers, logs and options."""
 
+import contextlib
 import http.server
+import io
 import json
+import re
 import shutil
 import subprocess
 import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.problems import addition
-from grpo_kernels.training import report, rewards
+from grpo_kernels.training import checkpoint, command_line, logs, report, rewards
+from grpo_kernels.training.config import TrainingConfig
 from tests.helpers.trainer_runs import config_of, trainer_of
 
 BROWSER = next(
@@ -127,3 +133,76 @@ def test_parsers_are_bounded(name):
             (value,) = PARSERS[name](["p"], [text], answer=["12345"])
             assert value <= 0.8 if name == "format" else value < 0.6
         assert time.monotonic() - start < 30, text[:40]
+
+
+def read_answer(text, folder):
+    rewards.is_correct(text, "42")
+    rewards.marked_answer(text)
+    rewards.number_of(text)
+    for function in (rewards.answer, rewards.format, addition):
+        function(["p"], [text], answer=["42"])
+
+
+def written(text, path):
+    path.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def read_log(text, folder):
+    logs.read(written(text, folder / "metrics.jsonl"))
+    logs.truncate(folder, 3)
+
+
+def read_state(text, folder):
+    """A checkpoint's: of other options, or of none."""
+    given = checkpoint.state_of(written(text, folder / "state.json").parent)
+    checkpoint.check_same(given, json.loads(json.dumps(vars(TrainingConfig(model="m")))), 1)
+
+
+# What reads texts, and some that it reads as a rule.
+READERS = {
+    "answer": (read_answer, (
+        "<think>6 * 7</think><answer>42</answer>", "so #### 1,042.50", "\\boxed{\\frac{1}{2}}",
+        "<answer>-3/4</answer>", "<answer>$42.0</answer>",
+    )),
+    "yaml": (lambda text, folder: command_line.parse_config(
+        ["--config", str(written(text, folder / "run.yaml"))]), (
+        "model: m\nsteps: 3\nrewards: [answer]\nlearning_rate: 1e-6\nlora_rank: null\n",
+    )),
+    "arguments": (lambda text, folder: command_line.parse_config(text.split("\n")[:20]), (
+        "--model\nm\n--steps\n3\n--rewards\nanswer\n--beta=0.1\n--chat",
+    )),
+    "log": (read_log, (
+        '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step"', '{"reward": 1}\n[1]\n3',
+    )),
+    "state": (read_state, (
+        '{"step": 1, "best": {}, "config": {"model": "m"}, "processes": 1, "watch": {}}',
+    )),
+}  # fmt: skip
+
+
+def texts_like(seeds):
+    """Other orders of what the seeds consist of, with any text between, and seeds with an edit."""
+    parts = sorted({part for seed in seeds for part in re.findall(r"\w+|\W", seed)})
+    places = st.integers(0, max(map(len, seeds)))
+    edited = st.builds(
+        lambda seed, at, gone, new: seed[:at] + new + seed[at + gone :],
+        st.sampled_from(seeds), places, st.integers(0, 6),
+        st.sampled_from(parts) | st.text(max_size=4),
+    )  # fmt: skip
+    shuffled = st.lists(st.sampled_from(parts) | st.text(max_size=8), max_size=40).map("".join)
+    return shuffled | edited | st.text()
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(data=st.data())
+def test_any_text_is_read_or_refused_in_words(name, data, tmp_path_factory):
+    read, seeds = READERS[name]
+    text, said = data.draw(texts_like(seeds)), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            read(text, tmp_path_factory.getbasetemp())
+    except (ValueError, TypeError) as error:
+        assert str(error)
+    except SystemExit as error:
+        assert error.code in (0, 2) and said.getvalue()

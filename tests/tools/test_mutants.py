@@ -6,12 +6,13 @@ import pytest
 
 from tests.tools import mutants
 from tests.tools.damages import DAMAGES
-from tests.tools.tables import PAGE
+from tests.tools.kernel_damages import KERNEL_DAMAGES
 
 
 def test_every_damage_fits():
-    mutants.check(DAMAGES)
-    assert len({damage.what for damage in DAMAGES}) == len(DAMAGES) <= 30
+    for damages in (DAMAGES, KERNEL_DAMAGES):
+        mutants.check(damages)
+        assert len({damage.what for damage in damages}) == len(damages) <= 30
 
 
 @pytest.mark.parametrize("old", ("no such line", "return"))
@@ -21,7 +22,9 @@ def test_one_that_does_not_fit_once_is_refused(old):
 
 
 def test_the_page_tells_of_each_and_none_went_unseen():
-    table = PAGE.read_text().split("<!-- mutants -->")[1].split("<!-- end of mutants -->")[0]
+    table = (
+        mutants.PAGE.read_text().split("<!-- mutants -->")[1].split("<!-- end of mutants -->")[0]
+    )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     told = {row[0] for row in rows[3:]}
     # None until `make mutants ARGS=--write` has run on the sources as they are.

@@ -137,10 +137,7 @@ def ranks(tmp_path):
 )
 def test_two_ranks_sample_with_the_weights_of_both(kind, lora_rank, model, ranks, tmp_path):
     options = {"rollout": "vllm", "steps": 3, "save_every": -1, "lora_rank": lora_rank}
-    environment = environment_of(ROOT / f"examples/configs/{kind}.yaml")
-    environment["ACCELERATE_USE_CPU"] = str(kind != "zero3").lower()
-    first, second = ranks(
-        "tests.vllm.jobs:train", kind, str(model), str(tmp_path), options, environment=environment
-    )
+    given = (kind, str(model), str(tmp_path), options)
+    first, second = ranks("tests.vllm.jobs:train", *given, environment=environment_of(kind))
     assert first == second and len(first) == 3
     assert all(0 < row["sampler_gap_max"] < CLOSE for row in first)
