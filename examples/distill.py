@@ -29,7 +29,9 @@ SUM = "{} + {} ="
 BATCH, LENGTH, TOP = 32, 6, 16  # completions per step; their tokens; ids per token
 
 
-def completions_of(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], **options: Any) -> Any:
+def completions_of(
+    model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], **options: Any
+) -> Any:
     """Tokens `[B, T]` after the bare sums, and their mask up to the end of the line."""
     prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
     ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH, **options)

@@ -59,10 +59,14 @@ class ManyTargets(Dense):
         super().logit_grads(part, logits, grads, out)
         stats = self.stats_of_all.at(part)
         given = [None if x is None else x[part] for x in self.given]
-        d = _at_targets(self.ids[part], stats, *given)  # type: ignore[arg-type]
+        d = _at_targets(self.known(part), stats, *given)  # type: ignore[arg-type]
         transform = self.transform.at(part)
         slope = transform.slope(stats.logps + stats.logsumexp[:, None])
         self.set_targets(part, out, (d * slope).to(out.dtype))
+
+    def known(self, part: slice) -> Tensor:
+        """Ids of the targets, to tell apart which of them are the same."""
+        return self.ids[part]
 
     def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""

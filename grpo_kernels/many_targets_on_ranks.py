@@ -44,6 +44,10 @@ class ManyOnRanks(ManyTargets, VocabParallel):
             d_entropy = of_all[:, K + 1].contiguous() if self.entropy else None
         Dense.add(self, rows, grads, d_logps, d_entropy, d_logsumexp)
 
+    def known(self, part: slice) -> Tensor:
+        # Those elsewhere are none of those that are here.
+        return torch.where(self.all_here[part], self.ids[part], -1)
+
     def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
         # The first column stands for targets elsewhere: its own entry goes there again.
         ids, here = self.ids[part], self.all_here[part]

@@ -105,7 +105,8 @@ def linear_logprobs(
         assert support is not None
         ids, offsets = (x.long() for x in support)
         tokens = torch.arange(active.numel(), device=ids.device).repeat_interleave(offsets.diff())
-        of_ids = log_p.reshape(-1, log_p.shape[-1])[tokens, ids]
+        rows = log_p.reshape(-1, log_p.shape[-1])
+        of_ids = rows[tokens, ids.clamp(0, rows.shape[1] - 1)]  # masked tokens may have any
         return LogprobOutput(of_ids.masked_fill(~active.reshape(-1)[tokens], 0.0), *others)
     return LogprobOutput(logps if many else logps.squeeze(-1), *others)
 

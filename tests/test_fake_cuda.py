@@ -271,6 +271,27 @@ def test_launches(way, case, of):
     assert totals[of] <= getattr(budget, of), (totals, launches[of].most_common())
 
 
+@pytest.mark.parametrize("keep", (True, False), ids=("kept", "made_again"))
+def test_gemms_of_a_frozen_head(keep):
+    """The product of the forward that the backward then does not make, nor the logits."""
+    tokens, found = 2048, []
+    with FakeCUDA(answer_with()) as gpu:
+        hidden, weight, targets = head(tokens)
+        options = {"chunk_bytes": bytes_of(tokens), "keep_gradients": keep}
+        out = linear_logprobs(hidden, weight.detach(), targets, **options)
+        for after_forward in (False, True):
+            if after_forward:
+                gpu.answer = answer_with(tokens)
+                backward(out.logps, torch.ones(tokens, device=CUDA), None, None)
+            products = [count for name, count in gpu.counts().items() if "mm" in name]
+            found.append(sum(products))
+    strips, (forward, whole) = tokens // STRIP_ROWS, found
+    if keep:  # logits strip by strip, and one product of the whole chunk
+        assert (forward, whole) == (strips + 1, strips + 1)
+    else:
+        assert forward >= 1 and whole - forward >= 2
+
+
 @functools.cache
 def launches_of(way, case):
     """The launches of a call, of a further chunk, and of as many rows more in a chunk."""

@@ -106,7 +106,7 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
 
     More options: `call`, which is `"loss"`, `"verl"` or else `linear_logprobs`; `masked`, a bias
     that makes the first columns impossible; `dtensors`; `outputs`, how many of the results each
-    rank's loss is of.
+    rank's loss is of; `several` targets per token, one of them twice.
 
     With `rank` they are those that this rank has to have, from the reference in float64 on the
     whole head.
@@ -115,6 +115,7 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     exact, index = rank is not None, dist.get_rank() if rank is None else rank
     call, masked = options.pop("call", None), options.pop("masked", None)
     dtensors, outputs = options.pop("dtensors", False), options.pop("outputs", None)
+    several, entries = options.pop("several", False), options.get("entries")
     g, (V, _) = torch.Generator().manual_seed(3), batch.weight.shape
     b, a_out = 0.3 * torch.randn(V, 4, generator=g), torch.randn(*batch.mask.shape, 4, generator=g)
     weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
@@ -134,6 +135,10 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
             head[name] = distribute_tensor(head[name], mesh, [Shard(0)])
         elif not exact:
             head[name] = head[name][rows_of(cuts, options.get("starts"))]
+    if several:
+        targets = torch.stack([targets, targets * 7 % V, 0 * targets, targets], -1)
+    if entries:
+        weights = [torch.ones(()), *weights[1:]]
     dtype = torch.float64 if exact else torch.float32
     head = {name: x.detach().clone().to(dtype).requires_grad_() for name, x in head.items()}
     hidden, a_out, weight, bias, b = head.values()
@@ -157,9 +162,14 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
         else:
             extra = {} if exact else {"entropy": True}
             results = module.linear_logprobs(hidden, weight, targets, **extra, **given)
+        if several or entries:
+            factors = torch.arange(1, results.logps.numel() + 1) % 7 / 3
+            weighed = results.logps * factors.view(results.logps.shape)
+            results = results._replace(logps=weighed.sum(-1) if several else weighed)
         count = outputs[index] if outputs else 2 if call == "verl" else 3
         results = dict(zip(("logps", "entropy", "logsumexp"), results, strict=False))
-        pairs = list(zip(weights.to(dtype), results.values(), strict=False))[:count]
+        given_weights = [x.to(dtype) for x in weights]
+        pairs = list(zip(given_weights, results.values(), strict=False))[:count]
         total = sum((w * x).sum() for w, x in pairs)
         results = dict(list(results.items())[:2]) if call == "verl" else results
     total.backward()

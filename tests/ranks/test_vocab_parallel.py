@@ -213,6 +213,22 @@ def test_scores_of_tokens_of_their_own(ranks, options, layout, places):
     check_scores(ranks, UNEVEN, **options, layout=layout, places=PLACES[places])
 
 
+@pytest.mark.parametrize("layout", ("replicated", "partial", "sequence", "data"))
+@pytest.mark.parametrize("options", (
+    {}, {"bias": True, "softcap": 6.0, "chunk_bytes": CHUNK}, {**EVERY, "chunk_bytes": CHUNK},
+), ids=("plain", "softcap", "everything"))  # fmt: skip
+def test_several_targets(ranks, options, layout):
+    places = {"places": PLACES["uneven"]} if layout in ("sequence", "data") else {}
+    check_scores(ranks, UNEVEN, several=True, **options, layout=layout, **places)
+
+
+@pytest.mark.parametrize("layout", ("replicated", "partial"))
+@pytest.mark.parametrize("options", ({}, {"bias": True, "softcap": 6.0, "low_rank": True}))
+def test_entries_of_sets(ranks, options, layout):
+    support = make_support(make_batch(), without=0.0)
+    check_scores(ranks, UNEVEN, support=support, entries=True, **options, layout=layout)
+
+
 @pytest.mark.parametrize("places", PLACES)
 def test_dtensors_and_tokens_of_their_own(ranks, places):
     check_scores(ranks, UNEVEN, **EVERY, dtensors=True, layout="data", places=PLACES[places])
