@@ -63,17 +63,14 @@ def test_a_copied_example_runs(tiny_model, tmp_path):
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
 
 
-def test_the_minimal_one_is_minimal():
+def test_the_minimal_one_learns(tiny_model, capsys):
+    """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
     path = ROOT / "examples" / "minimal_grpo.py"
     assert len(path.read_text().splitlines()) <= 120
     ours = {name for name in imports_of(path) if name.startswith("grpo_kernels")}
     calls = ("GRPOLossConfig", "fused_grpo_loss", "group_advantages", "linear_logprobs")
     assert ours == {f"grpo_kernels.{name}" for name in calls}
-
-
-def test_the_minimal_one_learns(tiny_model, capsys):
-    """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
-    run = runpy.run_path(str(ROOT / "examples" / "minimal_grpo.py"))
+    run = runpy.run_path(str(path))
     run["main"].__globals__["reward"] = lambda text, total: sum(c < "@" for c in text) / 10
     options = ["--model", str(tiny_model), "--steps", "30", "--learning-rate", "3e-2"]
     history = run["main"](options)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from grpo_kernels.head import Support
 from grpo_kernels.training import Completion, checkpoint, load_model, logs, updates
-from grpo_kernels.training.interruptions import BadUpdates, Preempted
+from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
@@ -59,21 +59,35 @@ def test_rewards_that_are_none(function, error):
         reward_table({"it": function}, [{"prompt": "p"}] * 3, ["a", "b", "c"], timeout=0.2)
 
 
-@pytest.mark.parametrize("name", ("noise", "is_correct"))
-def test_a_reward_function_that_fails_leaves_a_checkpoint(name, tiny_model, tmp_path):
-    calls = []
+@pytest.mark.parametrize(
+    ("who", "save_every", "kept"),
+    (
+        ("reward function noise", 0, "step-000001"),
+        ("is_correct", 0, "step-000001"),
+        ("rollout", 0, "step-000001"),
+        ("rollout", -1, None),
+    ),
+)
+def test_who_fails_is_told_and_leaves_a_checkpoint(who, save_every, kept, tiny_model, tmp_path):
+    """Of the step before, unless there are to be none."""
 
-    def fails_later(*args, **_):
-        calls.append(1)
-        if len(calls) == (3 if name == "noise" else 33):  # in the third step
-            raise ConnectionError("the judge is gone")
-        return noise(*args) if name == "noise" else True
+    def failing(name, work):
+        def done(*args, **options):
+            if name == who and trainer.step == 2:
+                raise ConnectionError("it is gone")
+            return work(*args, **options)
 
-    functions = {"rewards": {"noise": fails_later}} if name == "noise" else {name: fails_later}
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    with pytest.raises(RewardError, match=f"{name}: ConnectionError: the judge is gone"):
-        run(config, **functions)
-    assert checkpoint.latest(config.folder).name == "step-000002"
+        return done
+
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": save_every})
+    judge = failing("is_correct", lambda text, answer: True)
+    rewards = {"noise": failing("reward function noise", noise)}
+    trainer = same_trainer_of(config, rewards=rewards, is_correct=judge)
+    trainer.rollout = failing("rollout", trainer.rollout)
+    with pytest.raises(StepError, match=f"{who}: ConnectionError: it is gone"):
+        trainer.train()
+    latest = checkpoint.latest(config.folder)
+    assert (latest and latest.name) == kept
 
 
 def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
@@ -98,25 +112,6 @@ def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
 
 
 # Rollouts
-
-
-@pytest.mark.parametrize(("save_every", "kept"), ((0, "step-000001"), (-1, None)))
-def test_a_rollout_that_dies_leaves_a_checkpoint(save_every, kept, tiny_model, tmp_path):
-    """Of the step before, unless there are to be none."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": save_every})
-    trainer = same_trainer_of(config)
-    own = trainer.rollout
-
-    def dies(*args):
-        if trainer.step == 2:
-            raise ConnectionError("the sampler is gone")
-        return own(*args)
-
-    trainer.rollout = dies
-    with pytest.raises(RolloutError, match="rollout: ConnectionError: the sampler is gone"):
-        trainer.train()
-    latest = checkpoint.latest(config.folder)
-    assert (latest and latest.name) == kept
 
 
 def kept(ids, offsets):

@@ -52,10 +52,10 @@ def kept_sets(support):
     return [set(support.token_ids[a:b].tolist()) for a, b in pairwise(offsets)]
 
 
-def sample(model, sampling, count=3, share_prompts=True):
+def sample(model, sampling, share_prompts=True):
     torch.manual_seed(3)
     policy = Policy(model, share_prompts=share_prompts)
-    return GenerateRollout(policy, make_tokenizer())(PROMPTS, count, sampling)
+    return GenerateRollout(policy, make_tokenizer())(PROMPTS, 3, sampling)
 
 
 # What is recorded
@@ -135,30 +135,27 @@ def test_log_probs_are_those_of_the_policy_that_sampled(name, tiny_model, tmp_pa
     assert again["ratio_max"] > 1.01
 
 
-def test_without_replay_the_ratio_to_the_sampler_is_off(tiny_model, tmp_path):
-    truncation = TRUNCATIONS["top_p"]
-    trainer, samples = scored(tiny_model, tmp_path, replay_support=False, **truncation)
-    assert all(c.support is None for c in samples.completions) and not samples.replay_support
-    whole, _ = expected_of(trainer, samples, {})
-    torch.testing.assert_close(samples.old_logps, whole, rtol=1e-4, atol=2e-5)
-    acted, _ = expected_of(trainer, samples, truncation)
-    ratio = (whole - acted).exp()[samples.mask != 0]
-    assert ratio.max() < 1 + 1e-5 and ratio.mean() < 0.95
+def test_without_replay_log_probs_are_of_the_whole_softmax(tiny_model, tmp_path):
+    """Nor is anything recorded where nothing is truncated."""
+    for options in ({"replay_support": False, **TRUNCATIONS["top_p"]}, {}):
+        trainer, samples = scored(tiny_model, tmp_path, **options)
+        assert all(c.support is None for c in samples.completions) and not samples.replay_support
+        whole, _ = expected_of(trainer, samples, {})
+        torch.testing.assert_close(samples.old_logps, whole, rtol=1e-4, atol=2e-5)
 
 
 def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
-    seen = []
+    seen, asked = [], []
     config = config_of(tiny_model, tmp_path, top_p=0.8, steps=1, micro_batch_size=3, eval_size=2)
     trainer = trainer_of(config)
-    rollout, asked = trainer.sampler.rollout, []
-    trainer.sampler.rollout = lambda prompts, count, sampling: (
+    rollout = trainer.rollout
+    trainer.rollout = lambda prompts, count, sampling: (
         asked.append((sampling.temperature, sampling.record_support))
         or rollout(prompts, count, sampling)
     )
     row = rows_of(trainer.train(lambda _, samples: seen.append(samples)))[0]
-    sizes = torch.tensor([
-        len(kept) for c in seen[0].completions for kept in kept_sets(c.support)
-    ]).double()  # fmt: skip
+    sets = [kept for c in seen[0].completions for kept in kept_sets(c.support)]
+    sizes = torch.tensor([len(kept) for kept in sets]).double()
     assert row["support/mean"] == pytest.approx(sizes.mean().item())
     assert row["support/p99"] == pytest.approx(sizes.quantile(0.99).item())
     assert row["support/singletons"] == pytest.approx((sizes == 1).double().mean().item())
@@ -166,12 +163,6 @@ def test_metrics_of_supports_are_of_the_rollout(tiny_model, tmp_path):
     assert 1 < row["support/mean"] < V and "warnings" not in row
     # Evaluations do not record.
     assert asked == [(0.0, False), (1.0, True), (0.0, False)]
-
-
-def test_nothing_is_recorded_where_nothing_is_truncated(tiny_model, tmp_path):
-    _, samples = scored(tiny_model, tmp_path)
-    assert not samples.replay_support and samples.completions[0].support is None
-    assert samples.batch([0, 1], 0)[0].support is None
 
 
 def test_a_rollout_that_does_not_say_is_warned_of(tiny_model, tmp_path):

@@ -69,13 +69,10 @@ class Scripted:
 
     def __call__(self, prompts, count, sampling):
         assert sampling.stop == ("</answer>", "</calc>")
-        done = []
-        for prompt in prompts:
-            for _ in range(count):
-                ids = self.tokenizer.encode(self.texts.pop(0))[: sampling.max_new_tokens]
-                done.append(Completion(ids, True, [-1.0] * len(ids)))
-            self.asked.append(self.tokenizer.decode(prompt))
-        return done
+        self.asked += [self.tokenizer.decode(prompt) for prompt in prompts]
+        said = [self.texts.pop(0) for _ in range(len(prompts) * count)]
+        ids = [self.tokenizer.encode(text)[: sampling.max_new_tokens] for text in said]
+        return [Completion(row, True, [-1.0] * len(row)) for row in ids]
 
 
 def test_a_completion_may_call_several_times():
@@ -86,26 +83,23 @@ def test_a_completion_may_call_several_times():
     )  # fmt: skip
     rollout = tool_use.WithCalculator(inner, tokenizer)
     rollout.update_weights()
-    sampling = SamplingParams(200, stop=("</answer>",))
-    called, other = rollout([tokenizer.encode("Q")], 2, sampling)
-    text = "<calc>8*17</calc>\n<result>136</result>\n<calc>136*5</calc>\n<result>680</result>\n"
+    called, other = rollout([tokenizer.encode("Q")], 2, SamplingParams(200, stop=("</answer>",)))
+    first = "<calc>8*17</calc>\n<result>136</result>\n"
+    text = first + "<calc>136*5</calc>\n<result>680</result>\n"
     assert tokenizer.decode(called.token_ids) == text + "<answer>680</answer>" and called.ended
-    assert inner.asked[:2] == ["weights", "Q"]
-    assert inner.asked[2] == "Q<calc>8*17</calc>\n<result>136</result>\n"
-    assert inner.asked[3] == "Q" + text
+    assert inner.asked == ["weights", "Q", "Q" + first, "Q" + text]
     own = [i for i, mine in zip(called.token_ids, called.sampled, strict=True) if mine]
-    said = "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
-    assert tokenizer.decode(own) == said
+    assert tokenizer.decode(own) == "<calc>8*17</calc><calc>136*5</calc><answer>680</answer>"
     assert len(called.logps) == len(called.token_ids) and set(called.logps) == {-1.0, 0.0}
     assert tokenizer.decode(other.token_ids) == "<answer>5</answer>" and all(other.sampled)
 
 
-def test_there_is_room_for_what_is_put_in():
+@pytest.mark.parametrize("most", (17, 30, 39, 40, 42))
+def test_there_is_room_for_what_is_put_in(most):
     tokenizer = make_tokenizer()
-    for most in (17, 30, 39, 40, 42):
-        inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
-        rollout = tool_use.WithCalculator(inner, tokenizer)
-        (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
-        assert len(one.token_ids) <= most and len(one.sampled) == len(one.token_ids)
-        # A result that the model cannot go on from is not put in.
-        assert all(one.sampled) == (most <= 39)
+    inner = Scripted(tokenizer, "<calc>8*17</calc>", *["<answer>136</answer>"] * 5)
+    rollout = tool_use.WithCalculator(inner, tokenizer)
+    (one,) = rollout([[65]], 1, SamplingParams(most, stop=("</answer>",)))
+    assert len(one.token_ids) <= most and len(one.sampled) == len(one.token_ids)
+    # A result that the model cannot go on from is not put in.
+    assert all(one.sampled) == (most <= 39)

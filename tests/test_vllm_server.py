@@ -308,34 +308,39 @@ def test_so_many_requests_at_a_time(ready):
         assert server.most_at_once == most
 
 
-@pytest.mark.parametrize("path", ("/collective_rpc", COMPLETIONS))
-def test_what_the_server_says_is_told(path, ready, tmp_path):
-    """It is not asked again, and nothing is left of the weights that it did not take."""
-    server, rollout = ready()
-    server.faults[path] = [lambda _: (500, "expected 21 tensors; got 20")] * 3
-    with pytest.raises(RolloutError, match=f"{path} answers 500 .*expected 21 tensors; got 20"):
-        sample(rollout) if path == COMPLETIONS else rollout.update_weights()
-    assert list(tmp_path.iterdir()) == [] and len(server.loads) == 1
+def is_full(weights, folder, dtype):
+    Path(folder, "half").write_text("x")
+    raise OSError(28, "No space left on device")
 
 
-def test_a_prefix_cache_that_is_in_use(ready):
+REFUSED = {
+    "/collective_rpc": ((500, "expected 21 tensors"), "/collective_rpc answers 500 .*21 tensors"),
+    "/reset_prefix_cache": ((200, {"success": False}), "expected no request while .*; got some"),
+    "write": (is_full, "vllm_sync_dir: weights cannot be written .*No space"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_cannot_be_sent(name, ready, tmp_path, monkeypatch):
+    """The server is not asked again, and nothing is left of them."""
+    fault, message = REFUSED[name]
     server, rollout = ready()
-    server.faults["/reset_prefix_cache"] = [lambda _: (200, {"success": False})] * 2
-    rollout.update_weights()  # requests that were given up end in a moment
     rollout.engine.patience = 0.0
-    server.faults["/reset_prefix_cache"] = [lambda _: (200, {"success": False})]
-    with pytest.raises(RolloutError, match="expected no request while weights are sent; got some"):
+    if name == "write":
+        monkeypatch.setattr(extension, "write", fault)
+    else:
+        server.faults[name] = [lambda _: fault] * 3
+    with pytest.raises(RolloutError, match=message):
         rollout.update_weights()
+    assert list(tmp_path.iterdir()) == []
+    assert len(server.loads) == (2 if name == "/reset_prefix_cache" else 1)
 
 
-def test_a_full_folder_is_left_empty(ready, tmp_path, monkeypatch):
+def test_requests_that_are_refused_or_that_go_on(ready):
     server, rollout = ready()
-
-    def full(weights, folder, dtype):
-        Path(folder, "half").write_text("x")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(extension, "write", full)
-    with pytest.raises(RolloutError, match=r"vllm_sync_dir: weights cannot be written .*No space"):
-        rollout.update_weights()
-    assert list(tmp_path.iterdir()) == [] and len(server.loads) == 1
+    server.faults[COMPLETIONS] = [lambda _: (500, "expected a prompt")] * 3
+    with pytest.raises(RolloutError, match=r"/v1/completions answers 500 .*expected a prompt"):
+        sample(rollout)
+    # Those that were given up end in a moment, before the cache of prompts can be reset.
+    server.faults["/reset_prefix_cache"] = [lambda _: (200, {"success": False})] * 2
+    rollout.update_weights()
