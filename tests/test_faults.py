@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,15 +312,14 @@ def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     assert log.append(path.name, {"step": 1, "loss": math.nan}) is None
 
-    @contextlib.contextmanager
     def full(self, mode="r", *args, **options):
-        """Files take their first bytes and then no more."""
-        with real(self, mode, *args, **options) as file:
-            write = file.write
-            yield SimpleNamespace(write=lambda x: (write(x[:5]), fail())) if mode == "a" else file
-
-    def fail():
-        raise OSError(28, "No space left on device")
+        """Takes the first bytes and then no more."""
+        file = real(self, mode, *args, **options)
+        if mode == "a":
+            with file:
+                file.write('{"ste')
+            raise OSError(28, "No space left on device")
+        return file
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)

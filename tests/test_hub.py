@@ -177,7 +177,7 @@ def hub(repositories):
     served.close()
 
 
-def train(hub, home, output, *flags, data=f"{DATA}:main", **environment):
+def train(hub, home, output, data=f"{DATA}:main", *flags, **environment):
     """Runs the example; returns its status and what it printed."""
     run = subprocess.run(
         [sys.executable, "examples/train_gsm8k.py", "--dataset", data, "--model", MODEL, "--chat",
@@ -192,9 +192,9 @@ def train(hub, home, output, *flags, data=f"{DATA}:main", **environment):
 
 
 def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
-    home = tmp_path / "home"
+    home, pinned = tmp_path / "home", (f"{DATA}:main@v1", "--revision", "v1")
     hub.drops = 1  # and is tried again
-    status, told = train(hub, home, tmp_path / "first")
+    status, told = train(hub, home, tmp_path / "first", *pinned)
     assert status == 0 and hub.drops == 0, told
     rows = [json.loads(x) for x in (tmp_path / "first/gsm8k/answers.jsonl").open()]
     for row, problem in zip(rows, word_problems(12, 12)[:4], strict=False):
@@ -202,26 +202,20 @@ def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
         (message,) = row["prompt"]
         assert message["role"] == "user" and message["content"].endswith(problem["question"])
         assert "<<" not in message["content"]
+    files = [path for _, path in hub.asked if "/resolve/" in path]
+    assert files and all("/v1/" in path or COMMIT["v1"] in path for path in files)
 
     # Again: nothing is fetched twice. And without a hub.
     hub.asked.clear()
-    status, told = train(hub, home, tmp_path / "second")
+    status, told = train(hub, home, tmp_path / "second", *pinned)
     assert status == 0, told
     assert not [p for c, p in hub.asked if c == "GET" and p.endswith((".safetensors", ".parquet"))]
     hub.close()
-    status, told = train(hub, home, tmp_path / "third", HF_HUB_OFFLINE="1")
+    status, told = train(hub, home, tmp_path / "third", *pinned, HF_HUB_OFFLINE="1")
     assert status == 0, told
     metrics = [(tmp_path / run / "gsm8k/metrics.jsonl").read_text() for run in ("first", "third")]
     first, third = (json.loads(text.splitlines()[0]) for text in metrics)
     assert first["loss"] == third["loss"] and first["grad_norm"] == third["grad_norm"]
-
-
-def test_a_revision_is_pinned(hub, tmp_path):
-    flags = ("--revision", "v1")
-    status, told = train(hub, tmp_path / "home", tmp_path, *flags, data=f"{DATA}:main@v1")
-    assert status == 0, told
-    files = [path for _, path in hub.asked if "/resolve/" in path]
-    assert files and all("/v1/" in path or COMMIT["v1"] in path for path in files)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +230,7 @@ def test_a_revision_is_pinned(hub, tmp_path):
     ),
 )
 def test_what_is_not_there_is_said(fault, message, hub, repositories, tmp_path):
-    flags = ("--revision", "v9") if fault == "no revision" else ()
+    flags = (f"{DATA}:main", "--revision", "v9") if fault == "no revision" else ()
     kind, name = ("models", MODEL) if fault.endswith("model") else ("datasets", DATA)
     if fault == "away":
         hub.close()

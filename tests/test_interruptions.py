@@ -203,30 +203,14 @@ def test_a_signal_loses_the_step_at_most(call, number, undisturbed, tiny_model, 
     assert_same_weights(weights_of(again), undisturbed[1])
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_at_once(tiny_model, tmp_path):
-    """As users see it: a process, two signals, and their statuses."""
-    code = (
-        "import time; from tests.helpers.trainer_runs import *\n"
-        "def slow(prompts, completions, **_):\n"
-        "    print('judging', flush=True); time.sleep(2); return noise(prompts, completions)\n"
-        f"config = config_of({str(tiny_model)!r}, {str(tmp_path)!r}, steps=50)\n"
-        "same_trainer_of(config, rewards={'noise': slow}).train()\n"
-    )
-    for signals, status in ((1, RESUME), (2, -signal.SIGTERM)):
-        with subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=os.getcwd(),
-        ) as child:  # fmt: skip
-            try:
-                while "judging" not in child.stdout.readline():
-                    assert child.poll() is None
-                child.send_signal(signal.SIGTERM)
-                while "SIGTERM: ends as soon as nothing is lost" not in child.stderr.readline():
-                    assert child.poll() is None
-                if signals == 2:
-                    child.send_signal(signal.SIGTERM)
-                child.communicate(timeout=60)
-            finally:
-                child.kill()
-        assert child.returncode == status
+def test_a_second_signal_ends_at_once(tiny_model, tmp_path, capfd):
+    trainer = same_trainer_of(config_of(tiny_model, tmp_path))
+
+    def twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer.policy.forward = at_calls({1}, twice, trainer.policy.forward)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert "SIGINT: ends as soon as nothing is lost; again: at once" in capfd.readouterr().err

@@ -80,19 +80,6 @@ def test_supports_are_what_generate_leaves(name):
     assert done == sample(model, sampling, share_prompts=False)
 
 
-def test_supports_are_cut_with_the_completion():
-    model, sampling = make_model("llama"), SamplingParams(8, top_p=0.8, record_support=True)
-    full = sample(model, sampling)
-    texts = [make_tokenizer().decode(c.token_ids) for c in full]
-    letters = (next(x for x in text[1:] if x.isascii() and x.isalpha()) for text in texts[2:5:2])
-    done = sample(model, replace(sampling, stop=tuple(letters)))
-    assert {c.ended for c in done} == {True, False} and len({len(c.token_ids) for c in done}) > 2
-    for whole, cut in zip(full, done, strict=True):
-        T = len(cut.token_ids)
-        assert kept_sets(cut.support) == kept_sets(whole.support)[:T]
-        assert len(cut.support.offsets) == T + 1
-
-
 # What is trained
 
 

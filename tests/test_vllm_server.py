@@ -122,10 +122,8 @@ def test_stop_strings_cut_log_probs_too(ready):
     for full, one in zip(whole, done, strict=True):
         length = len(one.token_ids)
         assert one.token_ids == full.token_ids[:length] and len(one.logps) == length
-        if stop in rollout.tokenizer.decode(one.token_ids):
-            assert one.ended and stop not in rollout.tokenizer.decode(one.token_ids[:-1])
-        else:
-            assert length == len(full.token_ids)
+        stopped = stop in rollout.tokenizer.decode(one.token_ids)
+        assert one.ended == (stopped or one.token_ids[-1] == 0)
     # An engine that goes on is cut here.
     one = vllm_server.Sampled(whole[0].token_ids, whole[0].logps, None)
     text = rollout.tokenizer.decode(one.token_ids[2:3])
@@ -174,11 +172,11 @@ def test_weights_are_sent_by_files_that_are_gone_afterwards(ready, tmp_path):
     (
         ({"hidden_size": 576}, {}, "hidden_size 32; got 576"),
         ({"protocol": 2}, {}, "protocol 1; got 2"),
+        ({"logprobs_mode": "raw"}, {}, "logprobs_mode 'processed_logprobs'; got 'raw'"),
         ({"dtype": "bfloat16"}, {}, "dtype 'float32'; got 'bfloat16'"),
         ({"max_model_len": 39}, {}, "max_model_len 40 at least, .*; got 39"),
         ({}, MASKS, "sampling_mask True; got False"),
     ),
-    ids=str,
 )
 def test_another_engine_is_refused(about, options, message, serve):
     server, config = serve("default", about, **options)
@@ -237,7 +235,8 @@ def test_a_server_that_is_down(serve, monkeypatch):
 
 
 def dies(server):
-    """Answers 500, and ends."""
+    """Answers 500, as do those that are asked at the same time, and ends."""
+    time.sleep(0.1)
     server.stop()
     return 500, "EngineCore encountered an issue"
 
@@ -261,7 +260,7 @@ FAULTS = {
         "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it",
     ),
     "started again": ({}, COMPLETIONS, starts_again, 30, None, "has other weights than it was"),
-    "engine died": (PATIENT, COMPLETIONS, dies, 30, 0.3, "does not answer"),
+    "engine died": (PATIENT, COMPLETIONS, dies, 30, 1.0, "does not answer"),
     "hung while sampling": (PATIENT, COMPLETIONS, hangs, 0.3, 1.0, "does not answer"),
     "hung while asked": (
         {}, "/collective_rpc", lambda _: time.sleep(0.5), 0.2, None,
@@ -277,7 +276,7 @@ def test_a_lost_server_is_sent_the_weights_and_asked_again(name, ready, monkeypa
     server, rollout = ready(**options)
     expected = sample(rollout)
     monkeypatch.setattr(vllm_server, "_SOON", soon)
-    server.faults[path] = [fault]
+    server.faults[path] = [fault] * (3 if fault is dies else 1)
     if back:
         threading.Timer(back, server.start).start()
     begun = time.monotonic()
