@@ -16,10 +16,8 @@ from grpo_kernels.training import rewards
         ("so <answer>\n 12 \n</answer> it is", "12", "12"),
         ("<answer></answer>", "", ""),
         ("<answer>1</answer><answer>2</answer>", None, None),
-        ("<answer><answer>1</answer></answer>", None, None),
         ("</answer>12<answer>", None, None),
         ("<answer>12", None, None),
-        ("<ANSWER>12</ANSWER>", None, None),
         ("so #### 7", None, "7"),
         (r"so \boxed{\frac{1}{2}} it is", None, r"\frac{1}{2}"),
         # Of several there is none that counts.
@@ -27,7 +25,6 @@ from grpo_kernels.training import rewards
         ("#### 7\n#### 8", None, None),
         (r"\boxed{7", None, None),
         (r"\boxed{" + "1" * 200 + "}", None, None),
-        ("no mark: 7", None, None),
     ),
 )
 def test_answers_that_are_marked(text, tagged, marked):

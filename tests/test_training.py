@@ -205,12 +205,14 @@ def test_every_step_is_handed_out(tiny_model, tmp_path, monkeypatch):
     jumps = itertools.cycle((1e9, 0.0, 2e9, -5.0))
     monkeypatch.setattr(time, "time", lambda: next(jumps))  # seconds are of another clock
     seen = []
-    config = config_of(tiny_model, tmp_path, save_every=-1)
+    config = config_of(tiny_model, tmp_path, save_every=-1, epochs_per_rollout=2)
     folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
     assert [row["step"] for row, _ in seen] == [1, 2]
     row, samples = seen[0]
     assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
     assert 0 <= row["seconds"] < 600
+    assert row["ratio_max"] > 1.001  # of the second update to the policy that sampled
+    assert not {"sampler_gap", "seconds/sync"} & row.keys()  # of samplers with weights of their own
     assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
     assert samples.prompt_of == [i // 4 for i in range(16)]
     assert samples.logps.shape == samples.mask.shape

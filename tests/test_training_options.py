@@ -117,10 +117,12 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
 def test_flags_and_yaml(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model: m\nlearning_rate: 1e-6\nstop: ['</answer>']\nbeta: 0.04\nsteps: 7\n")
+    path.write_text("model: m\nlearning_rate: 1e-6\nstop: [</answer>]\nbeta: 0.04\nsteps: 7\n"
+                    "chat: true\nreplay_support: false\n")  # fmt: skip
     config = parse_config([str(path), "--steps", "9", "--no_share_prompts"], name="n")
     assert (config.model, config.learning_rate, config.stop) == ("m", 1e-6, ["</answer>"])
     assert (config.beta, config.steps, config.name, config.share_prompts) == (0.04, 9, "n", False)
+    assert (config.chat, config.replay_support) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def record(config, sampling):
 
     def recorded(server, path, body=None, timeout=None):
         answer = call(server, path, body, timeout)
-        asked = {"path": path, "request": body}
+        asked = json.loads(json.dumps({"path": path, "request": body}))
         loads = (body or {}).get("method") == "grpo_kernels_load"
         seen = any(all(x[key] == value for key, value in asked.items()) for x in exchanges)
         if path != "/health" and not loads and not seen:
