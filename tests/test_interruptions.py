@@ -199,6 +199,7 @@ def test_a_signal_loses_the_step_at_most(call, number, undisturbed, tiny_model, 
     if trainer.step:
         assert checkpoint.latest(config.folder).name == f"step-{trainer.step:06d}"
     again = run(config)
+    assert signal.getsignal(number) is before
     assert rows_of(config.folder) == undisturbed[0]
     assert_same_weights(weights_of(again), undisturbed[1])
 
