@@ -18,6 +18,7 @@ from grpo_kernels.training import rewards
         ("<answer>1</answer><answer>2</answer>", None, None),
         ("</answer>12<answer>", None, None),
         ("<answer>12", None, None),
+        ("<answer>7 #### 7", None, None),
         ("so #### 7", None, "7"),
         (r"so \boxed{\frac{1}{2}} it is", None, r"\frac{1}{2}"),
         # Of several there is none that counts.
