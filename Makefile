@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger fuzz mutants test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
 
 demo: $(VENV)/installed
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -78,6 +78,12 @@ fuzz: $(VENV)/installed
 
 mutants: $(VENV)/installed
 	$(RUN) -m tests.tools.mutants $(ARGS)
+
+# Damages that mutmut draws, some 1,700: an hour of two cores. `mutmut show NAME` has one.
+mutation: $(VENV)/installed
+	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) mutmut
+	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run --max-children $(WORKERS) $(ARGS)
+	$(VENV)/bin/mutmut results
 
 # Other versions of TRL than the installed one, each without its dependencies in a folder of its own.
 TRL ?= 1.8.0 1.11.0 1.14.2

@@ -1,13 +1,15 @@
-"""Accuracy by groups of problems, of several samples, and from the command line."""
+"""Accuracy by groups of problems and of several samples, from the command line; warnings."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
-from grpo_kernels.training import evaluate, report, rewards
+from grpo_kernels.training import TrainingConfig, evaluate, report
 from grpo_kernels.training.evaluate import of_samples
-from grpo_kernels.training.metrics import accuracy_of
+from grpo_kernels.training.metrics import accuracy_of, wilson_interval
+from grpo_kernels.training.watch import WINDOW, Watch
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -17,43 +19,12 @@ def answer(correct, completion="<answer>1</answer>", **columns):
     return {"correct": correct, "reward": 1.0 * correct, "completion": completion, **columns}
 
 
-@pytest.mark.parametrize(
-    ("text", "marked"),
-    (
-        ("<answer> 7 </answer>", "7"),
-        ("so #### 7", "7"),
-        (r"so \boxed{7}", "7"),
-        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
-        ("no mark: 7", None),
-        # Of several there is none that counts.
-        ("<answer>7</answer> #### 7", None),
-        ("#### 7\n#### 8", None),
-        ("<answer>7</answer><answer>7</answer>", None),
-        ("<answer>7", None),
-        (r"\boxed{7", None),
-        (r"\boxed{" + "1" * 200 + "}", None),
-    ),
-)
-def test_marked_answers(text, marked):
-    assert rewards.marked_answer(text) == marked
-
-
-@pytest.mark.parametrize(
-    ("given", "right", "expected"),
-    (
-        ("7", "7", True),
-        ("7.0", "7", True),
-        ("$1,234", "1234", True),
-        ("1/2", "0.5", True),
-        (r"\frac{1}{2}", "0.5", True),
-        ("8", "7", False),
-        ("7 apples and 8", "7", False),
-        ("-7", "7", False),
-    ),
-)
-def test_all_marks_are_judged_alike(given, right, expected):
-    for text in (f"<answer>{given}</answer>", f"x\n#### {given}", rf"\boxed{{{given}}}"):
-        assert rewards.is_marked_correct(text, right) is expected, text
+def test_the_interval_is_wilsons():
+    # Newcombe (1998), table I.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0, 20) == pytest.approx((0, 0.1611), abs=1e-4)
+    assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=1e-4)
+    assert wilson_interval(5, 5)[1] == 1.0
 
 
 def test_accuracy_by_groups():
@@ -142,11 +113,58 @@ def test_runs_are_compared(trained, tiny_model, tmp_path, capsys):
     assert capsys.readouterr().out.strip().endswith(f"\n{path}")
     page = path.read_text()
     assert "&lt;other&gt;" in page and "<other>" not in page
-    assert (
-        "<td>dataset</td><td>examples.problems:additions</td><td>examples.word_problems:all_levels</td>"
-        in page
-    )
+    names = ("examples.problems:additions", LEVELS["dataset"])
+    assert "".join(f"<td>{name}</td>" for name in ("dataset", *names)) in page
     assert "<td>learning_rate</td>" not in page and page.count("seconds per step") >= 2
     assert len(rows_of(other)) == 2
     with pytest.raises(SystemExit):
         report.main([str(other), str(tmp_path)])
+
+
+# Warnings
+
+
+def row_of(step, **values):
+    return {
+        "step": step, "reward": 0.5, "grad_norm": 1.0, "groups_equal": 0.0, "truncated": 0.0,
+        "entropy": 2.0, **values,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    (
+        ({"groups_equal": 1.0}, "every group had equal rewards"),
+        ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
+        ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
+        ({"ratio_max": 50.0}, "ratio_max 50; token 3 'x'"),
+        ({"kl_max": 50.0}, "kl_max 50; token 3 'x'"),
+        ({"grad_norm": math.nan}, "the gradient's norm is nan: the update was left out"),
+        ({}, None),
+    ),
+)
+def test_warnings_name_the_cause(values, told):
+    watch = Watch(TrainingConfig(model="m"))
+    assert watch.after_step(row_of(0)) == []
+    warnings = [
+        w
+        for i in range(1, WINDOW + 1)
+        for w in watch.after_step(row_of(i, **values), "token 3 'x'")
+    ]
+    # The same again only after a while; but an update left out is always told.
+    assert len(warnings) == (0 if told is None else WINDOW if "gradient" in told else 1)
+    assert told is None or told in warnings[0]
+
+
+def test_a_reward_that_is_gamed_is_told():
+    def evaluation(right):
+        return accuracy_of([{"correct": i < right, "reward": 1.0} for i in range(100)])
+
+    watch = Watch(TrainingConfig(model="m"))
+    assert watch.after_evaluation(evaluation(60)) is None
+    for step in range(20):
+        watch.after_step(row_of(step, reward=step / 20))
+        if step == 5:
+            assert watch.after_evaluation(evaluation(58)) is None
+    assert "the reward rose from" in watch.after_evaluation(evaluation(20))
+    assert watch.after_evaluation(evaluation(61)) is None

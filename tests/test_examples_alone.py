@@ -34,11 +34,11 @@ def test_an_example_needs_its_folder_alone(path):
 def test_waiting_threads_sleep_before_torch_is_imported():
     """Else a demo beside one busy process takes twice as long as it has to."""
     code = "import sys, os, demo_model; print(os.environ['GOMP_SPINCOUNT'])"
-    clean = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-    for given, told in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+    for given, told in ((None, "1000"), ("7", "7")):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GOMP_SPINCOUNT": given}
         run = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT / "examples", text=True, timeout=100,
-            capture_output=True, env={**clean, "PYTHONPATH": str(ROOT), **given},
+            capture_output=True, env={k: v for k, v in environment.items() if v is not None},
         )  # fmt: skip
         assert run.stdout.strip() == told, run.stderr
     text = (ROOT / "examples/demo_model.py").read_text()
@@ -63,17 +63,14 @@ def test_a_copied_example_runs(tiny_model, tmp_path):
     assert (tmp_path / "runs" / "demo" / "report.html").exists()
 
 
-def test_the_minimal_one_is_minimal():
+def test_the_minimal_one_learns(tiny_model, capsys):
+    """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
     path = ROOT / "examples" / "minimal_grpo.py"
     assert len(path.read_text().splitlines()) <= 120
     ours = {name for name in imports_of(path) if name.startswith("grpo_kernels")}
     calls = ("GRPOLossConfig", "fused_grpo_loss", "group_advantages", "linear_logprobs")
     assert ours == {f"grpo_kernels.{name}" for name in calls}
-
-
-def test_the_minimal_one_learns(tiny_model, capsys):
-    """Here a model of a few thousand parameters learns to prefer the first half of ASCII."""
-    run = runpy.run_path(str(ROOT / "examples" / "minimal_grpo.py"))
+    run = runpy.run_path(str(path))
     run["main"].__globals__["reward"] = lambda text, total: sum(c < "@" for c in text) / 10
     options = ["--model", str(tiny_model), "--steps", "30", "--learning-rate", "3e-2"]
     history = run["main"](options)

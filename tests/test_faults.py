@@ -1,7 +1,6 @@
 """Faults of what a run is given: reward functions, rollouts, gradients, checkpoints, folders."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -13,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from grpo_kernels.training import checkpoint, updates
-from grpo_kernels.training.interruptions import BadUpdates, Preempted
+from grpo_kernels.head import Support
+from grpo_kernels.training import Completion, checkpoint, load_model, logs, updates
+from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
@@ -25,16 +26,14 @@ from tests.helpers.trainer_runs import (
     noise,
     rows_of,
     run,
+    same_trainer_of,
     trainer_of,
     weights_of,
 )
-from tests.ranks.training_jobs import SameForAnyRanks
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
 # Rewards
-
-PROMPTS = [{"prompt": "p"}] * 3
 
 
 def stubborn(prompts, completions):
@@ -48,51 +47,123 @@ def stubborn(prompts, completions):
     ("function", "error"),
     (
         (lambda p, c: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda p, c: [1.0] * 2, "expected 3 values, one per completion; got 2"),
-        (lambda p, c: [1.0, float("nan"), 0.0], "expected finite numbers, .* got nan for 'b'"),
-        (lambda p, c: [1.0, float("inf"), 0.0], "expected finite numbers, .* got inf for 'b'"),
-        (lambda p, c: None, "TypeError"),
-        (lambda p, c: torch.ones(3, device="meta"), "cannot be called on meta tensors"),
         (lambda p, c: ["a", "b", "c"], "ValueError: could not convert"),
+        (lambda p, c: [1.0] * 2, "expected 3 values, one per completion; got 2"),
+        (lambda p, c: [1.0, math.nan, 0.0], "expected finite numbers, .* got nan for 'b'"),
         (stubborn, "expected an answer within reward_timeout = 0.2 seconds"),
     ),
 )
 def test_rewards_that_are_none(function, error):
     with pytest.raises(RewardError, match=f"reward function it: .*{error}"):
-        reward_table({"it": function}, PROMPTS, ["a", "b", "c"], timeout=0.2)
+        reward_table({"it": function}, [{"prompt": "p"}] * 3, ["a", "b", "c"], timeout=0.2)
 
 
-def test_tensors_and_none_are_rewards():
-    table = reward_table({"it": lambda p, c: torch.arange(3)}, PROMPTS, ["a", "b", "c"], timeout=9)
-    assert table == [[0.0], [1.0], [2.0]]
-    table = reward_table({"it": lambda p, c: [None, 1, 2]}, PROMPTS, ["a", "b", "c"])
-    assert table[0][0] != table[0][0] and table[1:] == [[1.0], [2.0]]
+@pytest.mark.parametrize(
+    ("who", "save_every", "kept"),
+    (
+        ("reward function noise", 0, "step-000001"),
+        ("is_correct", 0, "step-000001"),
+        ("rollout", 0, "step-000001"),
+        ("rollout", -1, None),
+    ),
+)
+def test_who_fails_is_told_and_leaves_a_checkpoint(who, save_every, kept, tiny_model, tmp_path):
+    """Of the step before, unless there are to be none."""
+
+    def failing(name, work):
+        def done(*args, **options):
+            if name == who and trainer.step == 2:
+                raise ConnectionError("it is gone")
+            return work(*args, **options)
+
+        return done
+
+    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": save_every})
+    judge = failing("is_correct", lambda text, answer: True)
+    rewards = {"noise": failing("reward function noise", noise)}
+    trainer = same_trainer_of(config, rewards=rewards, is_correct=judge)
+    trainer.rollout = failing("rollout", trainer.rollout)
+    with pytest.raises(StepError, match=f"{who}: ConnectionError: it is gone"):
+        trainer.train()
+    latest = checkpoint.latest(config.folder)
+    assert (latest and latest.name) == kept
 
 
-@pytest.mark.parametrize("name", ("noise", "is_correct"))
-def test_a_reward_function_that_fails_leaves_a_checkpoint(name, tiny_model, tmp_path):
+def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
+    """By the run that goes on, whatever that one meets then."""
     calls = []
 
-    def fails_later(*args, **_):
+    def faulty(prompts, completions, **_):
         calls.append(1)
-        if len(calls) == (3 if name == "noise" else 33):  # in the third step
+        if len(calls) == 3:  # those of step 0, of the first step, and of its evaluation
             raise ConnectionError("the judge is gone")
-        return noise(*args) if name == "noise" else True
+        if len(calls) == 5:  # of the second step, after that evaluation was made up for
+            os.kill(os.getpid(), signal.SIGTERM)
+        return noise(prompts, completions)
 
-    functions = {"rewards": {"noise": fails_later}} if name == "noise" else {name: fails_later}
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    with pytest.raises(RewardError, match=f"{name}: ConnectionError: the judge is gone"):
-        run(config, **functions)
-    assert checkpoint.latest(config.folder).name == "step-000002"
+    options = STEPS | {"eval_size": 2, "eval_every": 1, "resume": True}
+    config = config_of(tiny_model, tmp_path, **options)
+    for error in (RewardError, Preempted, None):
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            run(config, rewards={"noise": faulty})
+    assert [row["step"] for row in logs.read(config.folder / "evaluations.jsonl")] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
 
 
-# Gradients, checkpoints, folders
+# Rollouts
+
+
+def kept(ids, offsets):
+    return {"support": Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets))}
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_model, tmp_path_factory):
+    trainer = trainer_of(config_of(tiny_model, tmp_path_factory.mktemp("runs")))
+    return trainer.sampler, trainer.train_problems[:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (None, "expected 2 completions of 1 prompts; got 1"),
+        ("four", r"completions\[1\]: expected a Completion .* got 'four'"),
+        ({"token_ids": []}, "expected a Completion with a token; got Completion"),
+        ({"token_ids": [10**6] * 2}, r"\.token_ids: expected ints from 0 to 256; got 1000000"),
+        ({"token_ids": [-1] * 2}, r"\.token_ids: expected ints from 0 to 256; got -1"),
+        ({"token_ids": [5.0] * 2}, r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
+        ({"logps": [-1.0] * 9}, r"\.logps: expected 2 finite numbers, .* got \[-1"),
+        ({"logps": [-1.0, math.nan]}, r"\.logps: expected 2 finite numbers"),
+        ({"sampled": [True]}, r"\.sampled: expected 2 bools, .*; got \[True\], 1"),
+        ({"sampled": [False] * 2}, r"\.sampled: expected 2 bools, .* one that is true"),
+        ({"sampled": [1] * 2}, r"\.sampled: expected 2 bools, .*; got \[1, 1\]"),
+        ({"ce_weights": [1.0]}, r"\.ce_weights: expected 2 finite numbers, .*; got \[1.0"),
+        ({"ce_weights": [math.nan] * 2}, r"\.ce_weights: expected 2 finite numbers"),
+        ({"support": ([1], [0])}, r"\.support: expected a Support; got tuple"),
+        ({"support": Support([1], [0])}, r"\.support\.token_ids: expected a tensor; got list"),
+        (kept([[1]], [0, 1, 1]), r"\.support\.token_ids: expected shape \[K\]; got \[1, 1\]"),
+        (kept([5, 6], [0, 2]), r"\.support\.offsets: expected shape \[3\]; got \[2\]"),
+        (kept([5, 6], [0, 1, 3]), r"\.offsets: .* the number of token_ids = 2; got 0 to 3"),
+        (kept([5, 6], [0, 3, 2]), r"\.offsets: .*never to decrease"),
+        (kept([5, 6], [1, 1, 2]), r"\.offsets: expected to start at 0"),
+    ),
+)
+def test_what_is_no_completion_is_refused(change, message, sampler):
+    sampler, problems = sampler
+    good = Completion([5, 6], True)
+    other = replace(good, **change) if isinstance(change, dict) else change
+    sampler.rollout = lambda *_: [good, other] if change else [good]
+    with pytest.raises(RolloutError, match=rf"^rollout: (completions\[1\].*)?{message}"):
+        sampler(problems, 2, 1.0)
+
+
+# Gradients
 
 
 def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(updates, "MOST_BAD", 4)
     config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
-    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
+    trainer = same_trainer_of(config)
     clip, weights = trainer.accelerator.clip_grad_norm_, []
 
     def broken(parameters, most):
@@ -103,7 +174,7 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, cap
         return clip(parameters, most)
 
     trainer.accelerator.clip_grad_norm_ = broken
-    with pytest.raises(RuntimeError, match=r"4 updates in a row .* checkpoint: .*step-000002"):
+    with pytest.raises(BadUpdates, match=r"4 updates in a row .* checkpoint: .*step-000002"):
         trainer.train()
     assert len(weights) == 8  # two, one, one, and four in a row
     assert [row.get("bad_updates") for row in rows_of(config.folder)] == [None, None, 2]
@@ -113,7 +184,23 @@ def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, cap
     assert not torch.equal(*(next(iter(weights[i].values())) for i in (3, 4)))
 
 
-@pytest.mark.parametrize("damage", ("truncated", "bit", "gone", "hashes"))
+def test_weights_that_are_nan_end_the_run(tiny_model, tmp_path):
+    """No update is made of them, and the checkpoint before them is named."""
+    trainer = same_trainer_of(config_of(tiny_model, tmp_path, **STEPS | {"steps": 9}))
+
+    def spoil(row, _):
+        if row["step"] == 2:
+            with torch.no_grad():
+                trainer.policy.model.model.norm.weight[0] = math.nan
+
+    with pytest.raises(BadUpdates, match=r"10 updates in a row .* checkpoint: .*step-000001"):
+        trainer.train(spoil)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("damage", ("bit", "gone", "hashes"))
 def test_a_damaged_checkpoint_is_told_with_the_one_before(
     damage, undisturbed, tiny_model, tmp_path
 ):
@@ -126,89 +213,17 @@ def test_a_damaged_checkpoint_is_told_with_the_one_before(
     assert json.loads((last / "sha256.json").read_text()).keys() == files - {"sha256.json"}
     path = last / ("sha256.json" if damage == "hashes" else "trained.pt")
     content = path.read_bytes()
-    if damage == "bit":
-        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-    elif damage == "gone":
+    if damage == "gone":
         path.unlink()
+    elif damage == "bit":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
     else:
         path.write_bytes(content[: len(content) // 2])
+    resumed = replace(config, resume=True)
     with pytest.raises(ValueError, match=r"damaged: .* the one before is .*step-000002"):
-        run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+        run(resumed)
     last.rename(tmp_path / "aside")
-    actual = run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
-    assert_same_weights(weights_of(actual), undisturbed[1])
-
-
-def test_two_runs_in_one_folder(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    second = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-
-    def and_another(*_):
-        with pytest.raises(RuntimeError, match="a folder in which no other process trains"):
-            second.train()
-
-    first = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-    first.train(and_another)
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
-
-
-# Rollouts
-
-
-def dies(_):
-    raise ConnectionError("the sampler is gone")
-
-
-def first_is(**values):
-    """What makes the first completion one with other values."""
-    return lambda done: [replace(done[0], **values), *done[1:]]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    (
-        (dies, "rollout: ConnectionError: the sampler is gone"),
-        (lambda _: None, "rollout: TypeError: 'NoneType' object is not iterable"),
-        (lambda done: done[1:], "rollout: expected 4 completions of 4 prompts; got 15"),
-        (
-            lambda done: ["four", *done[1:]],
-            r"completions\[0\]: expected a Completion .* got 'four'",
-        ),
-        (first_is(token_ids=[]), r"expected a Completion with a token; got Completion"),
-        (first_is(token_ids=[10**6]), r"\.token_ids: expected ints from 0 to 256; got 1000000"),
-        (first_is(token_ids=[-1]), r"\.token_ids: expected ints from 0 to 256; got -1"),
-        (first_is(token_ids=[5.0]), r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
-        (first_is(logps=[-1.0] * 9), r"\.logps: expected \d finite numbers, .* got \[-1"),
-        (first_is(token_ids=[5], logps=[math.nan]), r"\.logps: expected 1 finite .* got \[nan"),
-    ),
-)
-def test_a_rollout_that_dies_or_returns_rubbish(spoil, message, tiny_model, tmp_path):
-    """Said at once, with a checkpoint of the step before."""
-    own = SameForAnyRanks()
-
-    def spoiled(*args):
-        done = own(*args)
-        return done if trainer.step < 2 else spoil(done)
-
-    config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
-    trainer = trainer_of(config, rollout=lambda _: spoiled)
-    with pytest.raises(RolloutError, match=message):
-        trainer.train()
-    assert checkpoint.latest(config.folder).name == "step-000001"
-
-
-def test_weights_that_are_nan_end_the_run(tiny_model, tmp_path):
-    """No update is made of them, and the checkpoint before them is named."""
-    config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
-    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks())
-
-    def spoil(row, _):
-        if row["step"] == 2:
-            with torch.no_grad():
-                trainer.policy.model.model.norm.weight[0] = math.nan
-
-    with pytest.raises(BadUpdates, match=r"10 updates in a row .* checkpoint: .*step-000001"):
-        trainer.train(spoil)
+    assert_same_weights(weights_of(run(resumed)), undisturbed[1])
 
 
 class Opens:
@@ -231,19 +246,91 @@ def test_a_foreign_checkpoint_runs_no_code(file, tiny_model, tmp_path):
     hashes[file] = checkpoint._hash(last / file)
     (last / "sha256.json").write_text(json.dumps(hashes))
     with contextlib.suppress(Exception):
-        run(config_of(tiny_model, tmp_path, **STEPS, resume=True))
+        run(replace(config, resume=True))
     assert not made.exists()
 
 
-def test_a_clock_that_jumps(undisturbed, tiny_model, tmp_path, monkeypatch):
-    """Seconds are of a clock that does not; nothing but the report's date is of the other."""
-    jumps = itertools.cycle((1e9, 0.0, 2e9, -5.0))
-    monkeypatch.setattr(time, "time", lambda: next(jumps))
-    again = config_of(tiny_model, tmp_path, **STEPS)
-    actual = run(again)
-    assert_same_weights(weights_of(actual), undisturbed[1])
-    for line in (again.folder / "metrics.jsonl").read_text().splitlines():
-        assert 0 <= json.loads(line)["seconds"] < 600
+def test_what_is_half_written_or_half_deleted_is_no_checkpoint(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, save_every=1, trainable=r"layers\.1\.")
+    left = config.folder / "checkpoints" / ".step-000000.gone"
+    left.mkdir(parents=True)
+    whole = checkpoint.latest(trainer_of(config).train())
+    assert whole.name == "step-000002" and not left.exists()
+    for name in ("step-000009", ".step-000010.tmp"):
+        (whole.parent / name).mkdir()
+    assert checkpoint.latest(config.folder) == whole
+    # Frozen weights are in none.
+    saved = torch.load(whole / "trained.pt", weights_only=True)
+    assert saved and all("layers.1." in name for name in saved)
+    assert not list(config.folder.rglob("model.safetensors"))
+
+
+def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path)
+    trainer_of(config).train()
+    for begin in (trainer_of, lambda config: load_model(replace(config, model="not there"))):
+        with pytest.raises(FileExistsError, match="name: expected one without checkpoints"):
+            begin(config)
+    assert config.unused().name == "t-2"
+    before = (config.folder / "config.json").read_text()
+    with pytest.raises(ValueError, match="trainable: was None, is 'layers'"):
+        trainer_of(replace(config, resume=True, trainable="layers", steps=3)).train()
+    assert (config.folder / "config.json").read_text() == before
+    trainer_of(replace(config, resume=True, steps=3)).train()
+    assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
+    options = {"steps": 3, "schedule": "linear"}
+    state = {"config": options, "processes": 1}
+    checkpoint.check_same(state, options, 1)
+    with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
+        checkpoint.check_same(state, {**options, "steps": 4}, 1)
+    with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
+        checkpoint.check_same(state, options, 2)
+
+
+# Disks and folders
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tiny_model, tmp_path, monkeypatch, capsys):
+    original, calls = Accelerator.save_state, []
+
+    def full(self, folder, **options):
+        calls.append(folder)
+        if len(calls) == 2:
+            Path(folder, "half").write_text("x")
+            raise OSError(28, "No space left on device")
+        return original(self, folder, **options)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    folder = trainer_of(config_of(tiny_model, tmp_path, steps=3, save_every=1)).train()
+    assert len(calls) == 3 and "no checkpoint of step 2 (OSError" in capsys.readouterr().out
+    names = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert names == ["step-000001", "step-000003"] and len(rows_of(folder)) == 3
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path, monkeypatch):
+    log, real = logs.Logs(tmp_path), Path.open
+    path = tmp_path / "metrics.jsonl"
+    assert log.append(path.name, {"step": 1, "loss": math.nan}) is None
+
+    def full(self, mode="r", *args, **options):
+        """Takes the first bytes and then no more."""
+        file = real(self, mode, *args, **options)
+        if mode == "a":
+            with file:
+                file.write('{"ste')
+            raise OSError(28, "No space left on device")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        assert "No space left" in log.append(path.name, {"step": 2})
+        assert logs.read(path) == [{"step": 1, "loss": None}]
+    assert log.append(path.name, {"step": 3}) is None
+    assert [row["step"] for row in logs.read(path)] == [1, 2, 3]
+    logs.truncate(tmp_path, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [row["step"] for row in logs.read(path)] == [1, 2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
@@ -254,24 +341,13 @@ def test_a_folder_that_cannot_be_written(tiny_model, tmp_path):
         run(config_of(tiny_model, folder, **STEPS))
 
 
-def test_an_evaluation_that_failed_is_made_up_for_once(tiny_model, tmp_path):
-    """By the run that goes on, whatever that one meets then."""
-    calls = []
+def test_two_runs_in_one_folder(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    first, second = same_trainer_of(config), same_trainer_of(config)
 
-    def faulty(prompts, completions, **_):
-        calls.append(1)
-        if len(calls) == 3:  # those of step 0, of the first step, and of its evaluation
-            raise ConnectionError("the judge is gone")
-        if len(calls) == 5:  # of the second step, after that evaluation was made up for
-            os.kill(os.getpid(), signal.SIGTERM)
-        return noise(prompts, completions)
+    def and_another(*_):
+        with pytest.raises(RuntimeError, match="a folder in which no other process trains"):
+            second.train()
 
-    options = STEPS | {"eval_size": 2, "eval_every": 1, "resume": True}
-    config = config_of(tiny_model, tmp_path, **options)
-    for error in (RewardError, Preempted):
-        with pytest.raises(error):
-            run(config, rewards={"noise": faulty})
-    run(config, rewards={"noise": faulty})
-    lines = (config.folder / "evaluations.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    first.train(and_another)
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]

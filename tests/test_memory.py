@@ -1,11 +1,15 @@
-"""The forecast of a run's memory."""
+"""The forecast of a run's memory, and recipes in `examples/configs`, which fit their cards."""
+
+import re
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from grpo_kernels.training import TrainingConfig, memory
+from grpo_kernels.training import TrainingConfig, memory, parse_config
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.vllm_server import engine_options
+from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -80,9 +84,6 @@ def test_what_vllm_takes_of_a_gpu():
     server = vllm_prediction(vllm_mode="server", lora_rank=4)
     assert server.peak == server.training_peak and server.engine.training == 0
     assert server.engine.sync_files == server.engine.weights == 2 * weights
-    lines = server.table().splitlines()
-    peak = next(i for i, line in enumerate(lines) if line.startswith("peak"))
-    assert [line.startswith("server") for line in lines[peak:]] == [0, 0, 1, 1, 0, 0]
 
 
 def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
@@ -111,8 +112,11 @@ VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
         (VLLM, 0, ["vLLM fills 0.30 GiB", "0.62 GiB are left to training"]),
         ((*VLLM, "--vllm_gpu_memory_utilization", "0.0001"), 1,
          ["Larger: vllm_gpu_memory_utilization"]),
+        ((*VLLM, "--vllm_mode", "server"), 0, ["\nserver"]),
         ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
         ((*VLLM[:2], "--cpu"), None, ["vLLM while training"]),
+        (("--processes", "2.5"), 2, ["processes"]),
+        (("--processes", "0"), 2, ["processes"]),
     ),
 )  # fmt: skip
 def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys):
@@ -124,3 +128,62 @@ def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys)
         ended = end.code
     said = capsys.readouterr()
     assert ended == status and all(text in said.out + said.err for text in told)
+
+
+# Recipes
+
+CONFIGS = ROOT / "examples/configs"
+# The configs on the hub of the models that the recipes train: hidden size, that of the MLP, layers,
+# heads, heads of keys, vocabulary, whether the head is tied.
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-7B-Instruct": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def shape_of(name):
+    hidden, mlp, layers, heads, kv_heads, V, tied = MODELS[name]
+    return AutoConfig.for_model(
+        "qwen2", hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=V,
+        tie_word_embeddings=tied, max_position_embeddings=32768,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_processes_share_state_if_it_is_sharded():
+    config, shape = config_of(beta=0.1, prompts_per_step=16), shape_of("Qwen/Qwen2.5-0.5B-Instruct")
+    one = memory.predict(config, shape)
+    for sharded in (False, True):
+        eight = memory.predict(config, shape, processes=8, sharded=sharded)
+        for name in ("gradients", "optimizer", "reference"):
+            assert getattr(one, name) == getattr(eight, name) * (8 if sharded else 1), name
+        assert eight.cache * 8 == one.cache and eight.activations == one.activations
+        assert sharded or eight.weights == one.weights
+    # Beside its eighth: the head, and one layer of 24, in bf16.
+    V, H = shape.vocab_size, shape.hidden_size
+    layer = (494_032_768 - V * H - H) // 24
+    assert eight.weights == one.weights // 8 + 2 * (V * H + layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*gb*.yaml")))
+def test_a_recipe_fits_its_card(name, capsys, tmp_path):
+    """The forecast is that of the header, to a tenth of a GiB."""
+    header = "\n".join(x for x in (CONFIGS / name).read_text().split("\n") if x.startswith("#"))
+    assert all(x in header for x in (f"examples/configs/{name}", "# reaches:", "# run:"))
+    launched = re.search(r"--config_file (\S+)", header)
+    assert launched is None or (ROOT / launched[1]).exists()
+    config = parse_config([str(CONFIGS / name)])
+    assert config.name in name  # two recipes do not write into one folder
+    flags = re.search(r"^# memory: .*\.memory \S+ (.*)$", header, re.M)[1].split()
+    assert f"{flags[1]}gb" in name
+    shape_of(config.model).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as status:
+        memory.main([str(CONFIGS / name), *flags, "--model", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert status.value.code == 0, told
+    peak = float(re.search(r"^peak +([\d.]+) GiB", told, re.M)[1])
+    expected = float(re.search(r"^#   a peak of ([\d.]+) GiB", header, re.M)[1])
+    assert peak == pytest.approx(expected, abs=0.1)

@@ -1,258 +1,22 @@
-"""The trainer: its gradients, its seams, and that a run can be taken up again."""
+"""Runs of the trainer: what they log, their seams, LoRA, the sampled backward, resampling."""
 
+import itertools
 import json
-import random
 import re
-from dataclasses import fields, replace
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo_kernels import GRPOLossConfig, fused_grpo_loss, grpo_loss
-from grpo_kernels.config import AGGREGATIONS
 from grpo_kernels.experimental import column_draw
-from grpo_kernels.hf_head import head_of
 from grpo_kernels.losses import Sapo
-from grpo_kernels.training import (
-    Completion,
-    Trainer,
-    data,
-    load_model,
-    load_problems,
-    ranks,
-)
-from grpo_kernels.training.micro_batches import (
-    Size,
-    config_of_part,
-    equal_parts,
-    num_items,
-    pad_plan,
-    plan_micro_batches,
-)
-from grpo_kernels.training.policy import Batch, Policy, positions
+from grpo_kernels.training import Trainer, data, load_model, load_problems, metrics
+from grpo_kernels.training.policy import Policy
 from tests.helpers.tiny_models import make_tokenizer
-from tests.helpers.trainer_runs import (
-    assert_same_grads,
-    config_of,
-    first_samples,
-    noise,
-    rows_of,
-    support_around,
-    trainer_of,
-)
+from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
-
-
-# Micro-batches, minibatches and ranks add up
-
-
-def sampled(config, **options):
-    """A trainer in its first step, with completions of several lengths, scored."""
-    rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
-    trainer = trainer_of(config, rollout=lambda _: rollout)
-    return trainer, first_samples(trainer)
-
-
-def updated_gradient(trainer, samples, parts):
-    """The gradient of one update, cut into micro-batches of so many."""
-    trainer.scorer.micro_batch_size = parts
-    grads = {}
-
-    def keep(*_, **__):
-        grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.updates.optimizer, "step", keep)
-        metrics = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
-    return grads, metrics
-
-
-CUTS = {
-    **{name: {"loss_type": name} for name in AGGREGATIONS},
-    "kl": {"loss_type": "grpo", "beta": 0.1},
-    "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
-    "gspo": {"loss_type": "gspo", "epochs_per_rollout": 2},
-    # The threshold lies between two of the tokens: one on it would go either way by an ulp.
-    "top entropy": {"top_entropy_quantile": 0.4},
-    "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
-    "replayed": {"top_k": 20, "epochs_per_rollout": 2},
-    "turns": {"loss_type": "grpo"},
-    "predicted": {"loss_type": "bnpo", "beta": 0.1, "skip_untrained": False},
-}
-# What a rollout puts between the tokens that it samples.
-TURNS = {
-    "turns": {"turns": True},
-    "predicted": {"turns": True, "ce_weight": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples = sampled(config, **TURNS.get(name, {}))
-    whole, metrics = updated_gradient(trainer, samples, 16)
-    assert len(set(samples.lengths)) > 2
-    for size in (1, 3):
-        grads, parts = updated_gradient(trainer, samples, size)
-        assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
-        assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
-        assert parts["tokens"] == metrics["tokens"]
-        assert parts["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_two_processes_give_the_gradient_of_one(name, tiny_model, tmp_path, monkeypatch):
-    """Each with half of the groups, of other lengths, what they tell each other played back."""
-    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples = sampled(config, **TURNS.get(name, {}))
-    whole, metrics = updated_gradient(trainer, samples, 16)
-
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
-    monkeypatch.setattr(ranks, "largest", lambda _, numbers: numbers)
-    halves = [half_of(samples, 0), half_of(samples, 8)]
-    told = [[], []]
-    for rank in (0, 1, 0, 1):
-        # The first time round each one hears its own numbers only, and the gradient is discarded.
-        others, mine = iter([*told[1 - rank]]), told[rank]
-        mine.clear()
-
-        def over(_, value, reduce, others=others, mine=mine):
-            mine.append(value)
-            return reduce([value, next(others, value)])
-
-        monkeypatch.setattr(ranks, "reduce", over)
-        halves[rank].logps = None
-        halves[rank].grads, parts = updated_gradient(trainer, halves[rank], 8)
-    average = {n: (g + halves[1].grads[n]) / 2 for n, g in halves[0].grads.items()}
-    assert_same_grads(average, whole, 3e-6)
-    assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
-
-
-def half_of(samples, start):
-    def cut(x):
-        sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
-        return x[start : start + 8] if sized else x
-
-    values = {f.name: getattr(samples, f.name) for f in fields(samples)}
-    prompts = {"problems", "prompts"}
-    halves = {name: cut(value) for name, value in values.items() if name not in prompts}
-    return replace(samples, **halves)
-
-
-class FakeRollout:
-    """A sampler that is no model here: it needs no weights, and says its own log-probs.
-
-    With `turns` every third token and the one after it are not its own, and with `ce_weight` they
-    are to be predicted.
-    """
-
-    def __init__(self, lengths=(4, 2), logps=None, ended=None, turns=False, ce_weight=None):
-        self.lengths, self.logps, self.ended, self.calls = lengths, logps, ended, []
-        self.turns, self.ce_weight = turns, ce_weight
-
-    def __call__(self, prompts, count, sampling):
-        self.calls.append((len(prompts), count, sampling))
-        draw, done = random.Random(len(self.calls)), []
-        for i in range(len(prompts) * count):
-            length = self.lengths[i % len(self.lengths)]
-            ids = [draw.randrange(33, 90) for _ in range(length)]
-            logps = None if self.logps is None else [self.logps] * length
-            # Some from the whole vocabulary.
-            support = support_around(ids, draw) if sampling.record_support and i % 4 else None
-            ended = i % 3 > 0 if self.ended is None else self.ended
-            own = [t % 4 < 2 for t in range(length)] if self.turns else None
-            weights = None
-            if own is not None and self.ce_weight is not None:
-                weights = [0.0 if mine else self.ce_weight for mine in own]
-            done.append(Completion(ids, ended, logps, support, own, weights))
-        return done
-
-
-@pytest.mark.parametrize("loss_type", AGGREGATIONS)
-def test_the_gradient_is_that_of_one_call_of_the_loss(loss_type, tiny_model, tmp_path):
-    """Against `fused_grpo_loss` of all completions, padded, in one call on the plain model."""
-    options = {"loss_type": loss_type, "entropy_coef": 0.1}
-    config = config_of(tiny_model, tmp_path, **options, max_grad_norm=1e9)
-    length = {"max_completion_length": 6} if loss_type == "dr_grpo" else {}
-    whole = GRPOLossConfig(**options, **length)
-    trainer, samples = sampled(config)
-    grads, metrics = updated_gradient(trainer, samples, 5)
-    model, _ = load_model(config)
-    batch = Batch.of_rows(
-        samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],
-        trainer.tokenizer.pad_token_id,
-    )  # fmt: skip
-    ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)
-    attention = torch.cat([batch.prompt_mask[batch.prompt_of], batch.mask], 1)
-    states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
-    T = batch.mask.shape[1]
-    out = fused_grpo_loss(
-        states.last_hidden_state[:, -T - 1 : -1], head_of(model).weight, batch.completions,
-        samples.advantages, batch.mask, config=whole,
-    )  # fmt: skip
-    out.loss.backward()
-    expected = {f"model.{n}": p.grad for n, p in model.named_parameters()}
-    assert_same_grads(grads, expected, 1e-5)
-    assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-7)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_an_empty_part_counts_for_nothing(aggregation):
-    """And an empty whole: no denominator is 0."""
-    length = {"max_completion_length": 9} if aggregation == "dr_grpo" else {}
-    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=0.1, **length)
-    for whole in (Size(8, 30), Size(8, 0)):
-        part = config_of_part(config, Size(0, 0), whole, 2)
-        assert part.entropy_coef > 0  # entropies are wanted, as in the other processes
-        loss = grpo_loss(
-            -torch.ones(8, 6), torch.ones(8), torch.zeros(8, 6).bool(), entropy=torch.ones(8, 6),
-            config=part, num_items=num_items(config, whole, 2),
-        ).loss  # fmt: skip
-        assert loss == 0
-
-
-@pytest.mark.parametrize("shared", (True, False))
-@pytest.mark.parametrize("size", (1, 3, 8, 100))
-def test_every_row_is_in_one_part(shared, size):
-    draw = random.Random(0)
-    rows = draw.sample(range(24), 17)
-    lengths = [draw.randrange(1, 100) for _ in range(24)]
-    prompt_of = [i // 4 for i in range(24)]
-    plan = plan_micro_batches(rows, size, prompt_of, [9] * 6, lengths, shared=shared)
-    assert sorted(i for part in plan for i in part) == sorted(rows)
-    assert len(plan) == -(-17 // size) and all(0 < len(part) <= size for part in plan)
-
-
-def test_the_order_with_fewer_tokens_is_taken():
-    lengths, prompt_of = [1, 9, 1, 9], [0, 0, 1, 1]
-
-    def parts(prompt_length, shared):
-        plan = plan_micro_batches(
-            range(4), 2, prompt_of, [prompt_length] * 2, lengths, shared=shared
-        )
-        return {frozenset(part) for part in plan}
-
-    by_prompt = {frozenset({0, 1}), frozenset({2, 3})}
-    by_length = {frozenset({0, 2}), frozenset({1, 3})}
-    assert parts(100, shared=True) == by_prompt
-    assert parts(1, shared=True) == by_length == parts(100, shared=False)
-
-
-def test_no_rows_no_parts_but_the_empty_ones():
-    assert plan_micro_batches([], 4, [], [], [], shared=True) == []
-    assert pad_plan([], 0) == [[]]
-    assert pad_plan([[1], [2]], 4) == [[1], [2], [], []]
-    assert pad_plan([[1], [2]], 2) == [[1], [2]]
-
-
-def test_equal_parts():
-    assert equal_parts(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert equal_parts(3, 1) == [[0, 1, 2]]
-
-
-# Runs
 
 
 def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
@@ -288,10 +52,8 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 15
     page = (folder / "report.html").read_text()
     assert page.count("<svg") >= 8 and not re.search(r"(src|href)=.?(https?:)?//", page)
-    assert (
-        "<!-- gap to the sampler's log-probs, nats, log scale -->" in page
-        and "<!-- sync -->" in page
-    )
+    assert "<!-- gap to the sampler's log-probs, nats, log scale -->" in page
+    assert "<!-- sync -->" in page
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
     assert "Completions by an engine" in said and "(sync 0." in said
@@ -398,6 +160,8 @@ def test_a_metric_of_one_minibatch_is_not_lost(tiny_model, tmp_path):
     halves = {"noise": lambda prompts, completions, **_: [1] * 8 + [*range(8)]}
     row = rows_of(trainer_of(config, rewards=halves).train())[0]
     assert row["ratio_max"] > 0 and row["entropy"] > 0 and row["groups_equal"] == 0.5
+    updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
+    assert metrics.merge_updates(updates) == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
 
 def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
@@ -408,16 +172,6 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
     some = [{"prompt": "a", "answer": "1"}, *({"prompt": x} for x in "bcde")]
     folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
     assert "accuracy" not in rows_of(folder)[0]
-
-
-def test_a_prompt_becomes_a_message_of_a_chat(tiny_model, tmp_path):
-    config = config_of(
-        tiny_model, tmp_path, dataset="examples.problems:gsm_symbolic", chat=True, train_size=4
-    )
-    model, tokenizer = load_model(config)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
-    trainer = Trainer(config, model, tokenizer, [{"prompt": "hi"}], rewards={"noise": noise})
-    assert tokenizer.decode(trainer.encode({"prompt": "hi"})) == "<user>hi:"
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
@@ -433,15 +187,11 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
         def __init__(self, run_name, **_):
             super().__init__()
             calls.append(run_name)
-
-        def store_init_configuration(self, values):
-            calls.append(values["learning_rate"])
+            self.store_init_configuration = lambda values: calls.append(values["learning_rate"])
+            self.finish = lambda: calls.append("finished")
 
         def log(self, values, step=None, **_):
             calls.append((step, "reward" in values, "held_out_accuracy" in values))
-
-        def finish(self):
-            calls.append("finished")
 
     tracking.register_tracker_class(Kept)
     trainer_of(config_of(tiny_model, tmp_path, trackers=["kept"], eval_size=3)).train()
@@ -451,13 +201,18 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
         trainer_of(config_of(tiny_model, tmp_path, name="u", trackers=["aim"]))
 
 
-def test_every_step_is_handed_out(tiny_model, tmp_path):
+def test_every_step_is_handed_out(tiny_model, tmp_path, monkeypatch):
+    jumps = itertools.cycle((1e9, 0.0, 2e9, -5.0))
+    monkeypatch.setattr(time, "time", lambda: next(jumps))  # seconds are of another clock
     seen = []
-    config = config_of(tiny_model, tmp_path, save_every=-1)
+    config = config_of(tiny_model, tmp_path, save_every=-1, epochs_per_rollout=2)
     folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
     assert [row["step"] for row, _ in seen] == [1, 2]
     row, samples = seen[0]
     assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
+    assert 0 <= row["seconds"] < 600
+    assert row["ratio_max"] > 1.001  # of the second update to the policy that sampled
+    assert not {"sampler_gap", "seconds/sync"} & row.keys()  # of samplers with weights of their own
     assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
     assert samples.prompt_of == [i // 4 for i in range(16)]
     assert samples.logps.shape == samples.mask.shape
@@ -470,10 +225,13 @@ def test_prompts_are_tokenized_once(tiny_model, tmp_path):
     trainer.encode._encode = again.append
     trainer.train()
     assert again == []
-    messages = [{"role": "user", "content": "a"}]
-    encode = data.PromptEncoder(None, chat=False)
-    encode._encode = lambda prompt: [prompt]
-    assert encode({"prompt": messages}) == [messages] != encode({"prompt": repr(messages)})
+    tokenizer = trainer.tokenizer
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    encode = data.PromptEncoder(tokenizer, chat=True)
+    messages = [{"role": "system", "content": "a"}]
+    for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
+                         (repr(messages), f"<user>{messages}:")):  # fmt: skip
+        assert tokenizer.decode(encode({"prompt": prompt})) == text
 
 
 def train(config):
@@ -519,8 +277,7 @@ def judge(prompts, completions, answer, **_):
 def resampled(model, tmp_path, reward=judge, **options):
     kept = []
     trainer = trainer_of(config_of(model, tmp_path, **options), rewards={"noise": reward})
-    folder = trainer.train(lambda row, samples: kept.append(samples))
-    return rows_of(folder), kept, trainer
+    return rows_of(trainer.train(lambda _, samples: kept.append(samples))), kept, trainer
 
 
 def test_groups_of_equal_rewards_are_replaced(tiny_model, tmp_path):

@@ -1,10 +1,13 @@
-"""The client of vLLM's server, against answers that a real one gave."""
+"""The client of vLLM's server, against answers that a real one gave, and its faults."""
 
 import json
 import os
 import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,29 +16,63 @@ from grpo_kernels.integrations import vllm as extension
 from grpo_kernels.training import vllm_server
 from grpo_kernels.training.rollout import RolloutError
 from grpo_kernels.training.vllm_server import server_command
-from tests.helpers.record_vllm import (
+from tests.helpers.recorded_vllm import (
+    COMPLETIONS,
     MASKED,
     MASKS,
     RECORDING,
     SAMPLING,
+    RecordedServer,
+    config_for,
+    make_folder,
     prompts_of,
     rollout_of,
     sample,
 )
-from tests.helpers.recorded_vllm import SAMPLES, recorded
 
 pytestmark = pytest.mark.usefixtures("real_memory")
-COMPLETIONS, GENERATE = SAMPLES
 
 
-def choices_of(server, name, path=COMPLETIONS):
-    """What was recorded for the prompts, in their order."""
-    key = "prompt" if path == COMPLETIONS else "token_ids"
-    answers = {}
-    for one in recorded(server, name):
-        if one["path"] == path:
-            answers[tuple(one["request"][key])] = one["answer"]["choices"]
-    return answers
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def serve(served_model, tmp_path, monkeypatch):
+    """Starts recorded servers, and makes configs; seconds of waiting for them are hundredths."""
+    started = []
+    quick = SimpleNamespace(
+        monotonic=lambda: 100 * time.monotonic(), sleep=lambda s: time.sleep(s / 100)
+    )
+    monkeypatch.setattr(vllm_server, "time", quick)
+
+    def start(name="default", about=None, **options):
+        started.append(RecordedServer(name, **(about or {})))
+        options = {"vllm_server_timeout": 5.0, "vllm_request_timeout": 5.0, **options}
+        where = {"vllm_sync_dir": str(tmp_path), "vllm_server_base_url": started[-1].url}
+        return started[-1], config_for(served_model, **where, **options)
+
+    yield start
+    for server in started:
+        server.stop()
+        # Any other seed or parameter than in the recording would be.
+        assert server.unknown == []
+
+
+@pytest.fixture
+def ready(serve):
+    """Makes a recorded server, and a rollout that has sent it its weights."""
+
+    def make(name="default", **options):
+        server, config = serve(name, **options)
+        rollout = rollout_of(config)
+        rollout.update_weights()
+        return server, rollout
+
+    return make
 
 
 def logits_of(rollout, prompt, ids):
@@ -45,67 +82,29 @@ def logits_of(rollout, prompt, ids):
     return logits[len(prompt) - 1 : -1].float()
 
 
-# What is asked for, and what comes back
-
-
-def test_every_parameter_is_sent(ready):
-    server, rollout = ready()
-    sample(rollout)
-    bodies = {tuple(body.pop("prompt")): body for body in server.asked(COMPLETIONS)}
-    seeds = [body.pop("seed") for body in bodies.values()]
-    assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
-    assert list(bodies) and all(body == {
-        "model": "tiny", "n": 4, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "min_tokens": 0, "max_tokens": 8, "logprobs": 0, "stop_token_ids": [0], "ignore_eos": True,
-        "stop": [], "skip_special_tokens": False, "return_token_ids": True,
-    } for body in bodies.values())  # fmt: skip
-    assert set(bodies) == {tuple(prompt) for prompt in prompts_of(rollout)}
-
-
-def test_seeds_are_drawn_from_torchs_generator(ready):
-    """A prompt's is by its place, and not by which thread was first."""
-    server, rollout = ready()
-    server.any_seed = True
-    prompts = prompts_of(rollout)
-    for seed, order in ((0, 1), (0, -1), (1, 1)):
-        torch.manual_seed(seed)
-        drawn = torch.randint(2**31 - 1, (3,)).tolist()
-        torch.manual_seed(seed)
-        server.requests.clear()
-        rollout(prompts[::order], 4, SAMPLING)
-        found = {tuple(body["prompt"]): body["seed"] for body in server.asked(COMPLETIONS)}
-        assert [found[tuple(prompt)] for prompt in prompts[::order]] == drawn
+# What comes back
 
 
 def test_log_probs_are_those_of_the_policy(ready):
     """Recorded from vLLM: float32, another implementation of the same model."""
     _, rollout = ready()
     done = sample(rollout)
-    assert len(done) == 12
-    answers = choices_of("default", "sample")
+    assert len({tuple(one.token_ids) for one in done}) == 12
     for i, one in enumerate(done):
         prompt = prompts_of(rollout)[i // 4]
-        choice = answers[tuple(prompt)][i % 4]
-        assert choice["index"] == i % 4 and one.token_ids == choice["token_ids"]
-        assert one.logps == choice["logprobs"]["token_logprobs"]
         assert one.ended is (one.token_ids[-1] == 0) and one.support is None
         logps = logits_of(rollout, prompt, one.token_ids).log_softmax(-1)
         mine = logps.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.logps), mine, rtol=0, atol=1e-4)
-    assert len({tuple(one.token_ids) for one in done}) == 12
 
 
-@pytest.mark.parametrize("kind", ("default", "masks"))
-def test_the_likeliest_completion_is_repeated(kind, ready):
+@pytest.mark.parametrize(
+    ("kind", "sampling", "options"), (("default", SAMPLING, {}), ("masks", MASKED, MASKS))
+)
+def test_the_likeliest_completion_is_repeated(kind, sampling, options, ready):
     """A server that returns masks wants a temperature above 0: one token is left then."""
-    server, rollout = ready(kind, **(MASKS if kind == "masks" else {}))
-    sampling = MASKED if kind == "masks" else SAMPLING
+    _, rollout = ready(kind, **options)
     done = sample(rollout, replace(sampling, temperature=0.0, record_support=False), count=2)
-    for body in server.asked(GENERATE if kind == "masks" else COMPLETIONS):
-        params = body.get("sampling_params", body)
-        expected = (1, 1, 1.0) if kind == "masks" else (1, 0, 0.0)
-        assert (params["n"], params["top_k"], params["temperature"]) == expected
     assert len(done) == 6 and done[::2] == done[1::2]
     assert all(one.logps is None and one.support is None for one in done)
     for prompt, one in zip(prompts_of(rollout), done[::2], strict=True):
@@ -114,79 +113,54 @@ def test_the_likeliest_completion_is_repeated(kind, ready):
 
 def test_stop_strings_cut_log_probs_too(ready):
     server, rollout = ready()
-    asked = next(x["request"] for x in recorded("default", "stop") if x["path"] == COMPLETIONS)
-    (stop,) = asked["stop"]
+    whole = sample(rollout)
+    (stop,) = {
+        s for x in server.exchanges if x["path"] == COMPLETIONS for s in x["request"]["stop"]
+    }
     done = sample(rollout, replace(SAMPLING, stop=(stop,)))
-    stopped = 0
-    for whole, one in zip(sample(rollout), done, strict=True):
-        text = rollout.tokenizer.decode(one.token_ids)
+    assert sum(len(one.token_ids) for one in done) < sum(len(one.token_ids) for one in whole)
+    for full, one in zip(whole, done, strict=True):
         length = len(one.token_ids)
-        assert one.token_ids == whole.token_ids[:length] and len(one.logps) == length
-        assert one.logps == pytest.approx(whole.logps[:length], abs=1e-4)
-        if stop in text:
-            assert one.ended and stop not in rollout.tokenizer.decode(one.token_ids[:-1])
-            stopped += length < len(whole.token_ids)
-        else:
-            assert length == len(whole.token_ids)
-    assert stopped
-    assert all(body["stop"] == [stop] for body in server.asked(COMPLETIONS)[:3])
-
-
-def test_what_comes_after_a_stop_string_is_cut_off(ready):
-    """An engine that goes on is cut here, with its log-probs."""
-    _, rollout = ready()
-    whole = sample(rollout)[0]
-    one = vllm_server.Sampled(whole.token_ids, whole.logps, None)
-    text = rollout.tokenizer.decode(whole.token_ids[2:3])
+        assert one.token_ids == full.token_ids[:length] and len(one.logps) == length
+        stopped = stop in rollout.tokenizer.decode(one.token_ids)
+        assert one.ended == (stopped or one.token_ids[-1] == 0)
+    # An engine that goes on is cut here.
+    one = vllm_server.Sampled(whole[0].token_ids, whole[0].logps, None)
+    text = rollout.tokenizer.decode(one.token_ids[2:3])
     cut = rollout._completion(one, replace(SAMPLING, stop=(text,)))
     n = len(cut.token_ids)
-    assert 1 <= n <= 3 and cut.ended
-    assert (cut.token_ids, cut.logps) == (whole.token_ids[:n], whole.logps[:n])
+    assert n <= 3 and cut.ended and (cut.token_ids, cut.logps) == (one[0][:n], one[1][:n])
 
 
-def test_words_that_were_kept_reach_the_completions(ready):
-    server, rollout = ready("masks", **MASKS)
-    done = sample(rollout, MASKED)
-    body = server.asked(GENERATE)[0]
-    assert set(body) == {"model", "token_ids", "sampling_params"}
-    assert (body["sampling_params"]["top_k"], body["sampling_params"]["top_p"]) == (20, 0.9)
-    for i, one in enumerate(done):
+def test_kept_sets_reach_the_completions(ready):
+    _, rollout = ready("masks", **MASKS)
+    for i, one in enumerate(sample(rollout, MASKED)):
         prompt = prompts_of(rollout)[i // 4]
         logits, ids, offsets = logits_of(rollout, prompt, one.token_ids), *one.support
         assert len(offsets) == len(one.token_ids) + 1 and len(one.logps) == len(one.token_ids)
         for t, token in enumerate(one.token_ids):
             kept = ids[offsets[t] : offsets[t + 1]].long()
             assert token in kept and 1 <= len(set(kept.tolist())) == len(kept) <= 20
-            # Over the words that were kept.
             logp = float(logits[t, kept].log_softmax(-1)[kept == token])
             assert one.logps[t] == pytest.approx(logp, abs=1e-4)
-
-
-def folder_of(tmp_path, tag):
-    return str(tmp_path / f"grpo_kernels-{socket.gethostname()}-{os.getpid()}-{tag}")
-
-
-def test_what_a_killed_run_left_is_deleted(ready, tmp_path):
-    _, rollout = ready()
-    mine, gone = Path(folder_of(tmp_path, "other")), Path(folder_of(tmp_path, "gone"))
-    gone = gone.with_name(gone.name.replace(str(os.getpid()), str(2**22 + 1)))  # above pid_max
-    mine.mkdir()
-    gone.mkdir()
-    rollout.update_weights()
-    assert list(tmp_path.iterdir()) == [mine]
 
 
 def test_weights_are_sent_by_files_that_are_gone_afterwards(ready, tmp_path):
     server, rollout = ready()
     expected = dict(extension.names_and_weights(rollout.model))
     assert server.loads == [{name: list(w.shape) for name, w in expected.items()}]
-    load = [b for b in server.asked("/collective_rpc") if b["method"] == "grpo_kernels_load"]
-    folder, count, tag = load[0]["args"]
-    assert folder == folder_of(tmp_path, tag) and count == str(len(expected))
+    asked = [body for path, body in server.requests if path == "/collective_rpc"]
+    folder, count, tag = next(x["args"] for x in asked if x["method"] == "grpo_kernels_load")
+    mine = f"grpo_kernels-{socket.gethostname()}-{os.getpid()}-"
+    assert folder == str(tmp_path / f"{mine}{tag}") and count == str(len(expected))
     assert list(tmp_path.iterdir()) == []
-    where = [path for path, _ in server.requests]
-    assert where.index("/reset_prefix_cache") == len(where) - 1
+    # Prompts would go on from states of the weights before.
+    assert server.requests[-1][0] == "/reset_prefix_cache"
+    # What a killed run left is deleted, what a living one has is not.
+    (tmp_path / f"{mine}other").mkdir()
+    (tmp_path / f"grpo_kernels-{socket.gethostname()}-{2**22 + 1}-gone").mkdir()  # above pid_max
     rollout.update_weights()
+    assert list(tmp_path.iterdir()) == [tmp_path / f"{mine}other"]
     assert len(server.loads) == 2 and server.sent == rollout.tag != tag
 
 
@@ -194,73 +168,178 @@ def test_weights_are_sent_by_files_that_are_gone_afterwards(ready, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("about", "message"),
+    ("about", "options", "message"),
     (
-        ({"hidden_size": 576}, "expected hidden_size 32; got 576"),
-        ({"vocab_size": 5}, "expected vocab_size 257; got 5"),
-        ({"num_hidden_layers": 30}, "expected num_hidden_layers 2; got 30"),
-        ({"model_type": "qwen2"}, "expected model_type 'llama'; got 'qwen2'"),
-        ({"protocol": 2}, "expected protocol 1; got 2"),
-        ({"logprobs_mode": "raw_logprobs"}, "expected logprobs_mode 'processed_logprobs'; got"),
-        ({"max_model_len": 39}, "expected max_model_len 40 at least, .*; got 39"),
+        ({"hidden_size": 576}, {}, "hidden_size 32; got 576"),
+        ({"protocol": 2}, {}, "protocol 1; got 2"),
+        ({"logprobs_mode": "raw"}, {}, "logprobs_mode 'processed_logprobs'; got 'raw'"),
+        ({"dtype": "bfloat16"}, {}, "dtype 'float32'; got 'bfloat16'"),
+        ({"max_model_len": 39}, {}, "max_model_len 40 at least, .*; got 39"),
+        ({}, MASKS, "sampling_mask True; got False"),
     ),
 )
-def test_another_engine_is_refused(about, message, serve, served_config):
-    server = serve("default", **about)
-    with pytest.raises(RolloutError, match=f"vLLM: {message}") as error:
-        rollout_of(served_config(server))
-    assert "Start one with\n  env " in str(error.value) and server.loads == []
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message", "flags"),
-    (
-        ("default", MASKS, "vLLM: expected sampling_mask True; got False",
-         ("--return-sampling-mask", "--enable-scale-out")),
-        ("no dev mode", {}, "this library's extension; .* answers 404",
-         ("VLLM_SERVER_DEV_MODE=1", "--worker-extension-cls grpo_kernels.integrations.vllm.")),
-        ("no extension", {}, "this library's extension; .* answers 500",
-         ("VLLM_SERVER_DEV_MODE=1", "--worker-extension-cls grpo_kernels.integrations.vllm.")),
-    ),
-)  # fmt: skip
-def test_a_server_without_what_a_run_needs_is_refused(
-    name, options, message, flags, serve, served_config
-):
-    server = serve(name)
-    with pytest.raises(RolloutError, match=message) as error:
-        rollout_of(served_config(server, **options))
-    assert all(f" {flag}" in str(error.value) for flag in flags)
+def test_another_engine_is_refused(about, options, message, serve):
+    server, config = serve("default", about, **options)
+    with pytest.raises(RolloutError, match=rf"vLLM: expected {message}(?s:.*)Start one with\n"):
+        rollout_of(config)
+    assert server.loads == []
     if options:
-        assert rollout_of(served_config(server, **options, replay_support=False)).why_gap is None
+        assert rollout_of(replace(config, replay_support=False)).why_gap is None
 
 
-def test_masks_without_their_endpoint(ready):
-    """A server with masks that was started without --enable-scale-out."""
-    server, rollout = ready("masks", **MASKS)
-    server.refuses[GENERATE] = ["generate"] * 3
-    server.exchanges += recorded("default", "generate")
-    with pytest.raises(RolloutError, match=r"answers 403 .*--enable-scale-out"):
-        sample(rollout, MASKED)
+def test_a_server_without_the_extension_is_refused(serve):
+    server, config = serve()
+    server.faults["/collective_rpc"] = [lambda _: (404, "Not Found")]
+    with pytest.raises(RolloutError, match=r"extension; .* answers 404(?s:.*)--worker-extension"):
+        rollout_of(config)
 
 
 @pytest.mark.parametrize(
     ("version", "warned"),
     (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("0.33.0", True), ("1.0.0", True)),
 )
-def test_an_untried_version_is_told(version, warned, serve, served_config, capsys):
-    rollout_of(served_config(serve("default", vllm=version)))
-    text = f"warning: vLLM {version} has not been tried, 0.28 to 0.32 have"
-    assert (text in capsys.readouterr().out) is warned
+def test_an_untried_version_is_told(version, warned, serve, capsys):
+    rollout_of(serve("default", {"vllm": version})[1])
+    assert (f"vLLM {version} has not been tried" in capsys.readouterr().out) is warned
 
 
-def test_the_recording_is_of_the_command_that_starts_one(serve, served_config, monkeypatch):
+def test_the_recording_is_of_the_command_that_starts_one(serve, monkeypatch):
     """Record again (tests/helpers/record_vllm.py) where the options have changed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    header = json.loads(RECORDING.read_text())["header"]
+    commands = json.loads(RECORDING.read_text())["header"]["commands"]
     for name, options in (("default", {}), ("masks", MASKS)):
-        command = server_command(served_config(serve(name), **options))
-        then = header["commands"][name].split()
-        assert [x for x in then if x.startswith("--") and x != "--served-model-name"] == [
-            x for x in command if x.startswith("--")
-        ]
+        command = server_command(serve(name, **options)[1])
+        then = commands[name].split()
+        now = [x for x in command if x.startswith("--")]
+        assert [x for x in then if x.startswith("--") and x != "--served-model-name"] == now
         assert {x for x in then if "=" in x} == {x for x in command if "=" in x}
+
+
+# Faults, as real servers had them
+
+
+def test_a_server_that_is_down(serve, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    server, config = serve(vllm_server_timeout=20.0)
+    server.stop()
+    monkeypatch.setattr(vllm_server, "time", clock)
+    with pytest.raises(RolloutError) as error:
+        rollout_of(config)
+    assert 20 <= now[0] <= 21
+    text = str(error.value)
+    assert text.startswith(f"vllm_server_base_url: {server.url}/health does not answer (")
+    assert f"--host 127.0.0.1 --port {server.port}" in text
+
+
+def dies(server):
+    """Answers 500, as do those that are asked at the same time, and ends."""
+    time.sleep(0.1)
+    server.stop()
+    return 500, "EngineCore encountered an issue"
+
+
+def hangs(server):
+    """Leaves the request without an answer, and refuses connections after a while."""
+    threading.Timer(0.5, server.stop).start()
+    time.sleep(30)
+
+
+def starts_again(server):
+    server.sent = ""
+
+
+PATIENT = {"vllm_server_timeout": 100.0, "vllm_request_timeout": 100.0}
+# Options of the run; the request that meets a fault; seconds until a question is given up; seconds
+# until the server is there again; what is told.
+FAULTS = {
+    "slow": (
+        {"vllm_request_timeout": 0.3}, COMPLETIONS, lambda _: time.sleep(0.6), 30, None,
+        "/v1/completions did not answer in 0.3 s (vllm_request_timeout). Looking for it",
+    ),
+    "started again": ({}, COMPLETIONS, starts_again, 30, None, "has other weights than it was"),
+    "engine died": (PATIENT, COMPLETIONS, dies, 30, 1.0, "does not answer"),
+    "hung while sampling": (PATIENT, COMPLETIONS, hangs, 0.3, 1.0, "does not answer"),
+    "hung while asked": (
+        {}, "/collective_rpc", lambda _: time.sleep(0.5), 0.2, None,
+        "/collective_rpc did not answer in 0.2 s. Looking for it",
+    ),
+    "hung while loading": (PATIENT, "/collective_rpc", hangs, 0.3, 1.0, "does not answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lost_server_is_sent_the_weights_and_asked_again(name, ready, monkeypatch, capsys):
+    options, path, fault, soon, back, told = FAULTS[name]
+    server, rollout = ready(**options)
+    expected = sample(rollout)
+    monkeypatch.setattr(vllm_server, "_SOON", soon)
+    server.faults[path] = [fault] * (3 if fault is dies else 1)
+    if back:
+        threading.Timer(back, server.start).start()
+    begun = time.monotonic()
+    if "loading" in name:
+        rollout.update_weights()
+    assert sample(rollout) == expected
+    assert time.monotonic() - begun < 20  # before an answer that comes too late
+    assert len(server.loads) == 2 and server.sent == rollout.tag
+    assert told in capsys.readouterr().out
+    # Fewer requests at a time, as it may have run out of memory.
+    while_it_sampled = name in ("slow", "engine died", "hung while sampling")
+    assert rollout.engine.at_once == (1 if while_it_sampled else 256)
+
+
+def test_a_server_that_is_lost_three_times_ends_the_run(ready):
+    server, rollout = ready()
+    server.faults[COMPLETIONS] = [starts_again] * 9
+    with pytest.raises(RolloutError, match=r"other weights .*\(3 times in a row\)"):
+        sample(rollout)
+
+
+def test_so_many_requests_at_a_time(ready):
+    server, rollout = ready()
+    for most in (3, 2):
+        server.faults[COMPLETIONS] = [lambda _: time.sleep(0.1)] * 3
+        rollout.engine.at_once, server.most_at_once = most, 0
+        sample(rollout)
+        assert server.most_at_once == most
+
+
+def is_full(weights, folder, dtype):
+    Path(folder, "half").write_text("x")
+    raise OSError(28, "No space left on device")
+
+
+REFUSED = {
+    "/collective_rpc": ((500, "expected 21 tensors"), "/collective_rpc answers 500 .*21 tensors"),
+    "/reset_prefix_cache": ((200, {"success": False}), "expected no request while .*; got some"),
+    "write": (is_full, "vllm_sync_dir: weights cannot be written .*No space"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_cannot_be_sent(name, ready, tmp_path, monkeypatch):
+    """The server is not asked again, and nothing is left of them."""
+    fault, message = REFUSED[name]
+    server, rollout = ready()
+    rollout.engine.patience = 0.0
+    if name == "write":
+        monkeypatch.setattr(extension, "write", fault)
+    else:
+        server.faults[name] = [lambda _: fault] * 3
+    with pytest.raises(RolloutError, match=message):
+        rollout.update_weights()
+    assert list(tmp_path.iterdir()) == []
+    assert len(server.loads) == (2 if name == "/reset_prefix_cache" else 1)
+
+
+def test_requests_that_are_refused_or_that_go_on(ready):
+    server, rollout = ready()
+    server.faults[COMPLETIONS] = [lambda _: (500, "expected a prompt")] * 3
+    with pytest.raises(RolloutError, match=r"/v1/completions answers 500 .*expected a prompt"):
+        sample(rollout)
+    # Those that were given up end in a moment, before the cache of prompts can be reset.
+    server.faults["/reset_prefix_cache"] = [lambda _: (200, {"success": False})] * 2
+    rollout.update_weights()

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import random
-import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class CopyRollout:
         with torch.no_grad():
             for parameter in self.copy.parameters():
                 parameter.zero_()
-        self.events, self.deaf, self.fails_at = [], False, None
+        self.events, self.deaf = [], False
 
     def update_weights(self):
         self.events.append("sync")
@@ -44,8 +44,6 @@ class CopyRollout:
 
     def __call__(self, prompts, count, sampling):
         self.events.append("answer" if count == 1 else "sample")
-        if len(self.events) == self.fails_at:
-            raise RolloutError("the sampler went away")
         draw, done = random.Random(int(torch.randint(2**31, ()))), []
         for prompt in prompts:
             for i in range(count):
@@ -66,23 +64,18 @@ def of_copy(config, **options):
     return trainer, trainer.sampler.rollout
 
 
-# When weights are sent
-
-
 def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path):
     config = config_of(
         tiny_model, tmp_path, eval_size=4, eval_every=2, steps=3, minibatches=2,
         epochs_per_rollout=2,
     )  # fmt: skip
     trainer, rollout = of_copy(config)
-    folder = trainer.train()
+    rows = rows_of(trainer.train())
     assert rollout.events == [
         "sync", "answer", "sample",
         "sync", "sample", "sync", "answer",
         "sample", "sync", "answer",
     ]  # fmt: skip
-    rows = rows_of(folder)
-    assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 < row["sampler_gap"] < 1e-5 for row in rows)
     assert all(row["sampler_gap"] <= row["sampler_gap_max"] < 1e-4 for row in rows)
 
@@ -97,11 +90,6 @@ def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
     assert rollout.events == ["sync", "sync", "sample"]
 
 
-def test_a_rollout_without_weights_of_its_own_needs_none(tiny_model, tmp_path):
-    folder = trainer_of(config_of(tiny_model, tmp_path, steps=1)).train()
-    assert not {"sampler_gap", "seconds/sync"} & set(rows_of(folder)[0])
-
-
 # The gap
 
 
@@ -109,11 +97,10 @@ def test_a_rollout_without_weights_of_its_own_needs_none(tiny_model, tmp_path):
 def test_steps_without_a_gradient_have_the_gap_too(skip, tiny_model, tmp_path):
     equal = {"noise": lambda prompts, completions, **_: [1.0] * len(completions)}
     config = config_of(tiny_model, tmp_path, skip_untrained=skip, micro_batch_size=5)
-    trainer, rollout = of_copy(config, rewards=equal)
+    trainer, _ = of_copy(config, rewards=equal)
     before = weights_of(trainer)
     rows = rows_of(trainer.train())
     assert all(row["groups_equal"] == 1 and 0 < row["sampler_gap"] < 1e-5 for row in rows)
-    assert rollout.events == ["sync", "sample"] * 2
     assert_same_weights(weights_of(trainer), before)
 
 
@@ -126,44 +113,36 @@ def test_a_stale_sampler_ends_the_run_before_its_update(tiny_model, tmp_path):
         kept.append(weights_of(trainer))
         rollout.deaf = len(kept) == 2
 
-    with pytest.raises(RolloutError, match="Nothing was trained on these samples") as error:
+    with pytest.raises(RolloutError, match=r"sampler_gap: expected .* to 0\.0001 on average"):
         trainer.train(after)
-    numbers = r"to ([\d.e-]+) on average.*got ([\d.e-]+), and ([\d.e-]+) at most"
-    limit, mean, largest = map(float, re.search(numbers, str(error.value)).groups())
     assert len(kept) == 2
-    assert limit == pytest.approx(GAPS["float32"][0]) and limit < mean < largest
     assert_same_weights(weights_of(trainer), kept[1])
     with pytest.raises(AssertionError):
         assert_same_weights(kept[0], kept[1])
-    # The steps before are kept, and the run goes on from them.
-    assert [row["step"] for row in rows_of(config.folder)] == [1, 2]
     assert latest(config.folder).name == "step-000002"
-    again, rollout = of_copy(config_of(tiny_model, tmp_path, steps=4, resume=True))
-    whole, _ = of_copy(config_of(tiny_model, tmp_path, steps=4, name="whole"))
-    assert rows_of(again.train()) == rows_of(whole.train())
-    assert rollout.events[:2] == ["sync", "sample"]
-
-
-def test_a_sampler_that_does_not_explain_itself_is_not_stopped(tiny_model, tmp_path):
-    trainer, rollout = of_copy(config_of(tiny_model, tmp_path))
+    # A sampler that does not explain itself is not stopped.
+    trainer, rollout = of_copy(config_of(tiny_model, tmp_path, name="u"))
     rollout.deaf, rollout.why_gap = True, None
     rows = rows_of(trainer.train())
     assert all(row["sampler_gap_max"] > row["sampler_gap"] > 0.03 for row in rows)
 
 
-# A rollout that cannot go on
+def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
+    """What is reported for those of a tool, -50 here, is nobody's."""
 
+    class WithTool(CopyRollout):
+        def __call__(self, *args):
+            done = super().__call__(*args)
+            own = [[t % 2 == 0 for t in range(len(one.token_ids))] for one in done]
+            return [
+                replace(one, sampled=mine, logps=[x if m else -50.0 for x, m in zip(
+                    one.logps, mine, strict=True)])
+                for one, mine in zip(done, own, strict=True)
+            ]  # fmt: skip
 
-def test_without_checkpoints_there_is_none(tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, save_every=-1)
-    trainer, rollout = of_copy(config)
-    rollout.fails_at = 4
-    with pytest.raises(RolloutError, match="the sampler went away"):
-        trainer.train()
-    assert latest(config.folder) is None
-
-
-# Limits of the gap
+    config = config_of(tiny_model, tmp_path, is_correction="token_truncate")
+    rows = rows_of(trainer_of(config, rollout=WithTool).train())
+    assert all(0 < row["sampler_gap_max"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +153,6 @@ def test_without_checkpoints_there_is_none(tiny_model, tmp_path):
         ("float32", 0.02, 0.029, 0.031),  # what never is
         ("bfloat16", 0.01, 0.099, 0.101),
         ("bfloat16", 0.05, 0.19, 0.21),
-        ("bfloat16", 0.2, 0.29, 0.31),
         ("bfloat16", 0.2, 0.29, math.nan),
     ),
 )
@@ -186,11 +164,8 @@ def test_limits_of_the_gap(dtype, first, inside, outside):
     resumed.restore(json.loads(json.dumps(watched.state())))
     for one in (watched, resumed):
         assert one.unexplained_gap(inside, 1.0, dtype) is None
-        error = one.unexplained_gap(outside, 1.25, dtype)
-        assert f"got {outside:.2g}, and 1.2 at most" in error and dtype in error
-        assert f"first step: {first:.2g}" in error
+        assert f"got {outside:.2g}, and 1.2 at most" in one.unexplained_gap(outside, 1.25, dtype)
+    # That of the first step itself.
     most = GAPS[dtype][1]
     assert Watch(config).unexplained_gap(0.99 * most, 1.0, dtype) is None
     assert f"to {most:.2g} on" in Watch(config).unexplained_gap(1.01 * most, 1.0, dtype)
-    for nothing in (math.nan, math.inf):
-        assert "got" in Watch(config).unexplained_gap(nothing, nothing, dtype)

@@ -1,6 +1,7 @@
 """Runs of the trainer on the tiny model."""
 
 import json
+import random
 from contextlib import contextmanager
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from grpo_kernels.head import Support
 from grpo_kernels.training import (
+    Completion,
     Trainer,
     TrainingConfig,
     load_model,
@@ -39,6 +41,33 @@ def support_around(ids, draw):
     return Support(flat, torch.tensor([0, *map(len, kept)]).cumsum(0))
 
 
+class FakeRollout:
+    """A sampler that is no model here: it needs no weights, and says its own log-probs.
+
+    With `turns` every third token and the one after it are not its own, and with `ce_weight` they
+    are to be predicted.
+    """
+
+    def __init__(self, lengths=(4, 2), logps=None, turns=False, ce_weight=None):
+        self.lengths, self.logps, self.turns, self.ce_weight = lengths, logps, turns, ce_weight
+        self.calls = 0
+
+    def __call__(self, prompts, count, sampling):
+        self.calls += 1
+        draw, done = random.Random(self.calls), []
+        for i in range(len(prompts) * count):
+            length = self.lengths[i % len(self.lengths)]
+            ids = [draw.randrange(33, 90) for _ in range(length)]
+            logps = None if self.logps is None else [self.logps] * length
+            # Some from the whole vocabulary.
+            support = support_around(ids, draw) if sampling.record_support and i % 4 else None
+            own = [t % 4 < 2 for t in range(length)] if self.turns else None
+            predicted = own is not None and self.ce_weight is not None
+            weights = [0.0 if x else self.ce_weight for x in own] if predicted else None
+            done.append(Completion(ids, i % 3 > 0, logps, support, own, weights))
+        return done
+
+
 def config_of(model, tmp_path, **options):
     defaults = dict(
         model=str(model), output=str(tmp_path), name="t", dataset="examples.problems:additions",
@@ -61,11 +90,16 @@ STEPS = {
 }  # fmt: skip
 
 
-def run(config, **options):
-    """Trains on completions that depend on their prompts alone; returns the trainer."""
+def same_trainer_of(config, **options):
+    """A trainer on completions that depend on their prompts alone."""
     from tests.ranks.training_jobs import SameForAnyRanks
 
-    trainer = trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
+    return trainer_of(config, rollout=lambda _: SameForAnyRanks(), **options)
+
+
+def run(config, **options):
+    """Trains on completions that depend on their prompts alone; returns the trainer."""
+    trainer = same_trainer_of(config, **options)
     trainer.train()
     return trainer
 

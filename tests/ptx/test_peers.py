@@ -102,8 +102,9 @@ def test_liger_grpo_is_ours(path, inplace):
         return reference_loss(x, call=call, **both, **ours)
 
     actual = compare(lambda x: liger_loss(x * 1, **both, **theirs), plain, logits)
-    own = compare(lambda x: plain(x, grpo_loss), plain, logits)
-    apart = 3e-5 if EmulatedDriver.settings.error else 3e-6
+    # On a CPU sums round as wide as its vectors are, and vespo takes them to the third power.
+    own = compare(lambda x: plain(x, grpo_loss), plain, logits, tolerance=3e-6)
+    apart = 4e-5 if EmulatedDriver.settings.error else 4e-6
     assert all(relative_error(a, b) <= apart for a, b in zip(actual, own, strict=True))
 
 

@@ -1,0 +1,211 @@
+"""Gradients of the trainer: those of one call, however a batch is cut and among processes."""
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from grpo_kernels import GRPOLossConfig, grpo_loss, reference
+from grpo_kernels.config import AGGREGATIONS
+from grpo_kernels.hf_head import head_of
+from grpo_kernels.training import load_model, ranks
+from grpo_kernels.training.micro_batches import (
+    Size,
+    config_of_part,
+    equal_parts,
+    num_items,
+    pad_plan,
+    plan_micro_batches,
+)
+from grpo_kernels.training.policy import Batch, positions
+from tests.helpers.trainer_runs import (
+    FakeRollout,
+    assert_same_grads,
+    config_of,
+    first_samples,
+    trainer_of,
+)
+
+pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+
+
+def sampled(config, **options):
+    """A trainer in its first step, with completions of several lengths, scored."""
+    rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
+    trainer = trainer_of(config, rollout=lambda _: rollout)
+    return trainer, first_samples(trainer)
+
+
+def updated_gradient(trainer, samples, parts):
+    """The gradient of one update, cut into micro-batches of so many."""
+    trainer.scorer.micro_batch_size = parts
+    grads = {}
+
+    def keep(*_, **__):
+        grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.updates.optimizer, "step", keep)
+        metrics = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
+    return grads, metrics
+
+
+# What a rollout puts between the tokens that it samples.
+TURNS = {
+    "turns": {"turns": True},
+    "turns apart": {"turns": True},
+    "predicted": {"turns": True, "ce_weight": 0.5},
+}
+CUTS = {
+    **{name: {"loss_type": name} for name in AGGREGATIONS},
+    "kl": {"loss_type": "grpo", "beta": 0.1},
+    "entropy": {"loss_type": "grpo", "entropy_coef": 0.1},
+    "gspo": {"loss_type": "gspo", "epochs_per_rollout": 2},
+    # The threshold lies between two of the tokens: one on it would go either way by an ulp.
+    "top entropy": {"top_entropy_quantile": 0.4},
+    "truncated": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "replayed": {"top_k": 20, "epochs_per_rollout": 2},
+    "turns": {"loss_type": "grpo"},
+    "predicted": {"loss_type": "bnpo", "beta": 0.1, "skip_untrained": False},
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, monkeypatch):
+    config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
+    trainer, samples = sampled(config, **TURNS.get(name, {}))
+    whole, metrics = updated_gradient(trainer, samples, 16)
+    assert len(set(samples.lengths)) > 2
+    for size in (1, 3):
+        grads, parts = updated_gradient(trainer, samples, size)
+        assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
+        assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
+        assert parts["tokens"] == metrics["tokens"]
+        assert parts["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
+    with monkeypatch.context() as patch:
+        # A process has a part without rows where others have more micro-batches.
+        plan = trainer.scorer.plan
+        patch.setattr(trainer.scorer, "plan", lambda *args: [*plan(*args), []])
+        assert_same_grads(updated_gradient(trainer, samples, 16)[0], whole, 1e-6)
+
+    # Two processes, each with half of the groups; what they tell each other is played back.
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
+    monkeypatch.setattr(ranks, "largest", lambda _, numbers: numbers)
+    halves = [half_of(samples, 0), half_of(samples, 8)]
+    told = [[], []]
+    for rank in (0, 1, 0, 1):
+        # The first time round each one hears its own numbers only, and the gradient is discarded.
+        others, mine = iter([*told[1 - rank]]), told[rank]
+        mine.clear()
+
+        def over(_, value, reduce, others=others, mine=mine):
+            mine.append(value)
+            return reduce([value, next(others, value)])
+
+        monkeypatch.setattr(ranks, "reduce", over)
+        halves[rank].logps = None
+        halves[rank].grads, parts = updated_gradient(trainer, halves[rank], 8)
+    average = {n: (g + halves[1].grads[n]) / 2 for n, g in halves[0].grads.items()}
+    assert_same_grads(average, whole, 3e-6)
+    assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
+
+
+def half_of(samples, start):
+    def cut(x):
+        sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
+        return x[start : start + 8] if sized else x
+
+    values = {f.name: getattr(samples, f.name) for f in fields(samples)}
+    prompts = {"problems", "prompts"}
+    return replace(samples, **{k: cut(x) for k, x in values.items() if k not in prompts})
+
+
+ONE_CALL = {
+    **{name: {"loss_type": name, "entropy_coef": 0.1} for name in AGGREGATIONS},
+    "turns": {"skip_untrained": False},
+    "turns apart": {"skip_untrained": False, "share_prompts": False},
+    "predicted": {"skip_untrained": False},
+}
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path):
+    """Of all completions, on the plain model in float64; it sees what the policy did not sample."""
+    config = config_of(tiny_model, tmp_path, **ONE_CALL[name], max_grad_norm=1e9)
+    trainer, samples = sampled(config, **TURNS.get(name, {}))
+    grads, metrics = updated_gradient(trainer, samples, 5)
+    model = load_model(config)[0].double()
+    batch = Batch.of_rows(
+        samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],
+        trainer.tokenizer.pad_token_id,
+    )  # fmt: skip
+    own, ce = torch.zeros(2, *batch.mask.shape)
+    for i, one in enumerate(samples.completions):
+        own[i, : len(one.token_ids)] = torch.tensor(one.sampled or [True]).float()
+    if name == "predicted":
+        ce = 0.5 * (batch.mask - own) / own.sum()
+    ids = torch.cat([batch.prompts[batch.prompt_of], batch.completions], 1)
+    attention = torch.cat([batch.prompt_mask[batch.prompt_of], batch.mask], 1)
+    states = model.base_model(ids, attention_mask=attention, position_ids=positions(attention))
+    out = reference.fused_grpo_loss(
+        states.last_hidden_state[:, -own.shape[1] - 1 : -1], head_of(model).weight,
+        batch.completions, samples.advantages.double(), own, config=config.loss_config(),
+        ce_weights=ce if name == "predicted" else None,
+    )  # fmt: skip
+    out.loss.backward()
+    expected = {f"model.{n}": p.grad.float() for n, p in model.named_parameters()}
+    assert_same_grads(grads, expected, 2e-5 if name in TURNS else 1e-5)
+    assert metrics["loss"] == pytest.approx(out.loss.item(), rel=1e-4, abs=1e-6)
+    assert metrics["tokens"] == own.sum()
+    if name == "predicted":
+        assert metrics["ce_nll"] == pytest.approx(out.metrics["ce_nll"].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_empty_part_counts_for_nothing(aggregation):
+    """And an empty whole: no denominator is 0."""
+    length = {"max_completion_length": 9} if aggregation == "dr_grpo" else {}
+    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=0.1, **length)
+    for whole in (Size(8, 30), Size(8, 0)):
+        part = config_of_part(config, Size(0, 0), whole, 2)
+        assert part.entropy_coef > 0  # entropies are wanted, as in the other processes
+        loss = grpo_loss(
+            -torch.ones(8, 6), torch.ones(8), torch.zeros(8, 6).bool(), entropy=torch.ones(8, 6),
+            config=part, num_items=num_items(config, whole, 2),
+        ).loss  # fmt: skip
+        assert loss == 0
+
+
+# Plans
+
+
+@pytest.mark.parametrize("shared", (True, False))
+@pytest.mark.parametrize("size", (1, 3, 8, 100))
+def test_every_row_is_in_one_part(shared, size):
+    draw = random.Random(0)
+    rows = draw.sample(range(24), 17)
+    lengths = [draw.randrange(1, 100) for _ in range(24)]
+    prompt_of = [i // 4 for i in range(24)]
+    plan = plan_micro_batches(rows, size, prompt_of, [9] * 6, lengths, shared=shared)
+    assert sorted(i for part in plan for i in part) == sorted(rows)
+    assert len(plan) == -(-17 // size) and all(0 < len(part) <= size for part in plan)
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "shared", "by_prompt"), ((100, True, True), (1, True, False), (100, 0, 0))
+)
+def test_the_order_with_fewer_tokens_is_taken(prompt_length, shared, by_prompt):
+    plan = plan_micro_batches(
+        range(4), 2, [0, 0, 1, 1], [prompt_length] * 2, [1, 9, 1, 9], shared=shared
+    )
+    assert sorted(map(sorted, plan)) == ([[0, 1], [2, 3]] if by_prompt else [[0, 2], [1, 3]])
+
+
+def test_plans_of_equal_length():
+    assert equal_parts(8, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert plan_micro_batches([], 4, [], [], [], shared=True) == []
+    assert pad_plan([], 0) == [[]]
+    assert pad_plan([[1], [2]], 4) == [[1], [2], [], []]
+    assert pad_plan([[1], [2]], 2) == [[1], [2]]
