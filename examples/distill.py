@@ -3,10 +3,10 @@
     pip install transformers                     # and grpo_kernels, as in the README
     python distill.py [--model FOLDER] [--full]  # FOLDER: see minimal_grpo.py
 
-The student sees a sum alone, the teacher, the same model as it was, sees solved ones before it. The
-student samples, the teacher scores these tokens, and the loss is the KL from the teacher's 16
-likeliest ids per token to the student's: of the head it needs 16 rows per token, no product with
-all of it. `--full` takes the KL over the whole vocabulary, from logits, as a control.
+The student sees a question alone, the teacher, the same model as it was, sees answered ones before
+it. The student samples, the teacher scores these tokens, and the loss is the KL from the teacher's
+16 likeliest ids per token to the student's: of the head it needs 16 rows per token, and no product
+with all of it. `--full` takes the KL over the whole vocabulary, from logits, as a control.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels import Support, linear_logprobs, topk_kl
 
-SHOWN = "".join(f"{a} + {b} = {a + b}\n" for a, b in ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7)))
-SUM = "{} + {} ="
+SUM = "Question: What is {} + {}?\nAnswer:"
+SOLVED = ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7))
+SHOWN = "".join(f"{SUM.format(a, b)} {a + b}\n\n" for a, b in SOLVED)
 BATCH, LENGTH, TOP = 32, 6, 16  # completions per step; their tokens; ids per token
 
 
 def completions_of(
     model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], **options: Any
-) -> Any:
-    """Tokens `[B, T]` after the bare sums, and their mask up to the end of the line."""
+) -> tuple[Tensor, Tensor]:
+    """Tokens `[B, T]` after the bare questions, and their mask up to the end of the line."""
     prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
     ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH, **options)
     tokens = ids[:, prompts.input_ids.shape[1] :]
-    text = [tokenizer.decode(t) for t in range(len(tokenizer))] if not _NEWLINES else []
-    _NEWLINES.extend(i for i, x in enumerate(text) if "\n" in x)
-    ends = torch.isin(tokens, torch.tensor([tokenizer.eos_token_id, *_NEWLINES], device=ids.device))
-    return tokens, (ends.cumsum(1) - ends.long()) == 0
-
-
-_NEWLINES: list[int] = []  # tokens with the end of a line
+    lines = [["\n" in tokenizer.decode(token) for token in row] for row in tokens.tolist()]
+    ends = torch.tensor(lines, device=ids.device) | (tokens == tokenizer.eos_token_id)
+    return tokens, ends.cumsum(1) - ends.long() == 0
 
 
 def states_of(
     model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]], tokens: Tensor, before: str = ""
 ) -> Tensor:
-    """The hidden states that predict the tokens, after the sums and what is `before`: `[B, T, H]`."""
+    """The hidden states that predict the tokens, after questions and what is `before` them."""
     texts = [before + SUM.format(a, b) for a, b in sums]
     prompts = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     ids = torch.cat([prompts.input_ids, tokens], 1)[:, :-1]
@@ -71,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--full", action="store_true", help="the KL over the whole vocabulary")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -88,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(0).shuffle(sums)
     held_out, sums, draw = sums[:27], sums[27:], random.Random(args.seed)
-    history = [accuracy(student, tokenizer, held_out)]
-    print(f"  0  held-out accuracy {history[0]:.0%}")
+    print(f"  0  held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")
+    history: list[float] = []
 
     for step in range(1, args.steps + 1):
         start = time.perf_counter()
@@ -112,11 +109,13 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        text = f"{step:3d}  KL {divergence.mean():.3f}  {time.perf_counter() - sampled:.1f} s"
+        history.append(divergence.mean().item())
+        seconds = (
+            f"{sampled - start:.1f} s to sample, {time.perf_counter() - sampled:.1f} s to train"
+        )
+        print(f"{step:3d}  KL {history[-1]:.3f}  {seconds}")
         if step % 5 == 0:
-            history.append(accuracy(student, tokenizer, held_out))
-            text += f"  held-out accuracy {history[-1]:.0%}"
-        print(f"{text}  ({sampled - start:.1f} s to sample)")
+            print(f"{step:3d}  held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")
     return history
 
 
