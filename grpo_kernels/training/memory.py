@@ -180,6 +180,8 @@ def predict(
         # The input of each layer, and the activations of one layer, recomputed.
         activations = layers * tokens * H * width + activations // layers
     d_weight = 4 * V * H if head.weight.requires_grad else 0
+    # In two passes over a frozen head: the gradient of each log-prob by its state, and the result.
+    by_states = 1 if head.weight.requires_grad or config.one_pass else 2
     # Logits, and on a GPU their gradient in half precision.
     most = (6 if gpu and width == 2 else 4) * N * V
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
@@ -198,7 +200,7 @@ def predict(
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
-        head=chunk + d_weight + N * H * width,
+        head=chunk + d_weight + by_states * N * H * width,
         eager_head=3 * 4 * N * V + d_weight,
         accumulates=accumulates,
         cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
