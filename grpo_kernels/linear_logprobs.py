@@ -197,8 +197,10 @@ class _TwoPasses(torch.autograd.Function):
             like.new_zeros(shape, dtype=torch.float32)
             for shape in (routes.call.targets.shape, (N,), (N,))
         ]
-        wanted = [keep and wanted for wanted in ctx.needs_input_grad[: len(tensors)]]
-        kept = Gradients(tensors, wanted, every_row=plan.num_rows == N)
+        kept = None
+        if keep:
+            wanted = ctx.needs_input_grad[: len(tensors)]
+            kept = Gradients(tensors, wanted, every_row=plan.num_rows == N)
         keeps = keep and routes.call.dtype != torch.float16
         with torch.autocast(like.device.type, enabled=False):
             for route in routes.of(tensors, plan, entropy=wants_entropy, keeps=keeps, draws=False):
@@ -207,9 +209,10 @@ class _TwoPasses(torch.autograd.Function):
                     logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
                     if wants_entropy:
                         entropy[rows.index] = stats.entropy
-                    if keep:
+                    if kept is not None:
                         route.add(rows, kept, torch.ones_like(stats.logps))
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept.all())
+        found = [] if kept is None else kept.all()
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *found)
         if plan.has_masked and routes.tokens is not None:
             for x in per_token:
                 x.copy_(selected(routes.tokens, x, 0.0))
@@ -222,9 +225,9 @@ class _TwoPasses(torch.autograd.Function):
         ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        count = len(ctx.needs_input_grad) - 4
-        tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count + 3 :]
-        logps, logsumexp, entropy = ctx.saved_tensors[count : count + 3]
+        count, saved = len(ctx.needs_input_grad) - 4, ctx.saved_tensors
+        tensors, kept = saved[:count], saved[count + 3 :]
+        logps, logsumexp, entropy = saved[count : count + 3]
         routes, wanted = ctx.routes, ctx.needs_input_grad[:count]
         d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
         others = [None if x is None else x.float().contiguous() for x in (d_entropy, d_logsumexp)]

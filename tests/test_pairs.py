@@ -202,8 +202,17 @@ def several(batch):
 
 
 OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
-CASES = [(pair, call) for pair in PAIRS for call in ("loss", "logps", "targets", "frozen")
-         if call == "loss" or not OF_LOSS & set(pair)]  # fmt: skip
+PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
+# All pairs in the slow tier; in the fast one every third of the forms that share most of their code.
+CASES = [
+    *((pair, "loss") for pair in PAIRS),
+    *((pair, "logps") for pair in PAIRS_OF_HEAD),
+    *(
+        pytest.param(pair, call, marks=() if place % 3 == turn else pytest.mark.slow)
+        for turn, call in enumerate(("targets", "frozen"))
+        for place, pair in enumerate(PAIRS_OF_HEAD)
+    ),
+]
 
 
 @pytest.mark.parametrize(
