@@ -203,7 +203,7 @@ def several(batch):
 
 OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
 PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
-# All pairs in the slow tier; in the fast one every third of the forms that share most of their code.
+# All in the slow tier; in the fast one every third of the forms that share most of their code.
 CASES = [
     *((pair, "loss") for pair in PAIRS),
     *((pair, "logps") for pair in PAIRS_OF_HEAD),
