@@ -113,7 +113,7 @@ def linear_logprobs(
         support,
         None,
         gradients=keep,
-        keeps=keep,
+        keeps=keep and call.dtype != torch.float16,  # beyond which a factor per row may be
         logsumexp=True,
         entries=entries,
         agreed={
