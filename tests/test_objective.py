@@ -1,6 +1,7 @@
 """The objective against its formulas written out token by token in plain Python."""
 
 import math
+import sys
 from statistics import fmean
 
 import pytest
@@ -19,7 +20,8 @@ def clamp(x, low, high):
 
 def two_outcomes(q, p):
     """KL(q || p) of a token's probability, beside that of all others."""
-    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    q_rest, p_rest = (max(1 - x, sys.float_info.min) for x in (q, p))  # noise may make x > 1
+    return q * math.log(q / p) + q_rest * math.log(q_rest / p_rest)
 
 
 def sign(x):

@@ -41,7 +41,7 @@ def objectives(draw, has_reference: bool, entropies_differ: bool) -> dict:
         options["importance_sampling_level"] = draw(st.sampled_from(("token", "sequence")))
     if loss_type not in (*AGGREGATIONS, "gmpo"):
         options["aggregation"] = draw(st.sampled_from((None, *AGGREGATIONS)))
-    if loss_type == "vespo" and options["is_correction"].startswith("sequence"):
+    if loss_type == "vespo" and options["is_correction"].startswith(("sequence", "geometric")):
         options["is_correction"] = "none"
     return options
 

@@ -78,7 +78,7 @@ DAMAGES = [
     *damages_in(
         "arguments.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come",
-         "_selected(flat_mask, x, 0), y)", "x, y)"),
+         "selected(flat_mask, x, 0), y)", "x, y)"),
     ),
     *damages_in(
         "routes.py", "test_support",

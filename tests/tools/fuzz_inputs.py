@@ -200,6 +200,8 @@ GENERATORS: dict[str, Generator] = {
     "matmul": lambda v: product,
     "capturable": lambda v: True,
     "backward": lambda v: v.built(Sampled),
+    "keep_gradients": lambda v: False,
+    "entries": lambda v: False,
     "targets": lambda v: v.batch.targets.clamp(min=0) if v.call == "selective_log_softmax" else (
         v.batch.targets),
     "support": Valid.support,
