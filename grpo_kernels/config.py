@@ -96,7 +96,7 @@ class GRPOLossConfig:
             sampler to the trainer in nats, or `"tv"`, the change of the token's probability. Of a
             sequence it is the sum over its tokens, or with `"geometric_mask"` the mean.
         is_clip_max: upper bound of what `is_gate` says; None does not bound.
-        is_clip_min: lower bound of the same; None does not bound.
+        is_clip_min: lower bound of the weight; None does not bound.
         off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
             to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
             `old_logps`, else the policy itself, which drops none.
@@ -298,6 +298,11 @@ class GRPOLossConfig:
             raise ValueError(
                 "is_gate: expected 'ratio', as a divergence bounds no weight and only masks; got "
                 f"{self.is_gate!r} with is_correction={self.is_correction!r}"
+            )
+        if self.is_gate != "ratio" and self.is_clip_min is not None:
+            raise ValueError(
+                f"is_clip_min: expected None, as the least {self.is_gate} is that of no mismatch; "
+                f"got {self.is_clip_min}"
             )
         if self.is_correction != "none":
             low, high = self.is_clip_min, self.is_clip_max

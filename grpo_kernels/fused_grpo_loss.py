@@ -42,12 +42,12 @@ from .dense import Gradients
 from .execution import Execution
 from .grpo_loss import flat_loss, policy_loss
 from .head import LMHead, Support
-from .linear_logprobs import flat_logprobs, keeps_gradients
+from .linear_logprobs import flat_logprobs
 from .metrics import loss_metrics
 from .objective import LossInputs, token_local
 from .outputs import GRPOLossOutput
 from .retry import with_fewer_rows
-from .routes import local_head, routes_of
+from .routes import keeps_gradients, local_head, routes_of
 
 
 @eager_only

@@ -16,14 +16,13 @@ Where the head is frozen dh is all, and a row's is its log-prob's times a number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import HeadCall, head_call, selected
+from .arguments import head_call, selected
 from .autograd import (
     dtypes_of,
     eager_only,
@@ -38,7 +37,7 @@ from .execution import Execution
 from .head import LMHead, Support
 from .outputs import LogprobOutput
 from .retry import with_fewer_rows
-from .routes import Routes, local_head, routes_of
+from .routes import Routes, keeps_gradients, local_head, routes_of, with_targets
 from .row_plan import RowPlan
 
 
@@ -106,7 +105,7 @@ def linear_logprobs(
         each, first = targets, _first_of(targets)
     call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
     if each is not None and each.shape[-1] > 1:
-        call = _with_targets(call, each, support)
+        call = with_targets(call, each, support)
     keep = not entries and keeps_gradients(call)
     routes = routes_of(
         call,
@@ -142,38 +141,6 @@ def _first_of(targets: Tensor) -> Tensor:
             f"targets: expected at least one id per token; got shape {list(targets.shape)}"
         )
     return targets[..., 0]
-
-
-def _with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
-    """The call with several targets per token, `[..., K]`, in place of the first of them."""
-    if support is not None:
-        raise ValueError(
-            "support: expected None with several targets per token; got a support, of which "
-            "entries=True scores every id"
-        )
-    if call.execution.backward is not None:
-        raise ValueError(
-            "backward: expected None with several targets per token; got "
-            f"{call.execution.backward!r}"
-        )
-    flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
-    if call.execution.capturable and call.mask is not None:
-        flat = selected(call.mask, flat, 0)
-    return replace(call, targets=flat)
-
-
-def keeps_gradients(call: HeadCall) -> bool:
-    """True if the forward keeps the gradient of each log-prob by the states."""
-    ranks, execution, wanted = call.head.ranks, call.execution, call.wants_grad()
-    return (
-        execution.keep_gradients
-        and execution.backward is None
-        and any(wanted[::2])
-        and not any(wanted[1::2])
-        and call.targets.ndim == 1
-        # Ranks with tokens of their own may have other losses.
-        and (ranks is None or ranks.hidden in ("replicated", "partial"))
-    )
 
 
 def flat_logprobs(

@@ -58,8 +58,12 @@ class ManyTargets(Dense):
     def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:
         super().logit_grads(part, logits, grads, out)
         stats = self.stats_of_all.at(part)
-        given = [None if x is None else x[part] for x in self.given]
-        d = _at_targets(self.known(part), stats, *given)  # type: ignore[arg-type]
+        d_logps, *others = (None if x is None else x[part] for x in self.given)
+        columns = [None if x is None else x[:, None] for x in others]
+        assert d_logps is not None
+        # As of one target with all of the gradient, but for what belongs to others.
+        of_all = RowGrads.of(_columns(stats), d_logps.sum(1, keepdim=True), *columns)
+        d = of_all.at_target - _of_others(self.known(part), d_logps)
         transform = self.transform.at(part)
         slope = transform.slope(stats.logps + stats.logsumexp[:, None])
         self.set_targets(part, out, (d * slope).to(out.dtype))
@@ -73,22 +77,17 @@ class ManyTargets(Dense):
         out.scatter_(1, self.ids[part], d)
 
 
-def _at_targets(
-    ids: Tensor, stats: TokenStats, d_logps: Tensor, d_entropy: Tensor | None,
-    d_logsumexp: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The gradient of the logits at the targets `[C, K]`, whatever else is a target with them."""
+def _columns(stats: TokenStats) -> TokenStats:
+    """The same, with one column where there is one number per row."""
+    entropy = None if stats.entropy is None else stats.entropy[:, None]
+    return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
+
+
+def _of_others(ids: Tensor, d_logps: Tensor) -> Tensor:
+    """The gradient of the targets of each row that are not this one's id, `[C, K]`."""
     others = torch.empty_like(d_logps)
     for rows in slices(0, len(ids), max(1, _PAIRS // ids.shape[1] ** 2)):
         some, g = ids[rows], d_logps[rows]
         differ = some[:, :, None] != some[:, None, :]
         others[rows] = (differ * g[:, None, :]).sum(2)
-    # 1 - p cancels for a target that is all but certain, and -expm1(logp) does not.
-    found = -others - stats.logps.expm1() * d_logps.sum(1, keepdim=True)
-    if d_logsumexp is not None:
-        found += stats.logps.exp() * d_logsumexp[:, None]
-    if d_entropy is not None:
-        assert stats.entropy is not None
-        surprise = stats.logps.clamp(min=-1e4) + stats.entropy[:, None]
-        found -= stats.logps.exp() * d_entropy[:, None] * surprise
-    return found
+    return others

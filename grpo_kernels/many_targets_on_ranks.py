@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dense import Dense, Gradients
 from .many_targets import ManyTargets
 from .row_plan import Chunk
 from .vocab_parallel import VocabParallel
@@ -25,24 +24,6 @@ class ManyOnRanks(ManyTargets, VocabParallel):
         total, work = self.shard.sum(torch.where(self.all_here, picked, 0.0), None)
         work.wait()
         return total
-
-    def add(
-        self,
-        rows: Chunk,
-        grads: Gradients,
-        d_logps: Tensor,
-        d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None,
-    ) -> None:
-        if self.sizes is not None:
-            # What is gathered has to be the same on all ranks, of whatever the losses are made.
-            none = torch.zeros_like(d_logps[:, 0])
-            others = [none if x is None else x for x in (d_logsumexp, d_entropy)]
-            of_all = self._of_all(torch.cat([d_logps, torch.stack(others, 1)], 1))
-            K = d_logps.shape[1]
-            d_logps, d_logsumexp = of_all[:, :K].contiguous(), of_all[:, K].contiguous()
-            d_entropy = of_all[:, K + 1].contiguous() if self.entropy else None
-        Dense.add(self, rows, grads, d_logps, d_entropy, d_logsumexp)
 
     def known(self, part: slice) -> Tensor:
         # Those elsewhere are none of those that are here.

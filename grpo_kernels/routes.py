@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .arguments import HeadCall, check_target_ids
+from .arguments import HeadCall, check_target_ids, selected
 from .checks import ValueChecks
 from .dense import Dense
 from .head import LMHead
@@ -133,6 +133,38 @@ def local_head(head: Tensor | LMHead) -> LMHead:
     from .vocab_shard import local_parts
 
     return local_parts(head)
+
+
+def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
+    """The call with several targets per token, `[..., K]`, in place of the first of them."""
+    if support is not None:
+        raise ValueError(
+            "support: expected None with several targets per token; got a support, of which "
+            "entries=True scores every id"
+        )
+    if call.execution.backward is not None:
+        raise ValueError(
+            "backward: expected None with several targets per token; got "
+            f"{call.execution.backward!r}"
+        )
+    flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
+    if call.execution.capturable and call.mask is not None:
+        flat = selected(call.mask, flat, 0)
+    return replace(call, targets=flat)
+
+
+def keeps_gradients(call: HeadCall) -> bool:
+    """True if the forward keeps the gradient of each log-prob by the states."""
+    ranks, execution, wanted = call.head.ranks, call.execution, call.wants_grad()
+    return (
+        execution.keep_gradients
+        and execution.backward is None
+        and any(wanted[::2])
+        and not any(wanted[1::2])
+        and call.targets.ndim == 1
+        # Ranks with tokens of their own may have other losses.
+        and (ranks is None or ranks.hidden in ("replicated", "partial"))
+    )
 
 
 def routes_of(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .arguments import HeadCall, selected
 from .autograd import refuse_double_backward
+from .backends import RowGrads, TokenStats
 from .dense import Gradients
 from .outputs import LogprobOutput
 from .routes import Routes
@@ -80,14 +81,11 @@ def _d_logits(
     sets, call = ctx.routes.sets, ctx.routes.call
     tokens = sets.entries.tokens
     g = torch.zeros_like(logps) if d_logps is None else d_logps.float()[sets.places]
-    of_set = _sums(ctx, g)
-    if d_logsumexp is not None:
-        of_set = of_set - d_logsumexp
-    coef = of_set[tokens]
-    if d_entropy is not None:
-        surprise = logps.clamp(min=-1e4) + entropy[tokens]
-        coef = coef + d_entropy[tokens] * surprise
-    d = g - logps.exp() * coef
+    of_set = _sums(ctx, g)[tokens]
+    others = [None if x is None else x[tokens] for x in (d_entropy, d_logsumexp)]
+    # As of a target with all of the set's gradient, but for what belongs to other entries.
+    stats = TokenStats(logps, torch.zeros_like(logps), entropy[tokens])
+    d = RowGrads.of(stats, of_set, *others).at_target - (of_set - g)
     local = call.transform.at(tokens)
     raw = local.slope(local.apply(sets.logits[:, None]))
     d = d * (raw.squeeze(1) if isinstance(raw, Tensor) else raw)

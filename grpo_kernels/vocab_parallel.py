@@ -169,15 +169,17 @@ class VocabParallel(Dense):
         d_logsumexp: Tensor | None = None,
     ) -> None:
         if self.sizes is not None:
-            given = [d_logps]
+            given = [d_logps if d_logps.ndim == 2 else d_logps[:, None]]  # one per target
             if not self.swept:
                 # What is gathered has to be the same on all ranks, of whatever the losses are made.
-                none = torch.zeros_like(d_logps)
-                given += [none if x is None else x for x in (d_logsumexp, d_entropy)]
+                none = torch.zeros_like(given[0][:, 0])
+                given += [(none if x is None else x)[:, None] for x in (d_logsumexp, d_entropy)]
             # One value per row lies behind the other, as kernels address them.
-            d_logps, *others = self._of_all(torch.stack(given, 1)).T.contiguous()
-            if others:
-                d_logsumexp, d_entropy = others[0], others[1] if self.entropy else None
+            found = self._of_all(torch.cat(given, 1)).T.contiguous()
+            count = given[0].shape[1]
+            d_logps = found[0] if d_logps.ndim == 1 else found[:count].T
+            if not self.swept:
+                d_logsumexp, d_entropy = found[count], found[-1] if self.entropy else None
         super().add(rows, grads, d_logps, d_entropy, d_logsumexp)
 
     def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:

@@ -83,6 +83,13 @@ WRONG_VALUES = {
     "is_correction: expected 'none', 'token_truncate' or 'token_mask'.*'sequence_mask'": {
         "loss_type": "vespo", "is_correction": "sequence_mask",
     },
+    "is_gate: expected one of ratio, binary_kl, tv; got 'kl'": {"is_gate": "kl"},
+    "is_gate: expected 'ratio', as a divergence bounds no weight": {
+        "is_correction": "token_truncate", "is_gate": "tv",
+    },
+    "is_clip_min: expected None, as the least tv is that of no mismatch; got 0.1": {
+        "is_correction": "token_mask", "is_gate": "tv", "is_clip_min": 0.1,
+    },
     "is_clip_max: expected a bound, as is_correction='token_mask' needs one": {
         "is_correction": "token_mask", "is_clip_max": None,
     },

@@ -217,7 +217,7 @@ CASES = [
     ),
     {"is_correction": "token_mask", "is_clip_max": None, "is_clip_min": 0.9},
     *(
-        {"is_correction": x, "is_gate": y, "is_clip_max": z * times, "is_clip_min": z / 100}
+        {"is_correction": x, "is_gate": y, "is_clip_max": z * times}
         for x, z in (("token_mask", 1e-3), ("sequence_mask", 5e-3), ("geometric_mask", 2e-3))
         for y, times in (("binary_kl", 1), ("tv", 10))
     ),
