@@ -16,6 +16,7 @@ Where the head is frozen dh is all, and a row's is its log-prob's times a number
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ def linear_logprobs(
     entropy: bool = False,
     support: Support | None = None,
     entries: bool = False,
+    sum_sq: bool = False,
     execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
@@ -75,6 +77,8 @@ def linear_logprobs(
         entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
             `support.token_ids`, from these rows of the head alone. Every token needs a set, which
             need not have its target: `targets` are not looked at, and may be None.
+        sum_sq: computes the sum of the squared probabilities of all ids, too, which has no
+            gradient: 1 - 2 p + sum_sq is the squared norm of a token's score. Without a support.
         execution: how it is computed.
 
     Returns:
@@ -96,6 +100,11 @@ def linear_logprobs(
     """
     check_bool("entropy", entropy)
     check_bool("entries", entries)
+    check_bool("sum_sq", sum_sq)
+    if sum_sq and support is not None:
+        raise ValueError(
+            "sum_sq: expected False with a support, whose entries=True has every log-prob; got True"
+        )
     if entries and support is None:
         raise ValueError("support: expected the sets of all tokens with entries=True; got None")
     if entries and isinstance(hidden, Tensor):
@@ -118,6 +127,7 @@ def linear_logprobs(
         agreed={
             "entropy": entropy,
             "entries": entries,
+            "sum_sq": sum_sq,
             "targets per token": 1 if call.targets.ndim == 1 else call.targets.shape[1],
             "keep_gradients": keep,
         },
@@ -126,11 +136,15 @@ def linear_logprobs(
         from .support_entries import entry_logprobs
 
         return entry_logprobs(call, routes, entropy=entropy)
+    squares = hidden.new_zeros(call.layout.num_tokens, dtype=torch.float32) if sum_sq else None
+    routes = replace(routes, squares=squares)
     logps, *others = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+    if squares is not None and call.mask is not None:
+        squares = selected(call.mask, squares, 0.0)
     shape = call.layout.shape
     return LogprobOutput(
         logps.reshape(shape if each is None else each.shape),
-        *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
+        *(None if x is None else x.reshape(shape) for x in (*others, squares)),  # type: ignore[arg-type]
     )
 
 

@@ -37,6 +37,7 @@ class Routes:
         tokens: bool `[N]`, all that take part; None: every one.
         sets: the kept sets of the others.
         shard: this rank's part of the vocabulary.
+        squares: float32 `[N]`, gets the sums of squared probabilities; None: they are not wanted.
     """
 
     call: HeadCall
@@ -44,6 +45,7 @@ class Routes:
     tokens: Tensor | None
     sets: KeptSets | None = None
     shard: VocabShard | None = None
+    squares: Tensor | None = None
 
     def of(
         self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool, draws: bool
@@ -52,21 +54,24 @@ class Routes:
 
         `draws`: whether a sampled backward that is asked for is to be made.
         """
-        call, dense = self.call.of(tensors), Dense
+        dense: Any = Dense
+        call, given = self.call.of(tensors), list[Any]()
         many = call.targets.ndim == 2
-        if self.shard is not None and many:
-            from .many_targets_on_ranks import ManyOnRanks
-
-            dense = partial(ManyOnRanks, self.shard)  # type: ignore[assignment]
-        elif self.shard is not None:
-            from .vocab_parallel import VocabParallel
-
-            dense = partial(VocabParallel, self.shard)  # type: ignore[assignment]
+        if self.shard is not None:
+            given = [self.shard]
+            if many:
+                from .many_targets_on_ranks import ManyOnRanks as dense
+            else:
+                from .vocab_parallel import VocabParallel as dense
         elif many:
             from .many_targets import ManyTargets as dense
         elif draws and call.execution.backward is not None:
             from .experimental.sampled import SampledDense as dense
-        routes: list[Dense | Kept] = [dense(call, plan, entropy=entropy, keeps=keeps)]
+        if self.squares is not None and not draws:
+            from .squares import with_squares
+
+            dense, given = with_squares(dense), [self.squares, *given]
+        routes: list[Dense | Kept] = [dense(*given, call, plan, entropy=entropy, keeps=keeps)]
         if self.sets is None:
             return routes
         from .support import Kept

@@ -171,6 +171,10 @@ WRONG_TARGETS = {
     "support": (
         {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support: expected None"
     ),
+    "sum_sq": (
+        {"targets": torch.zeros(4, dtype=torch.long), "support": FOUR, "sum_sq": True},
+        "sum_sq: expected False with a support",
+    ),
     "no support": ({"targets": None, "entries": True}, "support: expected the sets of all tokens"),
     "no set": (
         {"targets": None, "entries": True,

@@ -24,7 +24,7 @@ from grpo_kernels.support import Kept
 PACKAGE = Path(grpo_kernels.__file__).parent
 CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
 OPTIONAL = re.compile(
-    r"support|vocab|many|experimental|sampled|column|sampler|training|integrations|reference"
+    r"support|vocab|many|squares|experimental|sampled|column|sampler|training|integrations|reference"
 )
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
@@ -66,7 +66,7 @@ def test_routes_alone_know_the_capabilities():
     """Of the files that an exact call loads; and only inside of functions."""
     optional = {
         "support", "vocab_parallel", "vocab_shard", "many_targets", "many_targets_on_ranks",
-        "experimental", "experimental.sampled",
+        "squares", "experimental", "experimental.sampled",
     }  # fmt: skip
     for path in PACKAGE.glob("*.py"):
         if path.stem in (*optional, "doctor"):
