@@ -434,6 +434,14 @@ def test_a_lora_on_the_head_is_measured_both_ways():
     assert told == ["no adapter", "added to the logits", "merged into W"], run.stderr.decode()
 
 
+def test_ways_to_score_several_ids_are_measured():
+    command = [sys.executable, "-m", "benchmarks.topk", "--shapes", "128,301,32"]
+    run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
+    told = re.findall(r"^(.+?), K = (\d+) .* MiB  error (\S+)$", run.stdout.decode(), re.M)
+    assert len(told) == 9, run.stderr.decode()
+    assert all(0 < float(error) < 1e-5 for _, K, error in told if K != "1")
+
+
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
     told, late = tmp_path / "told.json", tmp_path / "late"
     # Of what a step starts, too, nothing goes on.
