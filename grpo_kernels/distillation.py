@@ -27,6 +27,8 @@ from .tokens import bounded_exp
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 CENTERING_WEIGHTS = ("none", "truncate", "mask", "ppo")
+# The largest ratio of negative advantages (https://arxiv.org/abs/1912.09729).
+DUAL_CLIP = 3.0
 
 
 def topk_kl(
@@ -117,8 +119,8 @@ def score_centering(
         sampling_logps: `[...]`, of the sampled token under the sampler.
         sampler_head_logps: `[..., K]`, of the head's ids under the sampler; -inf where it has none.
         weight: of w, for the ratio r = p / q: `"none"` (1), `"truncate"` (min(r, high)), `"mask"`
-            (r within [low, high], else 0) or `"ppo"` (r, at most 3; 0 where A > 0 and r > high, or
-            A < 0 and r < low).
+            (r within [low, high], else 0) or `"ppo"` (r; 0 where A > 0 and r > high, or A < 0 and
+            r is outside [low, 3], as the gradient of a dual clip).
         low: lower bound of the ratio.
         high: upper bound of the ratio.
 
@@ -170,8 +172,8 @@ def _weight(log_ratio: Tensor, advantages: Tensor, kind: str, low: float, high: 
         case "mask":
             return r.masked_fill((r < low) | (r > high), 0.0)
         case _:
-            away = ((advantages > 0) & (r > high)) | ((advantages < 0) & (r < low))
-            return r.clamp(max=3.0).masked_fill(away, 0.0)
+            outside = torch.where(advantages < 0, (r < low) | (r > DUAL_CLIP), r > high)
+            return r.masked_fill(outside, 0.0)
 
 
 def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:

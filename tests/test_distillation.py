@@ -121,10 +121,10 @@ def test_the_mean_score_is_zero(weight, tail):
         # That of one sample is its own score less the mean.
         (of_one,) = torch.autograd.grad(losses[3], z, retain_graph=True)
         r = (p - q).exp().detach()
-        away = (r > 1.7) if advantage > 0 else (r < 0.6)
+        away = (r > 1.7) if advantage > 0 else (r < 0.6) | (r > 3)
         w = {
             "none": torch.ones_like(r), "truncate": r.clamp(max=1.7),
-            "mask": r * ((r >= 0.6) & (r <= 1.7)), "ppo": r.clamp(max=3) * ~away,
+            "mask": r * ((r >= 0.6) & (r <= 1.7)), "ppo": r * ~away,
         }[weight]  # fmt: skip
         score = w[3] * p[3] - (q.exp() * w * p).sum()
         (expected,) = torch.autograd.grad(-advantage * score, z, retain_graph=True)
