@@ -58,9 +58,14 @@ def dense(w: Workload, K: int) -> Tensor:
 
 
 def targets(w: Workload, K: int) -> Tensor:
-    """Log-probs of the whole softmax, renormalised: the same divergence as that of entries."""
+    """Log-probs of the whole softmax, renormalised: the same divergence as that of entries.
+
+    Of one id, whose divergence is 0, the cross-entropy.
+    """
     ids, teacher = of_teacher(w, K)
     logps = linear_logprobs(w.hidden.flatten(0, 1), w.weight, ids).logps
+    if K == 1:
+        return -logps.mean()
     return topk_kl(logps.flatten(), teacher.flatten(), offsets(ids)).mean()
 
 
@@ -144,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     few, device, errors = w.sequences(slice(1)), w.hidden.device, {}
     for name in SCORES:
         if name != "TRL chunked divergence" and not name.endswith("= 1"):
-            errors[name] = error(few, name)  # of one id the gradient is 0
+            errors[name] = error(few, name)
             if not errors[name] <= TOLERANCE[dtype]:
                 raise SystemExit(f"{name}: error {errors[name]:.1e} of the gradient")
     print(f"{w.describe()}, {args.rounds} rounds")
