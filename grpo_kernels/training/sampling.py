@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from .. import group_advantages
 from ..arguments import to_device
 from . import ranks
+from .centering import top_of
 from .data import Problem
 from .loading import check_has_logps
 from .metrics import Clock
@@ -56,6 +58,10 @@ class Sampling:
         mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
         logps = sampling_logps(completions, mask)
         check_has_logps(config, logps is not None)
+        top: dict[str, Any] = {}
+        if config.score_centering:
+            top_ids, top_logps = top_of(completions, mask, config.score_centering)
+            top = {"top_ids": top_ids, "top_logps": top_logps}
         # Equal in all processes, so that they have the same metrics.
         replay_support = config.replay_support and ranks.reduce(
             self.accelerator, any(c.support is not None for c in completions), any
@@ -65,7 +71,7 @@ class Sampling:
             [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
             replay_support=replay_support, sampling_logps=logps, resampled=resampled,
-            ce_weights=ce_weights(completions, mask),
+            ce_weights=ce_weights(completions, mask), **top,
         )  # fmt: skip
 
     def _judged(
@@ -75,7 +81,10 @@ class Sampling:
         config = self.config
         with clock("generate"):
             G, support = config.num_generations, config.records_support
-            completions = self.sampler(problems, G, config.temperature, record_support=support)
+            completions = self.sampler(
+                problems, G, config.temperature, record_support=support,
+                top_logps=config.score_centering,
+            )  # fmt: skip
         with clock("reward"):
             judged = [problem for problem in problems for _ in range(G)]
             texts = self.sampler.texts(completions)

@@ -133,7 +133,8 @@ class VLLMRollout:
             "n": 1 if greedy else count, "temperature": temperature, "top_k": top_k,
             "top_p": sampling.top_p, "min_p": sampling.min_p, "repetition_penalty": 1.0,
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
-            "max_tokens": sampling.max_new_tokens, "logprobs": None if greedy else 0,
+            "max_tokens": sampling.max_new_tokens,
+            "logprobs": None if greedy else sampling.top_logps,
             # At the policy's ends alone: a tokenizer may have another.
             "stop_token_ids": self.eos, "ignore_eos": True, "stop": list(sampling.stop),
             "skip_special_tokens": False,
@@ -145,7 +146,11 @@ class VLLMRollout:
         support = None
         if sampling.record_support and one.kept is not None:
             support = support_of(one.kept[:n])
-        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
+        top = None
+        if sampling.top_logps and one.top is not None:
+            rows = zip(cut.token_ids, one.top, strict=False)
+            top = [_likeliest(row, token, sampling.top_logps) for token, row in rows]
+        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support, top=top)
 
     def _send_weights(self) -> str:
         weights = extension.names_and_weights(self.model)
@@ -284,7 +289,13 @@ def _of_output(output: Any) -> Sampled:
         row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
     ]
     mask = getattr(output, "sampling_mask", None)
-    return Sampled(ids, logps, None if mask is None else mask.token_ids)
+    top = output.logprobs and [{i: x.logprob for i, x in row.items()} for row in output.logprobs]
+    return Sampled(ids, logps, None if mask is None else mask.token_ids, top)
+
+
+def _likeliest(row: dict[int, float], token: int, count: int) -> dict[int, float]:
+    """The `count` likeliest, of these and the sampled one, which may be one of them."""
+    return row if len(row) == count else {i: x for i, x in row.items() if i != token}
 
 
 def _explain(error: Exception, config: TrainingConfig) -> str:

@@ -51,6 +51,7 @@ class Sampled(NamedTuple):
     token_ids: list[int]
     logps: list[float] | None
     kept: list[list[int]] | None  # the set that each token was sampled from
+    top: list[dict[int, float]] | None = None  # of each token: it, and the likeliest
 
 
 class ServerLost(Exception):
