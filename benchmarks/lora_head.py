@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import contenders
-from benchmarks.cost_model import shape
 from benchmarks.measure import (
-    add_device_option,
+    add_dense_options,
     extra_memory,
     header,
     print_header,
@@ -71,15 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lora_head", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--shapes",
-        type=shape,
-        default=(2048, 49_152, 576),
-        metavar="N,V,H",
-        help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
-    )
-    add_device_option(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    add_dense_options(parser)
     args = parser.parse_args(argv)
     print_header(header(args.device))
     w = make("dense", args.shapes, args.device)

@@ -31,6 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.contenders import contender
+from benchmarks.cost_model import shape
 from benchmarks.workloads import Workload
 from grpo_kernels.backends import BACKENDS
 
@@ -431,6 +432,19 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu or cuda (default: cuda if there is one)",
     )
+
+
+def add_dense_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --shapes, of one batch of synthetic states, --device and --rounds."""
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        default=(2048, 49_152, 576),
+        metavar="N,V,H",
+        help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
+    )
+    add_device_option(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
 
 
 def add_head_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Compares ways to score K ids per token, with the forward KL to a teacher over them.
 
-    python -m benchmarks.topk [--shapes 2048,49152,576] [--dtype float32] [--rounds 5]
+    python -m benchmarks.topk [--shapes 2048,49152,576] [--rounds 5]
 
 "dense" is plain PyTorch: all logits, their log-softmax, K of them. "targets" are K log-probs under
 the whole softmax, "entries" K under the softmax over these ids. TRL's chunked divergence is over
@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import contenders
-from benchmarks.cost_model import shape
 from benchmarks.head import TOLERANCE
 from benchmarks.measure import (
-    add_device_option,
+    add_dense_options,
     extra_memory,
     header,
     print_header,
-    reason,
     spread,
     stored,
     times,
@@ -132,25 +130,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.topk", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--shapes",
-        type=shape,
-        default=(2048, 49_152, 576),
-        metavar="N,V,H",
-        help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
-    )
-    add_device_option(parser)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    add_dense_options(parser)
     args = parser.parse_args(argv)
     print_header(header(args.device))
-    dtype = getattr(torch, args.dtype)
-    w = with_teacher(make("dense", args.shapes, args.device)).to(dtype)
+    w = with_teacher(make("dense", args.shapes, args.device))
     few, device, errors = w.sequences(slice(1)), w.hidden.device, {}
     for name in SCORES:
         if name != "TRL chunked divergence" and not name.endswith("= 1"):
             errors[name] = error(few, name)
-            if not errors[name] <= TOLERANCE[dtype]:
+            if not errors[name] <= TOLERANCE[torch.float32]:
                 raise SystemExit(f"{name}: error {errors[name]:.1e} of the gradient")
     print(f"{w.describe()}, {args.rounds} rounds")
     with stored(w) as path:
@@ -162,13 +150,10 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{name:24} {taken[name]['status'][0]}", flush=True)
                 continue
             median, low, most = spread(taken[name]["seconds"])
-            try:
-                extra = f"{extra_memory(name, path, device) / 2**20:7,.0f} MiB"
-            except Exception as failed:
-                extra = reason(name, failed)
+            extra = extra_memory(name, path, device) / 2**20
             told = f"{errors[name]:.0e}" if name in errors else "-"
             figures = f"{median:6.2f} s [{low:.2f}, {most:.2f}] {median / base:6.3f} x"
-            print(f"{name:24} {figures} {extra}  error {told}", flush=True)
+            print(f"{name:24} {figures} {extra:7,.0f} MiB  error {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Where the head is frozen dh is all, and a row's is its log-prob's times a number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +123,7 @@ def linear_logprobs(
         keeps=keep and call.dtype != torch.float16,  # beyond which a factor per row may be
         logsumexp=True,
         entries=entries,
+        sum_sq=sum_sq,
         agreed={
             "entropy": entropy,
             "entries": entries,
@@ -136,15 +136,11 @@ def linear_logprobs(
         from .support_entries import entry_logprobs
 
         return entry_logprobs(call, routes, entropy=entropy)
-    squares = hidden.new_zeros(call.layout.num_tokens, dtype=torch.float32) if sum_sq else None
-    routes = replace(routes, squares=squares)
     logps, *others = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
-    if squares is not None and call.mask is not None:
-        squares = selected(call.mask, squares, 0.0)
     shape = call.layout.shape
     return LogprobOutput(
         logps.reshape(shape if each is None else each.shape),
-        *(None if x is None else x.reshape(shape) for x in (*others, squares)),  # type: ignore[arg-type]
+        *(None if x is None else x.reshape(shape) for x in (*others, routes.squares)),  # type: ignore[arg-type]
     )
 
 

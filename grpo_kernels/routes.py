@@ -181,6 +181,7 @@ def routes_of(
     keeps: bool,
     logsumexp: bool = False,
     entries: bool = False,
+    sum_sq: bool = False,
     agreed: Mapping[str, float],
 ) -> Routes:
     """Finds the routes of a call; reads its checks and row counts, in one transfer.
@@ -193,6 +194,7 @@ def routes_of(
         keeps: whether one sweep is enough for them.
         logsumexp: whether the logsumexp is a result.
         entries: whether every id of a set is a target.
+        sum_sq: whether the sums of squared probabilities are a result.
         agreed: numbers that all ranks have to have alike.
     """
     weight, tokens, shard, sets = call.terms[0].y, call.mask, None, None
@@ -220,7 +222,8 @@ def routes_of(
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
     plan = _plan(call, shard, weight, call.mask, with_grad, buffers)
-    return Routes(call.without_tensors(), plan, tokens, sets, shard)
+    squares = weight.new_zeros(call.layout.num_tokens, dtype=torch.float32) if sum_sq else None
+    return Routes(call.without_tensors(), plan, tokens, sets, shard, squares)
 
 
 def _factors(d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import selected
 from .backends import TokenStats
 from .dense import Dense
 from .row_plan import Chunk
@@ -36,7 +37,10 @@ def with_squares(kind: type[Dense]) -> type[Dense]:
             halves = [torch.cat(x) for x in zip(*(half[:2] for half in self.halves), strict=True)]
             self.halves = None
             lse = self.mine(self.merge_halves(TokenStats(*halves))).logsumexp
-            self.squares[rows.index] = (lse - 2 * stats.logsumexp).exp_()
+            found = (lse - 2 * stats.logsumexp).exp_()
+            if self.plan.has_masked and self.call.mask is not None:
+                found = selected(self.call.mask[rows.index], found, 0.0)
+            self.squares[rows.index] = found
             return stats
 
         def merge_halves(self, halves: TokenStats) -> TokenStats:

@@ -118,3 +118,8 @@ def test_a_rollout_has_to_say_them(rollout, message, tiny_model, tmp_path):
 def test_what_does_not_go_with_it_is_named(options, name, tiny_model, tmp_path):
     with pytest.raises(ValueError, match=f"^{name}: expected .*; got "):
         config_of(tiny_model, tmp_path, **{**OPTIONS, **options})
+
+
+def test_generate_is_refused_before_anything_is_sampled(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"^score_centering: expected 0 with a rollout that"):
+        trainer_of(config_of(tiny_model, tmp_path, **OPTIONS))

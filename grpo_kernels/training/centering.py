@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import GRPOLossConfig, grpo_loss, linear_logprobs, score_centering
 from ..execution import Execution
 from ..head import LMHead
+from ..objective import aggregation_weights
 from .rollout import Completion, RolloutError
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 WEIGHTS = {"none": "none", "token_truncate": "truncate", "token_mask": "mask"}
 
 
-def top_of(completions: Sequence[Completion], mask: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """The sampler's likeliest ids `[B, T, K]` and their log-probs, on the mask's device.
+def top_of(completions: Sequence[Completion], mask: Tensor, K: int) -> dict[str, Any]:
+    """`top_ids [B, T, K]` and `top_logps`, on the mask's device; nothing where K is 0.
 
     Raises:
         RolloutError: a completion without them, or with a cross-entropy.
     """
+    if not K:
+        return {}
     ids = torch.zeros((*mask.shape, K), dtype=torch.int64)
     logps = torch.full(ids.shape, -torch.inf)
     for row, one in enumerate(completions):
@@ -38,7 +41,7 @@ def top_of(completions: Sequence[Completion], mask: Tensor, K: int) -> tuple[Ten
         ids[row, : len(one.token_ids)] = torch.tensor([[*of_token] for of_token in one.top])
         values = [[*of_token.values()] for of_token in one.top]
         logps[row, : len(one.token_ids)] = torch.tensor(values)
-    return ids.to(mask.device), logps.to(mask.device)
+    return {"top_ids": ids.to(mask.device), "top_logps": logps.to(mask.device)}
 
 
 def centred_loss(
@@ -48,8 +51,8 @@ def centred_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:  # fmt: skip
     """As `Policy.loss`, of `score_centering`; its metrics are those of the config's own loss."""
     ids = torch.cat([batch.completions[..., None], top_ids], -1)
-    of_ids = linear_logprobs(hidden, head, ids, batch.mask, execution=execution).logps
-    logps, of_top = of_ids[..., 0], of_ids[..., 1:]
+    out = linear_logprobs(hidden, head, ids, batch.mask, entropy=True, execution=execution)
+    logps, of_top = out.logps[..., 0], out.logps[..., 1:]
     bounds = {"low": config.is_clip_min or 0.0}
     if config.is_clip_max is not None:
         bounds["high"] = config.is_clip_max
@@ -57,8 +60,12 @@ def centred_loss(
         logps, of_top, advantages[:, None].expand_as(logps), sampling_logps, top_logps,
         weight=WEIGHTS[config.is_correction], **bounds,
     )  # fmt: skip
-    loss = torch.where(batch.mask != 0, per_token, 0.0).sum() / num_items
-    given = {"sampling_logps": sampling_logps, "num_items": num_items, **others}
+    mask = batch.mask.float()
+    weights = aggregation_weights(config, mask, mask.sum(), None, num_items)
+    loss = (weights * per_token).sum()
     with torch.no_grad():
-        about = grpo_loss(logps.detach(), advantages, batch.mask, config=config, **given)
+        about = grpo_loss(
+            logps.detach(), advantages, batch.mask, sampling_logps=sampling_logps,
+            entropy=out.entropy, config=config, num_items=num_items, **others,
+        )  # fmt: skip
     return loss, about.metrics, logps.detach()

@@ -202,7 +202,7 @@ class Sampler:
 
     def __call__(
         self, problems: Sequence[Problem], count: int, temperature: float, *,
-        record_support: bool = False, top_logps: int = 0,
+        record_support: bool = False,
     ) -> list[Completion]:  # fmt: skip
         """`count` completions per problem; those of a problem are neighbors.
 
@@ -212,17 +212,17 @@ class Sampler:
         c = self.config
         sampling = SamplingParams(
             c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
-            record_support=record_support, top_logps=top_logps,
+            record_support=record_support, top_logps=c.score_centering if temperature > 0 else 0,
         )  # fmt: skip
         self.update_weights()
         prompts = [self.encode(problem) for problem in problems]
         with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
             with self.accelerator.autocast():
                 done = list(self.rollout(prompts, count, sampling))
-            self._check(done, len(prompts), count, top_logps)
+            self._check(done, len(prompts), count)
         return done
 
-    def _check(self, done: Sequence[Completion], prompts: int, count: int, top_logps: int) -> None:
+    def _check(self, done: Sequence[Completion], prompts: int, count: int) -> None:
         """Refuses what are not `count` completions of each of so many prompts."""
         if len(done) != prompts * count:
             raise RolloutError(
@@ -261,15 +261,15 @@ class Sampler:
                     f"{name}.ce_weights: expected {len(ids)} finite numbers, one per token; got "
                     f"{list(weights)[:5]}, {len(weights)} in all"
                 )
-            top = one.top
+            top, K = one.top, self.config.score_centering
             if top is not None and (
                 len(top) != len(ids)
-                or any(len(of_token) != top_logps for of_token in top)
+                or any(len(of_token) != K for of_token in top)
                 or not all(_is_below(x, self.vocabulary) for of_token in top for x in of_token)
-                or not all(x <= 0 for of_token in top for x in of_token.values())
+                or not all(x < math.inf for of_token in top for x in of_token.values())
             ):
                 raise RolloutError(
-                    f"{name}.top: expected {top_logps} ids from 0 to {self.vocabulary - 1} with "
+                    f"{name}.top: expected {K} ids from 0 to {self.vocabulary - 1} with "
                     f"log-probs for each of {len(ids)} tokens; got {top[:1]}, {len(top)} in all"
                 )
             if one.support is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -58,10 +57,6 @@ class Sampling:
         mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
         logps = sampling_logps(completions, mask)
         check_has_logps(config, logps is not None)
-        top: dict[str, Any] = {}
-        if config.score_centering:
-            top_ids, top_logps = top_of(completions, mask, config.score_centering)
-            top = {"top_ids": top_ids, "top_logps": top_logps}
         # Equal in all processes, so that they have the same metrics.
         replay_support = config.replay_support and ranks.reduce(
             self.accelerator, any(c.support is not None for c in completions), any
@@ -71,7 +66,8 @@ class Sampling:
             [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
             replay_support=replay_support, sampling_logps=logps, resampled=resampled,
-            ce_weights=ce_weights(completions, mask), **top,
+            ce_weights=ce_weights(completions, mask),
+            **top_of(completions, mask, config.score_centering),
         )  # fmt: skip
 
     def _judged(
@@ -81,10 +77,7 @@ class Sampling:
         config = self.config
         with clock("generate"):
             G, support = config.num_generations, config.records_support
-            completions = self.sampler(
-                problems, G, config.temperature, record_support=support,
-                top_logps=config.score_centering,
-            )  # fmt: skip
+            completions = self.sampler(problems, G, config.temperature, record_support=support)
         with clock("reward"):
             judged = [problem for problem in problems for _ in range(G)]
             texts = self.sampler.texts(completions)

@@ -146,11 +146,8 @@ class VLLMRollout:
         support = None
         if sampling.record_support and one.kept is not None:
             support = support_of(one.kept[:n])
-        top = None
-        if sampling.top_logps and one.top is not None:
-            rows = zip(cut.token_ids, one.top, strict=False)
-            top = [_likeliest(row, token, sampling.top_logps) for token, row in rows]
-        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support, top=top)
+        logps, top = one.logps and one.logps[:n], one.top and one.top[:n]
+        return Completion(cut.token_ids, cut.ended, logps, support, top=top)
 
     def _send_weights(self) -> str:
         weights = extension.names_and_weights(self.model)
@@ -277,25 +274,26 @@ class Colocated:
         done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
-        return [_of_output(output) for answer in done for output in answer.outputs]
+        most = request["logprobs"]
+        return [_of_output(output, most) for answer in done for output in answer.outputs]
 
     def wait(self) -> None:
         """Waits for nothing: this engine is lost with its process alone."""
 
 
-def _of_output(output: Any) -> Sampled:
+def _of_output(output: Any, most: int | None) -> Sampled:
     ids = list(output.token_ids)
     logps = output.logprobs and [
         row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
     ]
     mask = getattr(output, "sampling_mask", None)
-    top = output.logprobs and [{i: x.logprob for i, x in row.items()} for row in output.logprobs]
+    top = None
+    if most:  # beside them stands the sampled one, if it is none of them
+        top = [
+            {i: x.logprob for i, x in row.items() if len(row) == most or i != token}
+            for token, row in zip(ids, output.logprobs, strict=True)
+        ]
     return Sampled(ids, logps, None if mask is None else mask.token_ids, top)
-
-
-def _likeliest(row: dict[int, float], token: int, count: int) -> dict[int, float]:
-    """The `count` likeliest, of these and the sampled one, which may be one of them."""
-    return row if len(row) == count else {i: x for i, x in row.items() if i != token}
 
 
 def _explain(error: Exception, config: TrainingConfig) -> str:

@@ -239,17 +239,12 @@ def test_liger_score_centering_is_ours(weight, dtype):
 
     def ours(h, w, package):
         logps = package.linear_logprobs(h, w, torch.cat([tokens, ids], 1)).logps
-        given = (x.to(logps.dtype) for x in (A, q_of_tokens, q))
-        A_, q_y, q_head = given
-        of_each = score_centering(
-            logps[:, 0], logps[:, 1:], A_, q_y, q_head, weight=weight, **bounds
-        )
-        return of_each.mean()
+        given = (logps[:, 0], logps[:, 1:], A, q_of_tokens, q)
+        return score_centering(*given, weight=weight, **bounds).mean()
 
     def liger(h, w):
         correction = theirs.ISCorrection(**band) if band else None
-        rows = (tokens.squeeze(1), torch.ones(N), A, q_of_tokens, ids, q)
-        rows = (x[None] for x in rows)
+        rows = (x[None] for x in (tokens.squeeze(1), torch.ones(N), A, q_of_tokens, ids, q))
         options = {"correction": correction, "chunk_size": 64}
         return theirs.fused_linear_score_centering(h[None], w, *rows, **options)[0]
 
