@@ -56,12 +56,8 @@ def with_squares(kind: type[Dense]) -> type[Dense]:
             if self.halves is not None:
                 transform = self.transform.at(part)
                 half = replace(transform, temperature=transform.temperature / 2)
-                invariant = self.products.multiple > 1
-                self.halves.append(
-                    self.backend.token_stats(
-                        found, self.targets[part], half, entropy=False, invariant=invariant
-                    )
-                )
+                targets = self.targets[part]
+                self.halves.append(self.backend.token_stats(found, targets, half, entropy=False))
             return found
 
     return WithSquares

@@ -88,19 +88,29 @@ def test_micro_batches_do_not_change_a_run(tiny_model, tmp_path):
         config = config_of(tiny_model, tmp_path / str(size), micro_batch_size=size, **OPTIONS)
         rows.append(rows_of(trainer_of(config, rollout=lambda _: WithTop(logps=-2.0)).train()))
     for one, other in zip(*rows, strict=True):
-        assert one["grad_norm"] > 0
+        assert one["grad_norm"] > 0 and one["entropy"] > 0
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-class Short(WithTop):
+class FewTokens(WithTop):
     def __call__(self, *args):
         return [replace(x, top=x.top and x.top[:1]) for x in super().__call__(*args)]
 
 
+class FewIds(WithTop):
+    def __call__(self, *args):
+        done = super().__call__(*args)
+        return [replace(x, top=x.top and [{33: -1.0} for _ in x.top]) for x in done]
+
+
 @pytest.mark.parametrize(
     ("rollout", "message"),
-    ((FakeRollout, "score_centering: expected Completion.top"), (Short, r"completions\[0\].top")),
+    (
+        (FakeRollout, "score_centering: expected Completion.top"),
+        (FewTokens, r"completions\[0\].top"),
+        (FewIds, r"completions\[0\].top"),
+    ),
 )
 def test_a_rollout_has_to_say_them(rollout, message, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, **OPTIONS)
