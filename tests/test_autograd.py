@@ -202,6 +202,7 @@ def test_outputs_do_not_require_grad_but_the_loss(batch):
     assert not any(m.requires_grad or m.ndim for m in out.metrics.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_torch_compile_around_the_caller(call, batch, expected):
     hidden, weight = head(batch)

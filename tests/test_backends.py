@@ -11,7 +11,7 @@ from grpo_kernels.dense import row_factors
 from grpo_kernels.experimental import torch_column_scores, triton_column_scores
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
-from tests.helpers.tiers import INTERPRETED, compiled_alone
+from tests.helpers.tiers import INTERPRETED, cases, compiled_alone
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BACKENDS = pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def assert_exps_are_the_gradient(logits, targets, transform):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("banned", (False, True), ids=("free", "banned"))
 @pytest.mark.parametrize("option", TRANSFORMS)
-@pytest.mark.parametrize("V", (5, 128, 1003, 4097, 8193))
+@pytest.mark.parametrize("V", cases((5, 128, 1003, 4097, 8193), fast=lambda V: V < 8193))
 def test_transforms(V, option, banned, device):
     """A raw logit of -inf has probability 0 and gradient 0; what pads a row is not read."""
     logits, targets, transform = tile(6, V, device, pad=8 * banned, options=TRANSFORMS[option])
@@ -124,8 +124,9 @@ def test_transforms(V, option, banned, device):
     assert_exps_are_the_gradient(logits, targets, transform)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("option", (pytest.param("plain", marks=pytest.mark.slow), "everything"))
+@pytest.mark.parametrize("option", ("plain", "everything"))
 def test_full_vocabulary(option, device):
     """V = 151,936 is no multiple of the block: 3,712 columns past its end must not count."""
     given = tile(2, 151_936, device, options=TRANSFORMS[option])
@@ -162,7 +163,7 @@ def test_where_the_gradient_goes(backend, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", (0, 1, 2, 3, "target"))
-@pytest.mark.parametrize("far", (50.0, 70.0, 500.0, 3000.0))
+@pytest.mark.parametrize("far", cases((50.0, 70.0, 500.0, 3e3), fast=lambda far: far in (70, 3e3)))
 def test_an_anchor_that_is_far_below(far, place, device):
     """The maximum in every block in turn, out of the reach of what was known before the sweep."""
     V = 3 * 2048 + 900

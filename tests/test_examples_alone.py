@@ -31,6 +31,7 @@ def test_an_example_needs_its_folder_alone(path):
     assert not {name.split(".")[0] for name in imports_of(path)} & others
 
 
+@pytest.mark.slow
 def test_waiting_threads_sleep_before_torch_is_imported():
     """Else a demo beside one busy process takes twice as long as it has to."""
     code = "import sys, os, demo_model; print(os.environ['GOMP_SPINCOUNT'])"

@@ -17,7 +17,7 @@ from grpo_kernels.backends import (
 )
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_statistics
-from tests.helpers.tiers import INTERPRETED
+from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -142,6 +142,7 @@ ORDERS = {
     "wide": (3, 9 * PART),
     "short": (0, 200, 1, 0, 7, 3, 3, 0, 8),
 }
+FAST = (("rising", 50), ("neighbours", 50), ("wide", 50), ("short", 1), ("short", 16))
 
 
 def long_segments(sizes, device, dtype, K):
@@ -155,7 +156,10 @@ def long_segments(sizes, device, dtype, K):
 
 
 @pytest.mark.parametrize("into", ("new", "float32", "own"))
-@pytest.mark.parametrize(("order", "K"), [*((x, 50) for x in ORDERS), ("short", 1), ("short", 16)])
+@pytest.mark.parametrize(
+    ("order", "K"),
+    cases(ORDERS, (50, 1, 16), fast=lambda order, K: (order, K) in FAST),
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_sums_of_segments(device, dtype, order, K, into):
