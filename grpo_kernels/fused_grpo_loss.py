@@ -32,7 +32,6 @@ from torch import Tensor
 from .arguments import head_call, loss_inputs, rows_of_loss
 from .autograd import (
     dtypes_of,
-    eager_only,
     power_of_two_scale,
     refuse_double_backward,
     scaled_gradient,
@@ -50,7 +49,6 @@ from .retry import with_fewer_rows
 from .routes import keeps_gradients, local_head, routes_of
 
 
-@eager_only
 def fused_grpo_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -137,6 +135,14 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
+    if torch.compiler.is_compiling():
+        from .compiled import fused_grpo_loss as operator
+
+        return operator(
+            hidden, head, targets, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
+            sampling_logps=sampling_logps, ce_weights=ce_weights, support=support, config=config,
+            num_items=num_items, cu_seqlens=cu_seqlens, execution=execution,
+        )  # fmt: skip
     rows = rows_of_loss(mask, ce_weights, targets)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
     inputs = loss_inputs(

@@ -25,7 +25,6 @@ from torch import Tensor
 from .arguments import head_call, selected
 from .autograd import (
     dtypes_of,
-    eager_only,
     power_of_two_scale,
     refuse_double_backward,
     scaled_gradient,
@@ -41,7 +40,6 @@ from .routes import Routes, keeps_gradients, local_head, routes_of, with_targets
 from .row_plan import RowPlan
 
 
-@eager_only
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -97,6 +95,13 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
+    if torch.compiler.is_compiling():
+        from .compiled import linear_logprobs as operator
+
+        return operator(
+            hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
+            sum_sq=sum_sq, execution=execution,
+        )  # fmt: skip
     check_bool("entropy", entropy)
     check_bool("entries", entries)
     check_bool("sum_sq", sum_sq)
@@ -168,74 +173,100 @@ class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         *tensors, routes, wants_entropy, keep, plan = args
-        N, like = len(tensors[0]), tensors[0]
-        # Not views of one tensor: the caller may change them in place.
-        logps, logsumexp, entropy = per_token = [
-            like.new_zeros(shape, dtype=torch.float32)
-            for shape in (routes.call.targets.shape, (N,), (N,))
-        ]
-        kept = None
-        if keep:
-            wanted = ctx.needs_input_grad[: len(tensors)]
-            kept = Gradients(tensors, wanted, every_row=plan.num_rows == N)
-        keeps = keep and routes.call.dtype != torch.float16
-        with torch.autocast(like.device.type, enabled=False):
-            for route in routes.of(tensors, plan, entropy=wants_entropy, keeps=keeps, draws=False):
-                for rows in route.chunks():
-                    stats = route.sweep(rows)
-                    logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
-                    if wants_entropy:
-                        entropy[rows.index] = stats.entropy
-                    if kept is not None:
-                        route.add(rows, kept, torch.ones_like(stats.logps))
-        found = [] if kept is None else kept.all()
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *found)
+        wanted = ctx.needs_input_grad[: len(tensors)] if keep else None
+        per_token, kept = first_pass(tensors, routes, wants_entropy, wanted, plan)
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
         if plan.has_masked and routes.tokens is not None:
             for x in per_token:
                 x.copy_(selected(routes.tokens, x, 0.0))
-        ctx.routes, ctx.wants_entropy, ctx.keep = routes, wants_entropy, keep
+        ctx.routes, ctx.wants_entropy = routes, wants_entropy
         ctx.set_materialize_grads(False)
+        logps, logsumexp, entropy = per_token
         return logps, entropy if wants_entropy else None, logsumexp
 
     @staticmethod
-    def backward(
-        ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         count, saved = len(ctx.needs_input_grad) - 4, ctx.saved_tensors
-        tensors, kept = saved[:count], saved[count + 3 :]
-        logps, logsumexp, entropy = saved[count : count + 3]
-        routes, wanted = ctx.routes, ctx.needs_input_grad[:count]
-        d_logps = torch.zeros_like(logps) if d_logps is None else d_logps.float().contiguous()
-        others = [None if x is None else x.float().contiguous() for x in (d_entropy, d_logsumexp)]
-        given = [d_logps, *others]
-        each = [x != 0 for x in given if x is not None]
-        needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
-        if routes.tokens is not None:
-            # Masked rows came back as the constant 0, whatever gradient their value is given.
-            needed &= routes.tokens
-        if routes.plan.has_masked:
-            given = [None if x is None else selected(needed, x, 0.0) for x in given]
-        if ctx.keep and d_entropy is None and d_logsumexp is None:
-            return (*(_rows_times(u, d_logps, needed) for u in kept), *[None] * 4)
-        scale, plan = None, routes.plan
-        if routes.makes_logits:
-            scale = routes.agreed(_power_of_two_scale_of(given, needed))
-            given = [None if x is None else scale * x for x in given]
-            plan = routes.again(needed, tensors[1])
+        tensors, wanted = saved[:count], ctx.needs_input_grad[:count]
+        logps, logsumexp, entropy, *kept = saved[count:]
         stats = TokenStats(logps, logsumexp, entropy if ctx.wants_entropy else None)
-        run = partial(_gradients, tensors, routes, stats, given, wanted)
-        with torch.autocast(logps.device.type, enabled=False):
-            gradients = with_fewer_rows(run, plan, **routes.limits())
-        if scale is not None:
-            factors = routes.shares(1 / scale, len(gradients))
-            gradients = [
-                scaled_gradient(gradient, factor, dtype, fresh=True)
-                for gradient, factor, dtype in zip(
-                    gradients, factors, dtypes_of(*tensors), strict=True
-                )
-            ]
-        return (*gradients, *[None] * 4)
+        return (*second_pass(tensors, ctx.routes, stats, kept, given, wanted), *[None] * 4)
+
+
+def first_pass(
+    tensors: Sequence[Tensor],
+    routes: Routes,
+    entropy: bool,
+    keep_for: Sequence[bool] | None,
+    plan: RowPlan,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Log-probs, logsumexp and entropy of every row, `[N]`, masked ones left as they come.
+
+    And what is kept: the gradient of the log-probs by those of the terms' tensors that want one,
+    `keep_for`; None keeps nothing.
+    """
+    N, like = len(tensors[0]), tensors[0]
+    # Not views of one tensor: the caller may change them in place.
+    logps, logsumexp, of_entropy = per_token = [
+        like.new_zeros(shape, dtype=torch.float32)
+        for shape in (routes.call.targets.shape, (N,), (N,))
+    ]
+    kept = None
+    if keep_for is not None:
+        kept = Gradients(tensors, keep_for, every_row=plan.num_rows == N)
+    keeps = kept is not None and routes.call.dtype != torch.float16
+    with torch.autocast(like.device.type, enabled=False):
+        for route in routes.of(tensors, plan, entropy=entropy, keeps=keeps, draws=False):
+            for rows in route.chunks():
+                stats = route.sweep(rows)
+                logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
+                if entropy:
+                    of_entropy[rows.index] = stats.entropy
+                if kept is not None:
+                    route.add(rows, kept, torch.ones_like(stats.logps))
+    return per_token, [] if kept is None else kept.all()
+
+
+def second_pass(
+    tensors: Sequence[Tensor],
+    routes: Routes,
+    stats: TokenStats,
+    kept: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of the terms' tensors, from those of log-probs, entropy and logsumexp.
+
+    `stats` of every row, and `kept`, as the first pass has them.
+    """
+    d_logps, *others = given
+    d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
+    given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
+    each = [x != 0 for x in given if x is not None]
+    needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
+    if routes.tokens is not None:
+        # Masked rows came back as the constant 0, whatever gradient their value is given.
+        needed &= routes.tokens
+    if routes.plan.has_masked:
+        given = [None if x is None else selected(needed, x, 0.0) for x in given]
+    if kept and all(x is None for x in others):
+        return [_rows_times(u, d_logps, needed) for u in kept]
+    scale, plan = None, routes.plan
+    if routes.makes_logits:
+        scale = routes.agreed(_power_of_two_scale_of(given, needed))
+        given = [None if x is None else scale * x for x in given]
+        plan = routes.again(needed, tensors[1])
+    run = partial(_gradients, tensors, routes, stats, given, wanted)
+    with torch.autocast(d_logps.device.type, enabled=False):
+        gradients = with_fewer_rows(run, plan, **routes.limits())
+    if scale is None:
+        return gradients
+    factors = routes.shares(1 / scale, len(gradients))
+    return [
+        scaled_gradient(gradient, factor, dtype, fresh=True)
+        for gradient, factor, dtype in zip(gradients, factors, dtypes_of(*tensors), strict=True)
+    ]
 
 
 def _gradients(

@@ -20,7 +20,9 @@ Arguments and results are those of Liger 0.8.5, which need not be installed. The
 from __future__ import annotations
 
 import math
+import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +37,10 @@ from ..execution import Execution
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head import LMHead, Support
 from ..linear_logprobs import linear_logprobs
+from .patching import Patch, check_version, is_ours
 from .reused import Reused
 
+_NAME = "LigerFusedLinearGRPOLoss"
 # Liger refuses the sequence level with these.
 _TOKEN_LEVEL_ONLY = ("cispo", "sapo", "vespo")
 # The options that a loss type uses; those that are not named use `_CLIP`.
@@ -296,6 +300,61 @@ class FusedLinearGRPOLoss(nn.Module):
         A = advantages if advantages.ndim == 2 else advantages[:, None]
         clipped = ((ratio < low) & (A < 0)) | ((ratio > high) & (A > 0))
         return (clipped & counts).sum() / counts.sum().clamp(min=1)
+
+
+class patch_liger(Patch):
+    """Puts `FusedLinearGRPOLoss` where others find Liger's `LigerFusedLinearGRPOLoss`.
+
+    For trainers that construct Liger's class themselves, ms-swift's and TRL's with
+    `use_liger_kernel=True`: modules that imported the class before have ours as well. Losses that
+    were constructed before stay Liger's. As a function the patch stays until `undo()`, as a context
+    manager until the end of the block:
+
+        with patch_liger():
+            trainer = TheirTrainer(...)
+
+    Args:
+        execution, logits_dtype: of the losses that are constructed, as in `FusedLinearGRPOLoss`.
+
+    Raises:
+        ImportError: no Liger 0.6 or newer is installed.
+        TypeError, ValueError: naming the option, what was expected and what came.
+        RuntimeError: Liger is patched already.
+    """
+
+    def __init__(
+        self,
+        *,
+        execution: Execution = Execution(),  # noqa: B008 - frozen
+        logits_dtype: str = "fp32",
+    ) -> None:
+        check_version("liger-kernel", "0.6")
+        Reused(logits_dtype=logits_dtype, execution=execution)  # refuses now what would be later
+        options: dict[str, Any] = {"execution": execution, "logits_dtype": logits_dtype}
+
+        class Replacing(FusedLinearGRPOLoss):
+            def __init__(self, *args: Any, **given: Any) -> None:
+                super().__init__(*args, **{**options, **given})
+
+        Replacing.__doc__, Replacing.__name__ = FusedLinearGRPOLoss.__doc__, _NAME
+        super().__init__((module, _NAME, Replacing) for module in _modules_with_ligers())
+
+    @staticmethod
+    def active() -> bool:
+        """Whether Liger is patched now."""
+        import liger_kernel.chunked_loss as where
+
+        return is_ours(vars(where)[_NAME])
+
+
+def _modules_with_ligers() -> Iterator[Any]:
+    """The modules that have Liger's class, or what stands in its place, under Liger's name."""
+    import liger_kernel.chunked_loss as where
+
+    found = vars(where)[_NAME]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(_NAME) is found:
+            yield module
 
 
 def _check_is_weights(weights: object, advantages: object, old_logps: object, mask: Tensor) -> None:

@@ -1,18 +1,183 @@
-"""`linear_cross_entropy`: the call of verl's kernel (`verl.utils.kernel`), without logits."""
+"""The fused head of verl: a backend named `grpo_kernels`, and the call of verl's kernel.
+
+    actor_rollout_ref.model.use_fused_kernels=True
+    actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
+
+verl loads `verl_plugin.py` in each of its processes by an entry point, and so knows the name; it
+changes nothing where another backend is asked for. `VERL_USE_EXTERNAL_PLUGINS=none` turns it off.
+
+This file depends on these parts of verl 0.9:
+
+- `monkey_patch.patch_forward_with_backends`, which gives a model verl's forward, and skips
+  backends that it does not know;
+- `torch_functional.FusedLinearForPPO`, which that forward constructs with the model's backend;
+- `FSDPEngineWithLMHead.forward_step`, whose micro-batch says whether entropies are wanted;
+- `HFModelConfig`, which knows the backend, and `linear_cross_entropy`, for Megatron, where verl has
+  one fused head and no choice.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..config import check_choice
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
+from ..hf_head import head_of
 from ..linear_logprobs import linear_logprobs
+from .patching import Patch, check_version, is_ours
+from .reused import Reused
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+NAME = "grpo_kernels"
+_FSDP = "verl.workers.engine.fsdp.transformer_impl"
+# Whether the forward that runs is to have entropies. One that no engine of verl calls has them.
+_ENTROPY: ContextVar[bool] = ContextVar("entropy", default=True)
+
+
+class patch_verl(Patch):
+    """Makes verl know the backend `grpo_kernels` of its fused head; others stay as they are.
+
+    verl does this by itself where this library is installed. Call it for another `execution`, in a
+    module that `VERL_USE_EXTERNAL_MODULES` names: verl imports these before it looks for plug-ins.
+    The patch stays until `undo()`, or to the end of a `with` block.
+
+    Args:
+        execution: how the head's calls are computed.
+
+    Raises:
+        ImportError: no verl 0.9 is installed.
+        TypeError, ValueError: naming the option, what was expected and what came.
+        RuntimeError: verl is patched already.
+    """
+
+    def __init__(self, *, execution: Execution = Execution()) -> None:  # noqa: B008 - frozen
+        check_version("verl", "0.9", "0.10")
+        from verl.models.transformers import monkey_patch
+        from verl.utils.experimental import torch_functional
+        from verl.utils.kernel import linear_cross_entropy as kernel
+        from verl.workers.config.model import HFModelConfig
+
+        Reused(execution=execution)  # refuses now what would be later
+        self._engines: Patch | None = None
+        own_forward = monkey_patch.patch_forward_with_backends
+        own_kernel, own_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
+        chosen: list[bool] = []
+
+        def patch_forward_with_backends(
+            model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+        ) -> None:
+            ours = use_fused_kernels and fused_kernels_backend == NAME
+            if ours:
+                _check_head(model)
+            own_forward(model, use_fused_kernels, "torch" if ours else fused_kernels_backend)
+            if ours:
+                model._verl_fused_kernels_backend = NAME
+                self._watch_engine()
+                print(f"Using {NAME} for the fused head of {type(model).__name__}")
+
+        def post_init(config: Any) -> None:
+            own_check(config)
+            backend = (config.fused_kernel_options or {}).get("impl_backend")
+            if config.use_fused_kernels and backend == NAME:
+                chosen.append(True)
+
+        def of_megatron(*args: Any, **kwargs: Any) -> Any:
+            if not chosen:
+                return own_kernel(*args, **kwargs)
+            logps, entropy = linear_cross_entropy(*args, execution=execution, **kwargs)
+            return logps.flatten(), entropy.flatten()
+
+        fused = _fused_linear(torch_functional.FusedLinearForPPO, execution)
+        super().__init__(
+            (
+                (monkey_patch, "patch_forward_with_backends", patch_forward_with_backends),
+                (torch_functional, "FusedLinearForPPO", fused),
+                (HFModelConfig, "__post_init__", post_init),
+                (kernel, "linear_cross_entropy", of_megatron),
+            )
+        )
+
+    @staticmethod
+    def active() -> bool:
+        """Whether verl is patched now."""
+        from verl.utils.kernel import linear_cross_entropy as kernel
+
+        return is_ours(kernel.linear_cross_entropy)
+
+    def undo(self) -> None:
+        """Puts back what was there; a second call does nothing."""
+        if self._engines is not None:
+            self._engines.undo()
+        super().undo()
+
+    def _watch_engine(self) -> None:
+        """Lets the engine's micro-batches say whether they want entropies."""
+        engine = getattr(sys.modules.get(_FSDP), "FSDPEngineWithLMHead", None)
+        if engine is None or self._engines is not None:
+            return
+        own = engine.forward_step
+
+        def forward_step(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            from verl.utils.tensordict_utils import get_non_tensor_data
+
+            wanted = get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+            before = _ENTROPY.set(bool(wanted))
+            try:
+                return own(self, micro_batch, *args, **kwargs)
+            finally:
+                _ENTROPY.reset(before)
+
+        self._engines = Patch([(engine, "forward_step", forward_step)])
+
+
+def _check_head(model: Any) -> None:
+    """Refuses a head of which verl's forward would leave something out."""
+    head = head_of(model)
+    more = {
+        "a bias": head.bias is not None,
+        "a softcap": head.softcap is not None,
+        f"logits times {head.logit_scale}": head.logit_scale != 1.0,
+        "an adapter": bool(head.adapters),
+    }
+    for what, there in more.items():
+        if there:
+            raise ValueError(
+                "use_fused_kernels: expected False, as verl's fused forward multiplies by "
+                f"lm_head.weight alone, and {type(model).__name__} has a head with {what}; got True"
+            )
+
+
+def _fused_linear(own: type, execution: Execution) -> type:
+    """A subclass of verl's fused head, which computes by this library where a model asks for it."""
+
+    class FusedLinearForPPO(own):  # type: ignore[misc, valid-type, unused-ignore]
+        def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+            super().__init__(chunk_size, "torch" if impl_backend == NAME else impl_backend)
+            self.impl_backend = impl_backend
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            vocab_weights: Tensor,
+            input_ids: Tensor,
+            temperature: float = 1.0,
+        ) -> tuple[Tensor, Tensor | None]:
+            if self.impl_backend != NAME:
+                return super().forward(hidden_states, vocab_weights, input_ids, temperature)
+            head = LMHead(vocab_weights, temperature=temperature)
+            out = linear_logprobs(
+                hidden_states, head, input_ids.long(), entropy=_ENTROPY.get(), execution=execution
+            )
+            return out.logps, out.entropy
+
+    return FusedLinearForPPO
 
 
 def linear_cross_entropy(

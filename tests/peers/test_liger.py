@@ -1,6 +1,10 @@
 """Liger's class and ours on batches that hypothesis draws; the reference where Liger is wrong."""
 
 import inspect
+import re
+import sys
+from importlib import metadata
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +21,8 @@ from grpo_kernels.execution import Execution
 from grpo_kernels.experimental import Sampled, column_draw
 from grpo_kernels.head import LMHead
 from grpo_kernels.integrations import liger as integration
-from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
+from grpo_kernels.integrations import patching
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
 
 # Those of Liger 0.8.5; an older one has fewer.
@@ -266,3 +271,61 @@ def test_what_is_refused_in_words(options, changed, error):
     }  # fmt: skip
     with pytest.raises((TypeError, ValueError), match=error):
         FusedLinearGRPOLoss(**options)(**given | changed)
+
+
+# In the place of Liger's class
+
+
+def test_who_constructs_ligers_class_has_ours():
+    """Also a module that imported it before; undone, all have Liger's again."""
+    from liger_kernel import chunked_loss
+    from liger_kernel.chunked_loss import grpo_loss
+
+    early = ModuleType("early")
+    early.LigerFusedLinearGRPOLoss = LigerFusedLinearGRPOLoss
+    places = (early, chunked_loss, grpo_loss)
+    sys.modules["early"] = early
+    try:
+        with patch_liger(execution=Execution(batch_invariant=True), logits_dtype="model"):
+            assert patch_liger.active()
+            for place in places:
+                loss = place.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", compiled=False)
+                assert isinstance(loss, FusedLinearGRPOLoss) and loss.config.loss_type == "grpo"
+                assert loss.head_options.execution.batch_invariant
+                assert loss.head_options.logits_dtype == "model"
+            with pytest.raises(RuntimeError, match=r"patch_liger: .* patched already: undo\(\)"):
+                patch_liger()
+        assert not patch_liger.active()
+        assert all(x.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss for x in places)
+    finally:
+        del sys.modules["early"]
+    patch = patch_liger()
+    patch.undo()
+    patch.undo()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
+
+
+def test_a_patch_of_liger_checks_its_options():
+    with pytest.raises(ValueError, match="logits_dtype: expected"):
+        patch_liger(logits_dtype="bf16")
+    with pytest.raises(ValueError, match=r"seed: expected a torch\.Generator"):
+        patch_liger(execution=Execution(backward=Sampled(seed=3)))
+    assert not patch_liger.active()
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"),
+    (
+        ("0.5.10", "expected liger-kernel>=0.6; got 0.5.10: pip install 'liger-kernel>=0.6'"),
+        (None, "expected liger-kernel>=0.6; got none"),
+    ),
+)
+def test_another_liger_is_named(installed, told, monkeypatch):
+    def version(name):
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(patching.metadata, "version", version)
+    with pytest.raises(ImportError, match=re.escape(told)):
+        patch_liger()

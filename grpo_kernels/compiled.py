@@ -1,0 +1,478 @@
+"""The calls under `torch.compile`: operators, which leave no break in the graph.
+
+A call over a head is a loop of kernels and GEMMs whose lengths follow from the data, which a
+compiler has nothing to add to; the sizes of its results do not. So each call is one operator with a
+fake kernel, and the gradient of log-probs another one:
+
+    grpo_kernels::linear_logprobs             log-probs, logsumexp, entropy; gradients that are kept
+    grpo_kernels::linear_logprobs_backward    the gradients of the head's tensors, by those
+    grpo_kernels::fused_grpo_loss             loss and metrics, and the loss's gradients
+
+The public calls come here where `torch.compiler.is_compiling()`. What a schema cannot hold (a
+process group, a generator, a function), and a support, whose sizes follow from the data, stay an
+eager call between two graphs; `fullgraph=True` says which argument it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+from .arguments import HeadCall, Layout, head_call, loss_inputs
+from .backends import TokenStats
+from .checks import ValueChecks
+from .config import GRPOLossConfig
+from .execution import Execution
+from .fused_grpo_loss import fused_grpo_loss as eager_loss
+from .head import LMHead, Support
+from .linear_logprobs import first_pass, second_pass
+from .linear_logprobs import linear_logprobs as eager_logprobs
+from .metrics import loss_metrics
+from .outputs import GRPOLossOutput, LogprobOutput
+from .retry import with_fewer_rows
+from .routes import Routes, routes_of, with_targets
+
+# The first arguments of every operator: the head's five tensors, what is constant, numbers.
+_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a_out, Tensor? lora_b, "
+    "Tensor targets, Tensor? mask, Tensor? temperatures, float temperature, float logit_scale, "
+    "float? softcap, str logits_dtype, str backend, int? chunk_bytes, bool batch_invariant, "
+    "bool capturable, ScalarType? autocast, bool[] wanted"
+)
+
+
+class _Flat(NamedTuple):
+    """The arguments of `_HEAD`."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a_out: Tensor | None
+    lora_b: Tensor | None
+    targets: Tensor
+    mask: Tensor | None
+    temperatures: Tensor | None
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+    logits_dtype: str
+    backend: str
+    chunk_bytes: int | None
+    batch_invariant: bool
+    capturable: bool
+    autocast: torch.dtype | None
+    wanted: list[bool]
+
+    def head(self, leaves: Sequence[Tensor | None]) -> LMHead:
+        """The head, of the four of its tensors that `leaves` have after the states."""
+        _, weight, bias, a_out, lora_b = leaves
+        low_rank = None if a_out is None or lora_b is None else (a_out, lora_b)
+        return LMHead(
+            weight,  # type: ignore[arg-type]
+            bias,
+            low_rank,
+            temperature=self.temperature if self.temperatures is None else self.temperatures,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            logits_dtype=self.logits_dtype,
+        )
+
+    def execution(self) -> Execution:
+        return Execution(
+            backend=self.backend,
+            chunk_bytes=self.chunk_bytes,
+            batch_invariant=self.batch_invariant,
+            capturable=self.capturable,
+        )
+
+    def leaves(self) -> list[Tensor | None]:
+        """The head's tensors, of which those that are wanted ask for a gradient."""
+        return [
+            None if x is None else x.detach().requires_grad_(wanted)
+            for x, wanted in zip(self[:_LEAVES], self.wanted, strict=True)
+        ]
+
+
+_LEAVES, _SHARED = 5, len(_Flat._fields)
+
+
+def _flat(
+    hidden: Tensor, head: LMHead, targets: Tensor, mask: Tensor | None, execution: Execution
+) -> tuple[Any, ...]:
+    a_out, lora_b = (None, None) if head.low_rank is None else head.low_rank
+    tensors = (hidden, head.weight, head.bias, a_out, lora_b)
+    device, t = hidden.device.type, head.temperature
+    per_token = isinstance(t, Tensor)
+    return (
+        *tensors,
+        targets,
+        mask,
+        t if per_token else None,
+        1.0 if per_token else float(t),
+        float(head.logit_scale),
+        None if head.softcap is None else float(head.softcap),
+        head.logits_dtype,
+        execution.backend,
+        execution.chunk_bytes,
+        execution.batch_invariant,
+        execution.capturable,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors],
+    )
+
+
+@contextmanager
+def _as_called(flat: _Flat) -> Iterator[None]:
+    """The caller's autocast, which a graph does not keep, and autograd, which operators lack."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    keys = [x for x in _AUTOGRAD if excluded(x)]
+    for key in keys:
+        exclude(key, False)
+    on = flat.autocast is not None
+    try:
+        with (
+            torch.autocast(flat.hidden.device.type, dtype=flat.autocast, enabled=on),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        for key in keys:
+            exclude(key, True)
+
+
+_AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
+
+
+def _of_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> list[Tensor | None]:
+    given = iter(found)
+    return [next(given) if x else None for x in wanted]
+
+
+# Log-probs
+
+
+def _planned(flat: _Flat, leaves: list[Any], keep: bool) -> tuple[HeadCall, Routes]:
+    targets = flat.targets
+    several = targets.ndim == flat.hidden.ndim
+    first = targets[..., 0] if several else targets
+    call = head_call(leaves[0], flat.head(leaves), first, flat.mask, None, flat.execution())
+    if several and targets.shape[-1] > 1:
+        call = with_targets(call, targets, None)
+    routes = routes_of(
+        call,
+        None,
+        None,
+        gradients=keep,
+        keeps=keep and call.dtype != torch.float16,
+        logsumexp=True,
+        agreed={},
+    )
+    return call, routes
+
+
+@torch.library.custom_op(
+    "grpo_kernels::linear_logprobs",
+    mutates_args=(),
+    schema=f"({_HEAD}, bool entropy, bool keep) -> Tensor[]",
+)
+def _linear_logprobs(*args: Any) -> list[Tensor]:
+    """Log-probs, logsumexp and entropy of every row, masked ones as they come; what is kept."""
+    *shared, entropy, keep = args
+    flat = _Flat(*shared)
+    with _as_called(flat):
+        call, routes = _planned(flat, flat.leaves(), keep)
+        wanted = [x.requires_grad for x in call.tensors]
+    tensors = [x.detach() for x in call.tensors]
+
+    def run(plan: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        return first_pass(tensors, routes, entropy, wanted if keep else None, plan)
+
+    per_token, kept = with_fewer_rows(run, routes.plan, **routes.limits())
+    return [*per_token, *(x for x in kept if x is not None)]
+
+
+@_linear_logprobs.register_fake
+def _(*args: Any) -> list[Tensor]:
+    *shared, _, keep = args
+    flat = _Flat(*shared)
+    N = flat.hidden.shape[:-1].numel()
+    several = flat.targets.ndim == flat.hidden.ndim and flat.targets.shape[-1] > 1
+    shapes = [(N, flat.targets.shape[-1]) if several else (N,), (N,), (N,)]
+    per_token = [flat.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    kept = [flat[i].new_empty((N, flat[i].shape[-1])) for i in (0, 3) if keep and flat.wanted[i]]
+    return [*per_token, *kept]
+
+
+@torch.library.custom_op(
+    "grpo_kernels::linear_logprobs_backward",
+    mutates_args=(),
+    schema=f"({_HEAD}, bool entropy, Tensor[] found, Tensor? d_logps, Tensor? d_logsumexp, "
+    "Tensor? d_entropy) -> Tensor[]",
+)
+def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
+    """The gradients of the head's tensors that are wanted."""
+    *shared, entropy, found, d_logps, d_logsumexp, d_entropy = args
+    flat = _Flat(*shared)
+    logps, logsumexp, of_entropy, *kept = found
+    with _as_called(flat):
+        leaves = flat.leaves()
+        call, routes = _planned(flat, leaves, bool(kept))
+        tensors = call.tensors
+        wanted = [x.requires_grad for x in tensors]
+        of_rows = [x and i % 2 == 0 for i, x in enumerate(wanted)]
+        with torch.no_grad():
+            gradients = second_pass(
+                [x.detach() for x in tensors],
+                routes,
+                TokenStats(logps, logsumexp, of_entropy if entropy else None),
+                _of_wanted(of_rows, kept) if kept else [],
+                (d_logps, d_entropy, d_logsumexp),
+                wanted,
+            )
+        reached = [x for x, g in zip(tensors, gradients, strict=True) if g is not None]
+        ends = [x for x in leaves if x is not None and x.requires_grad]
+        return list(torch.autograd.grad(reached, ends, [g for g in gradients if g is not None]))
+
+
+def _ends_like(flat: _Flat) -> list[Tensor]:
+    return [torch.empty_like(x) for x, wanted in zip(flat, flat.wanted, strict=False) if wanted]
+
+
+@_linear_logprobs_backward.register_fake
+def _(*args: Any) -> list[Tensor]:
+    return _ends_like(_Flat(*args[:_SHARED]))
+
+
+def _keep_of_logprobs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors = inputs[: _Flat._fields.index("temperature")]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.rest, ctx.count = inputs[len(tensors) : _SHARED + 1], len(tensors)
+
+
+def _backward_of_logprobs(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    shared, found = (*saved[: ctx.count], *ctx.rest), list(saved[ctx.count :])
+    wanted = ctx.rest[-2]
+    gradients = _linear_logprobs_backward(*shared, found, *given[:3])
+    return (*_of_wanted(wanted, gradients), *[None] * (_SHARED + 2 - _LEAVES))
+
+
+_linear_logprobs.register_autograd(_backward_of_logprobs, setup_context=_keep_of_logprobs)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    entropy: bool = False,
+    support: Support | None = None,
+    entries: bool = False,
+    sum_sq: bool = False,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+) -> LogprobOutput:
+    """`grpo_kernels.linear_logprobs` as one operator."""
+    head = LMHead.of(head)
+    why = _why_eager(head, support, execution)
+    if sum_sq:
+        why = "sum_sq"
+    if why is not None:
+        return _EAGER_LOGPROBS[why](
+            hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
+            sum_sq=sum_sq, execution=execution,
+        )  # fmt: skip
+    flat = _flat(hidden, head, targets, mask, execution)
+    of_states, of_head = flat[-1][0] or flat[-1][3], flat[-1][1] or flat[-1][2] or flat[-1][4]
+    several = targets.ndim == hidden.ndim and targets.shape[-1] > 1
+    keep = execution.keep_gradients and of_states and not of_head and not several
+    logps, logsumexp, of_entropy, *_ = _linear_logprobs(*flat, entropy, keep)
+    shape = hidden.shape[:-1]
+    logps = logps.reshape(targets.shape)
+    results = [logsumexp.reshape(shape), of_entropy.reshape(shape)]
+    if mask is not None:
+        counts = mask != 0
+        each = counts if logps.ndim == counts.ndim else counts[..., None]
+        logps = torch.where(each, logps, 0.0)
+        results = [torch.where(counts, x, 0.0) for x in results]
+    return LogprobOutput(logps, results[1] if entropy else None, results[0])
+
+
+# The loss
+
+
+@torch.library.custom_op(
+    "grpo_kernels::fused_grpo_loss",
+    mutates_args=(),
+    schema=f"({_HEAD}, Tensor advantages, Tensor? old_logps, Tensor? ref_logps, "
+    "Tensor? sampling_logps, Tensor? ce_weights, Tensor? cu_seqlens, Tensor? items, float? item, "
+    "str config, int metrics) -> Tensor[]",
+)
+def _fused_grpo_loss(*args: Any) -> list[Tensor]:
+    """The loss, its metrics `[M]`, log-probs, entropy, a scale, and gradients times that."""
+    flat, given = _Flat(*args[:_SHARED]), args[_SHARED:]
+    advantages, old, ref, sampling, ce_weights, cu_seqlens, items, item, config, count = given
+    with _as_called(flat):
+        leaves = flat.leaves()
+        out = eager_loss(
+            leaves[0],  # type: ignore[arg-type]
+            flat.head(leaves),
+            flat.targets,
+            advantages,
+            flat.mask,
+            old_logps=old,
+            ref_logps=ref,
+            sampling_logps=sampling,
+            ce_weights=ce_weights,
+            cu_seqlens=cu_seqlens,
+            num_items=item if items is None else items,
+            config=_config_of(config),
+            execution=flat.execution(),
+        )
+        assert len(out.metrics) == count
+        metrics = torch.stack([x.float() for x in out.metrics.values()])
+        ends = [x for x in leaves if x is not None and x.requires_grad]
+        # A mean's gradient by one token would be nothing in float16.
+        scale = torch.full_like(out.loss.detach(), 2.0 ** flat.targets.numel().bit_length())
+        gradients = torch.autograd.grad(out.loss, ends, scale) if ends else ()
+    assert out.entropy is not None
+    loss = out.loss.detach().clone()
+    per_token = out.logps.clone(), out.entropy.clone()
+    return [loss, metrics.detach(), *per_token, scale, *gradients]
+
+
+@_fused_grpo_loss.register_fake
+def _(*args: Any) -> list[Tensor]:
+    flat = _Flat(*args[:_SHARED])
+    new = flat.hidden.new_empty
+    shapes: tuple[Any, ...] = ((), (args[-1],), flat.targets.shape, flat.targets.shape, ())
+    return [*(new(shape, dtype=torch.float32) for shape in shapes), *_ends_like(flat)]
+
+
+def _keep_of_loss(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*output[4:])
+    ctx.wanted, ctx.count = _Flat(*inputs[:_SHARED]).wanted, len(inputs)
+
+
+def _backward_of_loss(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    scale, *gradients = ctx.saved_tensors
+    d_loss = torch.zeros_like(scale) if given[0] is None else given[0]
+    scaled = [(x.float() * (d_loss / scale)).to(x.dtype) for x in gradients]
+    return (*_of_wanted(ctx.wanted, scaled), *[None] * (ctx.count - _LEAVES))
+
+
+_fused_grpo_loss.register_autograd(_backward_of_loss, setup_context=_keep_of_loss)
+
+
+def fused_grpo_loss(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    targets: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    support: Support | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+    num_items: float | Tensor | None = None,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+    **constants: Tensor | None,
+) -> GRPOLossOutput:
+    """`grpo_kernels.fused_grpo_loss` as one operator."""
+    head = LMHead.of(head)
+    why = _why_eager(head, support, execution)
+    if not isinstance(config.loss_type, str):
+        why = "loss_type"
+    if why is not None:
+        return _EAGER_LOSS[why](
+            hidden, head, targets, advantages, mask, support=support, config=config,
+            num_items=num_items, execution=execution, **constants,
+        )  # fmt: skip
+    names = ("old_logps", "ref_logps", "sampling_logps", "ce_weights", "cu_seqlens")
+    others = [constants[name] for name in names]
+    flat = _flat(hidden, head, targets, mask, execution)
+    given = (*(x is not None for x in others), any(flat[-1]))
+    of_metrics = _metrics_of(config, targets.ndim, *given)
+    number = isinstance(num_items, (int, float))
+    found = _fused_grpo_loss(
+        *flat,
+        advantages,
+        *others,
+        None if number else num_items,
+        float(num_items) if number else None,  # type: ignore[arg-type]
+        _text_of(config),
+        len(of_metrics),
+    )
+    loss, metrics, logps, entropy, *_ = found
+    by_name = dict(zip(of_metrics, metrics.detach().unbind(), strict=True))
+    return GRPOLossOutput(loss, by_name, logps.detach(), entropy.detach())
+
+
+@torch.compiler.assume_constant_result
+def _text_of(config: GRPOLossConfig) -> str:
+    return json.dumps(asdict(config))
+
+
+@cache
+def _config_of(text: str) -> GRPOLossConfig:
+    return GRPOLossConfig(**json.loads(text))
+
+
+@torch.compiler.assume_constant_result
+def _metrics_of(config: GRPOLossConfig, ndim: int, *given: bool) -> tuple[str, ...]:
+    """The names of a call's metrics, in their order, from those of a loss of two tokens."""
+    x, checks = torch.zeros((1, 2)[2 - ndim :]), ValueChecks()
+    names = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
+    *constants, has_offsets, wants_grad = given
+    offsets = torch.tensor([0, 2]) if has_offsets else None
+    inputs = loss_inputs(
+        config,
+        Layout.of("targets", x, offsets, checks),
+        checks,
+        x,
+        None,
+        num_items=None,
+        **{name: x if there else None for name, there in zip(names, constants, strict=True)},
+    )
+    flat = x.flatten()
+    d_logps = flat if wants_grad else None
+    return tuple(loss_metrics(config, inputs, flat, flat, d_logps, None))
+
+
+# What stays eager
+
+
+_WHY = {
+    "ranks": "ranks: a process group is no part of a graph",
+    "support": "support: the sizes of kept sets follow from the data",
+    "backward": "execution.backward: a sampled backward draws from a generator",
+    "matmul": "execution.matmul: a function is no part of a graph",
+    "sum_sq": "sum_sq: has no operator",
+    "loss_type": "config.loss_type: a loss of one's own is no part of a graph",
+    "tensors": "head: a DTensor's parts are taken eagerly",
+}
+
+
+def _why_eager(head: LMHead, support: object, execution: Execution) -> str | None:
+    if head.ranks is not None:
+        return "ranks"
+    if support is not None:
+        return "support"
+    if execution.backward is not None:
+        return "backward"
+    return None if execution.matmul is None else "matmul"
+
+
+def _eager(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {name: torch.compiler.disable(call, reason=why) for name, why in _WHY.items()}
+
+
+_EAGER_LOGPROBS, _EAGER_LOSS = _eager(eager_logprobs), _eager(eager_loss)

@@ -1,0 +1,119 @@
+"""`GRPOKernelsPlugin`: axolotl's GRPO with this library's LM head, by two lines of its config.
+
+    plugins: [grpo_kernels.integrations.axolotl.GRPOKernelsPlugin]
+    grpo_kernels: true
+
+axolotl trains GRPO with a subclass of TRL's trainer, which is patched for the run: see `patch_trl`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+try:
+    from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel, ConfigDict, Field, model_validator
+except ImportError as error:
+    raise ImportError(
+        f"{__name__}: expected the package axolotl, 0.19 or newer; got: {error}"
+    ) from error
+
+from ..execution import Execution
+
+
+class GRPOKernelsOptions(BaseModel):
+    """`grpo_kernels_options:` in axolotl's config; names and defaults of `patch_trl`'s arguments.
+
+    Args:
+        logits_dtype: as in `LMHead`.
+        replay_support: as in `FusedGRPOTrainer`.
+        backend, chunk_bytes, batch_invariant: as in `Execution`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    logits_dtype: Literal["fp32", "model"] = "fp32"
+    replay_support: bool = False
+    backend: Literal["auto", "triton", "torch"] = "auto"
+    chunk_bytes: int | None = Field(default=None, gt=0)
+    batch_invariant: bool = False
+
+
+class GRPOKernelsArgs(BaseModel):
+    """What the plug-in adds to axolotl's config.
+
+    Args:
+        grpo_kernels: whether the head is this library's.
+        grpo_kernels_options: how; only with `grpo_kernels: true`.
+    """
+
+    grpo_kernels: bool = False
+    grpo_kernels_options: GRPOKernelsOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_grpo_kernels(cls, config: Any) -> Any:
+        """Refuses what the patch would not reach.
+
+        Raises:
+            ValueError: naming the option, what was expected and what came.
+        """
+        if not config.get("grpo_kernels"):
+            if config.get("grpo_kernels_options"):
+                raise ValueError("grpo_kernels_options: expected grpo_kernels: true beside it")
+            return config
+        trl = config.get("trl") or {}
+        if config.get("rl") != "grpo":
+            raise ValueError(f"rl: expected grpo with grpo_kernels; got {config.get('rl')!r}")
+        if (config.get("context_parallel_size") or 1) > 1:
+            raise ValueError(
+                "context_parallel_size: expected 1 with grpo_kernels, as axolotl's trainer then "
+                f"scores tokens by itself; got {config['context_parallel_size']}"
+            )
+        for name in ("async_prefetch", "use_data_producer", "use_liger_loss"):
+            if trl.get(name):
+                raise ValueError(
+                    f"trl.{name}: expected false with grpo_kernels, as the trainer then "
+                    f"has a loss of its own; got {trl[name]!r}"
+                )
+        return config
+
+
+class GRPOKernelsPlugin(BasePlugin):
+    """Patches TRL before the model is loaded, where `grpo_kernels: true`, and back at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patch: Any = None
+
+    def get_input_args(self) -> str:
+        """The class that axolotl adds to its config."""
+        return f"{__name__}.GRPOKernelsArgs"
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Makes the trainers that axolotl constructs from now on ours.
+
+        Raises:
+            ImportError, RuntimeError: as in `patch_trl`.
+        """
+        if not cfg.grpo_kernels:
+            return
+        from .trl import patch_trl
+
+        given = cfg.grpo_kernels_options or {}
+        given = GRPOKernelsOptions(**{k: v for k, v in dict(given).items() if v is not None})
+        self._patch = patch_trl(
+            logits_dtype=given.logits_dtype,
+            replay_support=given.replay_support,
+            execution=Execution(
+                backend=given.backend,
+                chunk_bytes=given.chunk_bytes,
+                batch_invariant=given.batch_invariant,
+            ),
+        )
+
+    def post_train_unload(self, cfg: Any) -> None:
+        """Gives TRL back its own methods."""
+        if self._patch is not None:
+            self._patch.undo()
+        self._patch = None

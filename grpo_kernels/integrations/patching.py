@@ -1,0 +1,83 @@
+"""`Patch`: puts ours in the place of a framework's names, and theirs back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from types import TracebackType
+from typing import Any
+
+_MARK = "_of_grpo_kernels"
+
+
+class Patch:
+    """What stands in the place of others' names: until `undo()`, or to the end of a `with` block.
+
+    Args:
+        replacements: owner (a module or a class), name, and what takes the name's place. Nothing
+            is replaced twice.
+
+    Raises:
+        RuntimeError: a name has been replaced already; none of the others is then.
+    """
+
+    def __init__(self, replacements: Iterable[tuple[Any, str, Any]]) -> None:
+        self._own: list[tuple[Any, str, Any]] = []
+        new = list(replacements)
+        for owner, name, _ in new:
+            if is_ours(vars(owner)[name]):
+                raise RuntimeError(
+                    f"{type(self).__name__}: expected {owner.__name__}.{name} as it came; it is "
+                    "patched already: undo() first"
+                )
+        for owner, name, ours in new:
+            self._own.append((owner, name, vars(owner)[name]))
+            setattr(ours, _MARK, True)
+            setattr(owner, name, ours)
+
+    def undo(self) -> None:
+        """Puts back what was there; a second call does nothing."""
+        while self._own:
+            setattr(*self._own.pop())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def is_ours(replaced: Any) -> bool:
+    """Whether this has been put in the place of something by a `Patch`."""
+    return _MARK in getattr(replaced, "__dict__", {})
+
+
+def check_version(package: str, oldest: str, before: str | None = None) -> None:
+    """Refuses a framework that is missing, too old or too new.
+
+    Args:
+        package: its name in the package index.
+        oldest: the oldest version that has what is patched.
+        before: the first version that is known to have something else, if there is one.
+
+    Raises:
+        ImportError: naming the versions wanted, and the one that is installed.
+    """
+    wanted = f"{package}>={oldest}" + (f",<{before}" if before else "")
+    try:
+        got = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        got = "none"
+    ok = got != "none" and _numbers(oldest) <= _numbers(got)
+    if not ok or (before and _numbers(got) >= _numbers(before)):
+        raise ImportError(f"expected {wanted}; got {got}: pip install '{wanted}'")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,14 @@
+"""What verl loads in each of its processes, by the entry point `verl.plugins` of this package.
+
+verl tells a plug-in's errors at its lowest level, where nobody looks; here they are warnings.
+"""
+
+import warnings
+
+try:
+    from .verl import patch_verl
+
+    if not patch_verl.active():
+        patch_verl()
+except Exception as error:
+    warnings.warn(f"verl has no backend grpo_kernels: {error}", stacklevel=2)

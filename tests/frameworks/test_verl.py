@@ -1,0 +1,289 @@
+"""The backend in verl's own forward and engine: log-probs, entropies, gradients; off by default."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="`make test-verl` has an environment for it")
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from verl.models.transformers import monkey_patch
+from verl.utils.experimental import torch_functional
+from verl.utils.kernel import linear_cross_entropy as kernel
+
+from grpo_kernels import Execution
+from grpo_kernels.integrations import verl as ours
+from tests.helpers.batches import relative_error
+
+V, SIZES = 301, dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+def model_of(tied=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=V, tie_word_embeddings=tied, initializer_range=0.3, **SIZES)
+    return Qwen2ForCausalLM(config).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def own_forward():
+    """The patch changes the class of the model."""
+    forward = Qwen2ForCausalLM.forward
+    yield
+    Qwen2ForCausalLM.forward = forward
+
+
+def forward_of(model, backend, ids, **options):
+    Qwen2ForCausalLM.forward = type(model).forward
+    monkey_patch.patch_forward_with_backends(model, backend is not None, backend)
+    return model(input_ids=ids, use_cache=False, return_dict=True, **options)
+
+
+def gradients(model, out, weights):
+    model.zero_grad()
+    ((out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()).backward()
+    return torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+def batch():
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(V, (3, 17), generator=g)
+    return ids, torch.randn(2, 3, 17, generator=g)
+
+
+@pytest.mark.parametrize("tied", (False, True), ids=("head", "tied"))
+@pytest.mark.parametrize("packed", (False, True), ids=("padded", "packed"))
+def test_the_numbers_of_verls_torch_backend(tied, packed):
+    """With padding removed verl passes labels that are shifted over the packed sequence."""
+    ids, weights = batch()
+    if packed:
+        ids, weights = ids.view(1, -1), weights.view(2, 1, -1)
+    options = {"temperature": 0.7}
+    if packed:
+        options |= {
+            "shift_labels": ids.roll(-1, 1),
+            "position_ids": torch.arange(17).repeat(3)[None],
+        }
+    results = []
+    for backend in ("torch", "grpo_kernels"):
+        model = model_of(tied)
+        out = forward_of(model, backend, ids, **options)
+        assert out.log_probs.shape == out.entropy.shape == ids.shape
+        results.append((out.log_probs, out.entropy, gradients(model, out, weights)))
+    for theirs, mine in zip(*results, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+def test_a_model_with_images():
+    """Its forward is another one of verl's."""
+    ids, _ = batch()
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = Qwen2_5_VLConfig(
+        text_config={"vocab_size": V, "rope_parameters": rope, **SIZES},
+        vision_config={**vision, "out_hidden_size": 32}, image_token_id=V - 1, video_token_id=V - 2,
+    )  # fmt: skip
+    ids = ids.clamp(max=V - 3)
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    positions, own, found = torch.arange(17).expand(4, 3, 17), type(model).forward, []
+    try:
+        for backend in ("torch", "grpo_kernels"):
+            monkey_patch.patch_forward_with_backends(model, True, backend)
+            out = model(input_ids=ids, position_ids=positions, temperature=0.7, use_cache=False)
+            found.append((out.log_probs, out.entropy))
+    finally:
+        type(model).forward = own
+    for theirs, mine in zip(*found, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+def test_half_precision_is_nearer_to_float64():
+    ids, weights = batch()
+    body, head = model_of().to(torch.bfloat16), model_of().double()
+    head.load_state_dict({k: v.double() for k, v in body.state_dict().items()})
+    with torch.no_grad():
+        hidden = body.model(ids).last_hidden_state
+    errors = {}
+    for backend in ("exact", "torch", "grpo_kernels"):
+        wide = torch.float64 if backend == "exact" else torch.bfloat16
+        states = hidden.to(wide, copy=True).requires_grad_()
+        weight = body.lm_head.weight.detach().to(wide, copy=True).requires_grad_()
+        if backend == "exact":
+            logps = (states @ weight.T / 0.7).log_softmax(-1)
+            out = (logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1))
+        else:
+            out = torch_functional.FusedLinearForPPO(impl_backend=backend)(states, weight, ids, 0.7)
+        sum((x * w).sum() for x, w in zip(out, weights.to(out[0].dtype), strict=True)).backward()
+        errors[backend] = [x.double() for x in (*out, states.grad, weight.grad)]
+    exact, theirs, mine = (
+        [relative_error(x, y) for x, y in zip(errors[name], errors["exact"], strict=True)]
+        for name in ("exact", "torch", "grpo_kernels")
+    )
+    assert not any(exact)
+    assert all(a < b for a, b in zip(mine, theirs, strict=True)), (mine, theirs)
+    assert max(mine[:2]) < 1e-5 < min(theirs[:2])
+
+
+# The engine
+
+
+def engine_of(model, monkeypatch):
+    """The FSDP engine of verl around a model in this process, without ranks."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    for name in ("get_device_id", "get_device_name"):
+        monkeypatch.setattr(transformer_impl, name, lambda: "cpu")
+    engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
+    engine.module, engine.use_ulysses_sp = model, False
+    engine._autocast_dtype = torch.float32
+    engine.pad_to_length = None
+    engine.get_data_parallel_group = lambda: None
+    return engine
+
+
+def micro_batch(entropy):
+    from verl.utils import tensordict_utils as tu
+
+    rows = [torch.randint(V, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 3)]
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    positions = torch.nested.as_nested_tensor(
+        [torch.arange(len(row)) for row in rows], layout=torch.jagged
+    )
+    return tu.get_tensordict(
+        {"input_ids": nested, "position_ids": positions},
+        {
+            "temperature": 0.7, "use_fused_kernels": True, "calculate_entropy": entropy,
+            "use_remove_padding": True,
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("entropy", (False, True), ids=("without", "with_entropy"))
+def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
+    found = {}
+    calls = []
+    own = ours.linear_logprobs
+    monkeypatch.setattr(
+        ours, "linear_logprobs", lambda *a, **k: calls.append(k["entropy"]) or own(*a, **k)
+    )
+    for backend in ("torch", "grpo_kernels"):
+        model = model_of()
+        engine = engine_of(model, monkeypatch)
+        forward_of(model, backend, torch.zeros(1, 2, dtype=torch.long))
+        calls.clear()
+        _, output = engine.forward_step(micro_batch(entropy), None, forward_only=True)
+        found[backend] = output["model_output"]
+    assert calls == [entropy]
+    theirs, mine = found["torch"], found["grpo_kernels"]
+    assert theirs.keys() == mine.keys() and ("entropy" in mine) == entropy
+    for name in mine:
+        assert relative_error(mine[name].values(), theirs[name].values()) < 1e-5
+
+
+# Megatron
+
+
+def test_megatrons_call(tmp_path):
+    """`linear_cross_entropy` by position, `[T, B, H]` states, results flat as verl's kernel's."""
+    from verl.workers.config.model import HFModelConfig
+
+    config = model_of().config
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    hidden, weight = torch.randn(7, 2, 32), torch.randn(V, 32)
+    labels = torch.randint(V, (7, 2))
+    given = (hidden, weight, labels, 0.7, "none", None)
+    options = {"path": str(tmp_path), "load_tokenizer": False, "use_fused_kernels": True}
+    options["override_config"] = {"attn_implementation": "sdpa"}
+    HFModelConfig(**options, fused_kernel_options={"impl_backend": "triton"})
+    with pytest.raises((AssertionError, RuntimeError)):  # verl's own, which wants a GPU
+        kernel.linear_cross_entropy(*given)
+    HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
+    logps, entropy = kernel.linear_cross_entropy(*given)
+    exact = (hidden.double() @ weight.double().T / 0.7).log_softmax(-1)
+    assert relative_error(logps, exact.gather(-1, labels[..., None]).flatten()) < 1e-6
+    assert relative_error(entropy, -(exact.exp() * exact).sum(-1).flatten()) < 1e-6
+
+
+# What is refused, and how it is turned off
+
+
+def test_other_backends_are_verls():
+    for backend in ("torch", "liger"):
+        head = torch_functional.FusedLinearForPPO(impl_backend=backend)
+        assert head.impl_backend == backend
+    with pytest.raises(ValueError, match="Unsupported FusedLinearForPPO backend: mine"):
+        torch_functional.FusedLinearForPPO(impl_backend="mine")
+    model = model_of()
+    before = type(model).forward
+    for use, backend in ((False, "grpo_kernels"), (True, "mine")):
+        monkey_patch.patch_forward_with_backends(model, use, backend)
+        assert type(model).forward is before
+
+
+def test_a_head_that_verls_forward_leaves_out_is_refused():
+    config = Gemma2Config(vocab_size=V, head_dim=8, final_logit_softcapping=30.0, **SIZES)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has a head with a softcap; got True"):
+        monkey_patch.patch_forward_with_backends(Gemma2ForCausalLM(config), True, "grpo_kernels")
+
+
+def test_patched_once():
+    assert ours.patch_verl.active()
+    with pytest.raises(RuntimeError, match=r"patch_verl: .* patched already"):
+        ours.patch_verl()
+
+
+SCRIPT = """
+import verl
+from grpo_kernels.integrations.verl import patch_verl
+from verl.models.transformers import monkey_patch as m
+from verl.utils.experimental.torch_functional import FusedLinearForPPO as F
+print(patch_verl.active(), m.patch_forward_with_backends.__module__, F.__module__)
+if not patch_verl.active():
+    with patch_verl():
+        assert patch_verl.active()
+    assert not patch_verl.active() and m.patch_forward_with_backends.__module__ == m.__name__
+"""
+
+
+@pytest.mark.parametrize("policy", ("auto", "grpo_kernels", "none", "another"))
+def test_verl_finds_it_unless_it_is_told_not_to(policy):
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], text=True, capture_output=True, timeout=300,
+        env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    *_, told = run.stdout.strip().splitlines()
+    on = policy in ("auto", "grpo_kernels")
+    mine = "grpo_kernels.integrations.verl"
+    theirs = "verl.models.transformers.monkey_patch verl.utils.experimental.torch_functional"
+    assert told == (f"True {mine} {mine}" if on else f"False {theirs}")
+
+
+def test_an_execution_of_ones_own(tmp_path):
+    """A module that verl imports before the plug-ins."""
+    (tmp_path / "mine.py").write_text(
+        "from grpo_kernels import Execution\n"
+        "from grpo_kernels.integrations.verl import patch_verl\n"
+        "patch_verl(execution=Execution(batch_invariant=True))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:grpo_kernels", "-c", SCRIPT], text=True,
+        capture_output=True, timeout=300,
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "mine", "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert run.returncode == 0 and "True grpo_kernels" in run.stdout, run.stderr
+    with pytest.raises(TypeError, match="execution"):
+        ours.patch_verl(execution=Execution)
