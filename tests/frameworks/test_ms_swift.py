@@ -1,0 +1,113 @@
+"""The plug-in file in ms-swift's own trainer: loss, gradients and metrics are Liger's."""
+
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("swift", reason="`make test-ms-swift` has an environment for it")
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+from swift.rl_core.data import GRPOBatch
+from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+from swift.utils import import_external_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
+from tests.helpers.batches import relative_error
+
+PLUGIN = Path(__file__).parents[2] / "examples/ms_swift_plugin.py"
+V, T = 301, 7
+
+
+@pytest.fixture
+def plugin():
+    """What `--external_plugins` does with a file; a worker of a data loader does it again."""
+    for _ in range(2):
+        module = import_external_file(str(PLUGIN))
+    assert patch_liger.active()
+    yield
+    module.patch.undo()
+    del sys.modules[module.__name__]
+    assert not patch_liger.active()
+
+
+def trainer_of(loss_type, beta):
+    """ms-swift's trainer with what its loss looks at, made as its constructor makes it."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    trainer = object.__new__(GRPOTrainer)
+    trainer.args = SimpleNamespace(use_liger_kernel=True, report_to=[])
+    trainer.beta, trainer.loss_type, trainer.temperature = beta, loss_type, 0.7
+    trainer.epsilon_low, trainer.epsilon_high = 0.2, 0.28
+    trainer.max_completion_length, trainer.importance_sampling_level = T, "token"
+    trainer.tau_pos, trainer.tau_neg, trainer.advantage_estimator = 1.0, 1.05, "grpo"
+    trainer.template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
+    trainer.control = SimpleNamespace(should_evaluate=False)
+    trainer.accelerator = SimpleNamespace(gather_for_metrics=lambda x: x, is_main_process=False)
+    trainer._metrics = {"train": defaultdict(list)}
+    trainer.is_multimodal, trainer.model_kwarg_keys = False, ()
+    trainer._prepare_liger_loss()
+    trainer.model = Qwen2ForCausalLM(config)
+    return trainer
+
+
+def step(trainer):
+    """Loss, metrics and gradients of ms-swift's step."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(V, (4, 5 + T), generator=g)
+    mask = torch.arange(T) < torch.tensor([7, 3, 5, 1])[:, None]
+    draw = lambda: -5 + 0.3 * torch.randn(4, T, generator=g)  # noqa: E731
+    batch = GRPOBatch(
+        completion_mask=mask, truncated_mask=torch.zeros(4, dtype=torch.bool),
+        seq_lengths=torch.full((4,), 5 + T), old_per_token_logps=draw(),
+        ref_per_token_logps=draw() if trainer.beta else None,
+        advantages=torch.randn(4, 1, generator=g).expand(4, T), logits_to_keep=T,
+    )  # fmt: skip
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    loss = trainer.compute_liger_loss(trainer.model, inputs, batch)
+    loss.backward()
+    grads = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    return loss.detach(), dict(trainer._metrics["train"]), grads
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.04))
+@pytest.mark.parametrize("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"))
+def test_the_loss_of_its_trainer(loss_type, beta, plugin, request):
+    mine = trainer_of(loss_type, beta)
+    assert isinstance(mine.liger_grpo_loss, FusedLinearGRPOLoss)
+    found = step(mine)
+    theirs = trainer_of(loss_type, beta)
+    theirs.liger_grpo_loss = LigerFusedLinearGRPOLoss(
+        beta=beta, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.7,
+        use_ref_model=beta != 0.0, loss_type=loss_type, max_completion_length=T,
+        importance_sampling_level="token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+    )  # fmt: skip
+    expected = step(theirs)
+    assert relative_error(found[0], expected[0]) < 1e-5
+    assert found[1].keys() == expected[1].keys() and ("kl" in found[1]) == bool(beta)
+    for name in found[1]:
+        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-5), name
+    assert relative_error(found[2], expected[2]) < 1e-5
+
+
+def test_a_loss_that_is_not_known_is_named(plugin):
+    with pytest.raises(ValueError, match="loss_type: expected one of"):
+        trainer_of("fipo", 0.0)
+
+
+def test_a_data_loaders_worker_has_the_plugin_again():
+    """In a process that inherits nothing."""
+    code = (
+        "from swift.utils import import_external_file as f\n"
+        "from grpo_kernels.integrations.liger import patch_liger\n"
+        f"f({str(PLUGIN)!r}); f({str(PLUGIN)!r}); assert patch_liger.active()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
