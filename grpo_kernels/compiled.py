@@ -7,6 +7,8 @@ fake kernel, and the gradient of log-probs another one:
     grpo_kernels::linear_logprobs             log-probs, logsumexp, entropy; gradients that are kept
     grpo_kernels::linear_logprobs_backward    the gradients of the head's tensors, by those
     grpo_kernels::fused_grpo_loss             loss and metrics, and the loss's gradients
+    grpo_kernels::grpo_loss                   likewise, of log-probs
+    grpo_kernels::selective_log_softmax       log-probs of logits, and ..._backward their gradient
 
 The public calls come here where `torch.compiler.is_compiling()`. What a schema cannot hold (a
 process group, a generator, a function), and a support, whose sizes follow from the data, stay an
@@ -15,27 +17,31 @@ eager call between two graphs; `fullgraph=True` says which argument it was.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch.distributed.tensor import DTensor
 
-from .arguments import HeadCall, Layout, head_call, loss_inputs
+from .arguments import HeadCall, head_call
 from .backends import TokenStats
-from .checks import ValueChecks
+from .compiled_loss import (
+    LOSS,
+    as_called,
+    eagerly,
+    flat_loss_arguments,
+    of_wanted,
+    options_of_loss,
+    results_of,
+    scaled,
+)
 from .config import GRPOLossConfig
 from .execution import Execution
 from .fused_grpo_loss import fused_grpo_loss as eager_loss
 from .head import LMHead, Support
 from .linear_logprobs import first_pass, second_pass
 from .linear_logprobs import linear_logprobs as eager_logprobs
-from .metrics import loss_metrics
 from .outputs import GRPOLossOutput, LogprobOutput
 from .retry import with_fewer_rows
 from .routes import Routes, routes_of, with_targets
@@ -93,15 +99,20 @@ class _Flat(NamedTuple):
             capturable=self.capturable,
         )
 
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The head's tensors, for `wanted`."""
+        return [self.hidden, self.weight, self.bias, self.lora_a_out, self.lora_b]
+
     def leaves(self) -> list[Tensor | None]:
         """The head's tensors, of which those that are wanted ask for a gradient."""
         return [
             None if x is None else x.detach().requires_grad_(wanted)
-            for x, wanted in zip(self[:_LEAVES], self.wanted, strict=True)
+            for x, wanted in zip(self.tensors, self.wanted, strict=True)
         ]
 
 
-_LEAVES, _SHARED = 5, len(_Flat._fields)
+_SHARED = len(_Flat._fields)
 
 
 def _flat(
@@ -127,34 +138,6 @@ def _flat(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors],
     )
-
-
-@contextmanager
-def _as_called(flat: _Flat) -> Iterator[None]:
-    """The caller's autocast, which a graph does not keep, and autograd, which operators lack."""
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-    keys = [x for x in _AUTOGRAD if excluded(x)]
-    for key in keys:
-        exclude(key, False)
-    on = flat.autocast is not None
-    try:
-        with (
-            torch.autocast(flat.hidden.device.type, dtype=flat.autocast, enabled=on),
-            torch.enable_grad(),
-        ):
-            yield
-    finally:
-        for key in keys:
-            exclude(key, True)
-
-
-_AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
-
-
-def _of_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> list[Tensor | None]:
-    given = iter(found)
-    return [next(given) if x else None for x in wanted]
 
 
 # Log-probs
@@ -188,7 +171,7 @@ def _linear_logprobs(*args: Any) -> list[Tensor]:
     """Log-probs, logsumexp and entropy of every row, masked ones as they come; what is kept."""
     *shared, entropy, keep = args
     flat = _Flat(*shared)
-    with _as_called(flat):
+    with as_called(flat.hidden, flat.autocast):
         call, routes = _planned(flat, flat.leaves(), keep)
         wanted = [x.requires_grad for x in call.tensors]
     tensors = [x.detach() for x in call.tensors]
@@ -208,7 +191,10 @@ def _(*args: Any) -> list[Tensor]:
     several = flat.targets.ndim == flat.hidden.ndim and flat.targets.shape[-1] > 1
     shapes = [(N, flat.targets.shape[-1]) if several else (N,), (N,), (N,)]
     per_token = [flat.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    kept = [flat[i].new_empty((N, flat[i].shape[-1])) for i in (0, 3) if keep and flat.wanted[i]]
+    of_rows = zip(flat.tensors[::3], flat.wanted[::3], strict=True)
+    kept = [
+        x.new_empty((N, x.shape[-1])) for x, wanted in of_rows if keep and wanted and x is not None
+    ]
     return [*per_token, *kept]
 
 
@@ -223,7 +209,7 @@ def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
     *shared, entropy, found, d_logps, d_logsumexp, d_entropy = args
     flat = _Flat(*shared)
     logps, logsumexp, of_entropy, *kept = found
-    with _as_called(flat):
+    with as_called(flat.hidden, flat.autocast):
         leaves = flat.leaves()
         call, routes = _planned(flat, leaves, bool(kept))
         tensors = call.tensors
@@ -234,7 +220,7 @@ def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
                 [x.detach() for x in tensors],
                 routes,
                 TokenStats(logps, logsumexp, of_entropy if entropy else None),
-                _of_wanted(of_rows, kept) if kept else [],
+                of_wanted(of_rows, kept) if kept else [],
                 (d_logps, d_entropy, d_logsumexp),
                 wanted,
             )
@@ -244,7 +230,8 @@ def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
 
 
 def _ends_like(flat: _Flat) -> list[Tensor]:
-    return [torch.empty_like(x) for x, wanted in zip(flat, flat.wanted, strict=False) if wanted]
+    found = zip(flat.tensors, flat.wanted, strict=True)
+    return [torch.empty_like(x) for x, wanted in found if wanted and x is not None]
 
 
 @_linear_logprobs_backward.register_fake
@@ -256,6 +243,7 @@ def _keep_of_logprobs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
     tensors = inputs[: _Flat._fields.index("temperature")]
     ctx.save_for_backward(*tensors, *output)
     ctx.rest, ctx.count = inputs[len(tensors) : _SHARED + 1], len(tensors)
+    ctx.set_materialize_grads(False)
 
 
 def _backward_of_logprobs(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -263,7 +251,7 @@ def _backward_of_logprobs(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any
     shared, found = (*saved[: ctx.count], *ctx.rest), list(saved[ctx.count :])
     wanted = ctx.rest[-2]
     gradients = _linear_logprobs_backward(*shared, found, *given[:3])
-    return (*_of_wanted(wanted, gradients), *[None] * (_SHARED + 2 - _LEAVES))
+    return (*of_wanted(wanted, gradients), *[None] * (_SHARED + 2 - len(wanted)))
 
 
 _linear_logprobs.register_autograd(_backward_of_logprobs, setup_context=_keep_of_logprobs)
@@ -272,7 +260,7 @@ _linear_logprobs.register_autograd(_backward_of_logprobs, setup_context=_keep_of
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None = None,
     *,
     entropy: bool = False,
@@ -286,7 +274,8 @@ def linear_logprobs(
     why = _why_eager(head, support, execution)
     if sum_sq:
         why = "sum_sq"
-    if why is not None:
+    if why is not None or targets is None:
+        why = why or "support"
         return _EAGER_LOGPROBS[why](
             hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
             sum_sq=sum_sq, execution=execution,
@@ -313,64 +302,47 @@ def linear_logprobs(
 @torch.library.custom_op(
     "grpo_kernels::fused_grpo_loss",
     mutates_args=(),
-    schema=f"({_HEAD}, Tensor advantages, Tensor? old_logps, Tensor? ref_logps, "
-    "Tensor? sampling_logps, Tensor? ce_weights, Tensor? cu_seqlens, Tensor? items, float? item, "
-    "str config, int metrics) -> Tensor[]",
+    schema=f"({_HEAD}, {LOSS}) -> Tensor[]",
 )
 def _fused_grpo_loss(*args: Any) -> list[Tensor]:
-    """The loss, its metrics `[M]`, log-probs, entropy, a scale, and gradients times that."""
+    """Log-probs and entropy, and what `results_of` has."""
     flat, given = _Flat(*args[:_SHARED]), args[_SHARED:]
-    advantages, old, ref, sampling, ce_weights, cu_seqlens, items, item, config, count = given
-    with _as_called(flat):
+    with as_called(flat.hidden, flat.autocast):
         leaves = flat.leaves()
         out = eager_loss(
             leaves[0],  # type: ignore[arg-type]
             flat.head(leaves),
             flat.targets,
-            advantages,
+            given[0],
             flat.mask,
-            old_logps=old,
-            ref_logps=ref,
-            sampling_logps=sampling,
-            ce_weights=ce_weights,
-            cu_seqlens=cu_seqlens,
-            num_items=item if items is None else items,
-            config=_config_of(config),
             execution=flat.execution(),
+            **options_of_loss(given),
         )
-        assert len(out.metrics) == count
-        metrics = torch.stack([x.float() for x in out.metrics.values()])
         ends = [x for x in leaves if x is not None and x.requires_grad]
-        # A mean's gradient by one token would be nothing in float16.
-        scale = torch.full_like(out.loss.detach(), 2.0 ** flat.targets.numel().bit_length())
-        gradients = torch.autograd.grad(out.loss, ends, scale) if ends else ()
+        results = results_of(out, ends, given[-1])
     assert out.entropy is not None
-    loss = out.loss.detach().clone()
-    per_token = out.logps.clone(), out.entropy.clone()
-    return [loss, metrics.detach(), *per_token, scale, *gradients]
+    return [out.logps.clone(), out.entropy.clone(), *results]
 
 
 @_fused_grpo_loss.register_fake
 def _(*args: Any) -> list[Tensor]:
     flat = _Flat(*args[:_SHARED])
-    new = flat.hidden.new_empty
-    shapes: tuple[Any, ...] = ((), (args[-1],), flat.targets.shape, flat.targets.shape, ())
-    return [*(new(shape, dtype=torch.float32) for shape in shapes), *_ends_like(flat)]
+    shapes: tuple[Any, ...] = (flat.targets.shape, flat.targets.shape, (), (args[-1],), ())
+    results = [flat.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [*results, *_ends_like(flat)]
 
 
-def _keep_of_loss(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _keep_of_fused(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[4:])
     ctx.wanted, ctx.count = _Flat(*inputs[:_SHARED]).wanted, len(inputs)
 
 
-def _backward_of_loss(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    scale, *gradients = ctx.saved_tensors
-    d_loss = torch.zeros_like(scale) if given[0] is None else given[0]
-    scaled = [(x.float() * (d_loss / scale)).to(x.dtype) for x in gradients]
-    return (*_of_wanted(ctx.wanted, scaled), *[None] * (ctx.count - _LEAVES))
+def _backward_of_fused(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    gradients = scaled(ctx.saved_tensors, given[2])
+    return (*of_wanted(ctx.wanted, gradients), *[None] * (ctx.count - len(ctx.wanted)))
 
 
-_fused_grpo_loss.register_autograd(_backward_of_loss, setup_context=_keep_of_loss)
+_fused_grpo_loss.register_autograd(_backward_of_fused, setup_context=_keep_of_fused)
 
 
 def fused_grpo_loss(
@@ -392,76 +364,26 @@ def fused_grpo_loss(
     if not isinstance(config.loss_type, str):
         why = "loss_type"
     if why is not None:
-        return _EAGER_LOSS[why](
+        return _EAGER_FUSED[why](
             hidden, head, targets, advantages, mask, support=support, config=config,
             num_items=num_items, execution=execution, **constants,
         )  # fmt: skip
-    names = ("old_logps", "ref_logps", "sampling_logps", "ce_weights", "cu_seqlens")
-    others = [constants[name] for name in names]
     flat = _flat(hidden, head, targets, mask, execution)
-    given = (*(x is not None for x in others), any(flat[-1]))
-    of_metrics = _metrics_of(config, targets.ndim, *given)
-    number = isinstance(num_items, (int, float))
-    found = _fused_grpo_loss(
-        *flat,
-        advantages,
-        *others,
-        None if number else num_items,
-        float(num_items) if number else None,  # type: ignore[arg-type]
-        _text_of(config),
-        len(of_metrics),
+    wants_grad = any(flat[-1])
+    of_loss, names = flat_loss_arguments(
+        config, targets.ndim, wants_grad, True, advantages, num_items, constants
     )
-    loss, metrics, logps, entropy, *_ = found
-    by_name = dict(zip(of_metrics, metrics.detach().unbind(), strict=True))
+    logps, entropy, loss, metrics, *_ = _fused_grpo_loss(*flat, *of_loss)
+    by_name = dict(zip(names, metrics.detach().unbind(), strict=True))
     return GRPOLossOutput(loss, by_name, logps.detach(), entropy.detach())
-
-
-@torch.compiler.assume_constant_result
-def _text_of(config: GRPOLossConfig) -> str:
-    return json.dumps(asdict(config))
-
-
-@cache
-def _config_of(text: str) -> GRPOLossConfig:
-    return GRPOLossConfig(**json.loads(text))
-
-
-@torch.compiler.assume_constant_result
-def _metrics_of(config: GRPOLossConfig, ndim: int, *given: bool) -> tuple[str, ...]:
-    """The names of a call's metrics, in their order, from those of a loss of two tokens."""
-    x, checks = torch.zeros((1, 2)[2 - ndim :]), ValueChecks()
-    names = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
-    *constants, has_offsets, wants_grad = given
-    offsets = torch.tensor([0, 2]) if has_offsets else None
-    inputs = loss_inputs(
-        config,
-        Layout.of("targets", x, offsets, checks),
-        checks,
-        x,
-        None,
-        num_items=None,
-        **{name: x if there else None for name, there in zip(names, constants, strict=True)},
-    )
-    flat = x.flatten()
-    d_logps = flat if wants_grad else None
-    return tuple(loss_metrics(config, inputs, flat, flat, d_logps, None))
 
 
 # What stays eager
 
 
-_WHY = {
-    "ranks": "ranks: a process group is no part of a graph",
-    "support": "support: the sizes of kept sets follow from the data",
-    "backward": "execution.backward: a sampled backward draws from a generator",
-    "matmul": "execution.matmul: a function is no part of a graph",
-    "sum_sq": "sum_sq: has no operator",
-    "loss_type": "config.loss_type: a loss of one's own is no part of a graph",
-    "tensors": "head: a DTensor's parts are taken eagerly",
-}
-
-
 def _why_eager(head: LMHead, support: object, execution: Execution) -> str | None:
+    if isinstance(head.weight, DTensor):
+        return "dtensor"
     if head.ranks is not None:
         return "ranks"
     if support is not None:
@@ -471,8 +393,4 @@ def _why_eager(head: LMHead, support: object, execution: Execution) -> str | Non
     return None if execution.matmul is None else "matmul"
 
 
-def _eager(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {name: torch.compiler.disable(call, reason=why) for name, why in _WHY.items()}
-
-
-_EAGER_LOGPROBS, _EAGER_LOSS = _eager(eager_logprobs), _eager(eager_loss)
+_EAGER_LOGPROBS, _EAGER_FUSED = eagerly(eager_logprobs), eagerly(eager_loss)

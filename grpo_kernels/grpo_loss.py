@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import objective
 from .arguments import Layout, check_entropy_given, loss_inputs
-from .autograd import dtypes_of, eager_only, refuse_double_backward, scaled_gradient
+from .autograd import dtypes_of, refuse_double_backward, scaled_gradient
 from .backends import Backend, PolicyLoss, select_backend
 from .checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from .config import GRPOLossConfig
@@ -27,7 +27,6 @@ from .tokens import LossInputs
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-@eager_only
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,
@@ -82,6 +81,14 @@ def grpo_loss(
 
     Reference: `grpo_kernels.reference.grpo_loss`, in any dtype up to float64.
     """
+    if torch.compiler.is_compiling():
+        from .compiled_loss import grpo_loss as operator
+
+        return operator(
+            logps, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
+            sampling_logps=sampling_logps, ce_weights=ce_weights, entropy=entropy, config=config,
+            num_items=num_items, cu_seqlens=cu_seqlens, backend=backend,
+        )  # fmt: skip
     check_tensor("logps", logps, dtypes=HEAD_DTYPES)
     selected = select_backend(backend, logps.device)
     checks = ValueChecks()

@@ -221,7 +221,7 @@ def first_pass(
             for rows in route.chunks():
                 stats = route.sweep(rows)
                 logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
-                if entropy:
+                if stats.entropy is not None:
                     of_entropy[rows.index] = stats.entropy
                 if kept is not None:
                     route.add(rows, kept, torch.ones_like(stats.logps))

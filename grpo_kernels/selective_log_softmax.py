@@ -9,19 +9,19 @@ itself, a second tensor of the size of the logits, is never made. All arithmetic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import Layout, check_target_ids, check_targets
-from .autograd import eager_only, refuse_double_backward
+from .autograd import refuse_double_backward
 from .backends import Backend, LogitTransform, RowGrads, TokenStats, select_backend
 from .checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from .config import check_number
 
 
-@eager_only
 def selective_log_softmax(
     logits: Tensor,
     targets: Tensor,
@@ -51,6 +51,20 @@ def selective_log_softmax(
 
     Reference: `grpo_kernels.reference.selective_log_softmax`, in any dtype up to float64.
     """
+    if torch.compiler.is_compiling():
+        from .compiled_loss import selective_log_softmax as operator
+
+        return operator(logits, targets, temperature, backend)
+    flat_targets, transform, selected = checked(logits, targets, temperature, backend)
+    return _SelectiveLogSoftmax.apply(logits, flat_targets, transform, selected).reshape(
+        targets.shape
+    )
+
+
+def checked(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, backend: str
+) -> tuple[Tensor, LogitTransform, Backend]:
+    """Flat targets, what happens to logits, and who computes; raises for what does not fit."""
     check_tensor("logits", logits, dtypes=HEAD_DTYPES)
     if logits.ndim not in (2, 3) or logits.shape[-1] < 1:
         raise ValueError(f"logits: expected shape [B, T, V] or [N, V]; got {list(logits.shape)}")
@@ -65,8 +79,7 @@ def selective_log_softmax(
     _check_temperature(temperature)
     transform = LogitTransform(temperature=layout.flat_temperature(temperature, None, checks))
     checks.check_without_sync()
-    logps = _SelectiveLogSoftmax.apply(logits, flat_targets, transform, selected)
-    return logps.reshape(layout.shape)
+    return flat_targets, transform, selected
 
 
 def _check_temperature(temperature: object) -> None:
@@ -95,32 +108,50 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, transform: LogitTransform, backend: Backend
     ) -> Tensor:
-        if logits.stride(-1) != 1:
-            logits = logits.contiguous()
-        logps, logsumexp = torch.empty((2, targets.shape[0]), device=logits.device).unbind()
-        with torch.autocast(logits.device.type, enabled=False):
-            for rows, chunk in _chunks_of(logits):
-                out = TokenStats(logps[rows], logsumexp[rows])
-                backend.token_stats(
-                    chunk, targets[rows], transform.at(rows), entropy=False, out=out
-                )
+        stats = sweep(logits, targets, transform, backend)
         # A copy, as the caller may change the output in place.
-        ctx.save_for_backward(logits, targets, logps, logsumexp)
+        ctx.save_for_backward(logits, targets, *stats)
         ctx.transform, ctx.backend = transform, backend
-        return logps.clone()
+        return stats[0].clone()
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("selective_log_softmax")
-        logits, targets, logps, logsumexp = ctx.saved_tensors
-        d_logps = flatten(d_logps).float()
-        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        flat_out = out.view(-1, out.shape[-1])
-        all_grads = RowGrads.of(TokenStats(logps, logsumexp), d_logps)
-        with torch.autocast(logits.device.type, enabled=False):
-            for rows, chunk in _chunks_of(logits):
-                grads = all_grads.at(rows)
-                ctx.backend.logit_grads_(
-                    chunk, targets[rows], ctx.transform.at(rows), grads, flat_out[rows]
-                )
+        logits, targets, *stats = ctx.saved_tensors
+        out = gradient(logits, targets, ctx.transform, ctx.backend, stats, d_logps)
         return out, None, None, None
+
+
+def sweep(
+    logits: Tensor, targets: Tensor, transform: LogitTransform, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and logsumexp, float32 `[N]`."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    logps, logsumexp = (torch.empty(len(targets), device=logits.device) for _ in range(2))
+    with torch.autocast(logits.device.type, enabled=False):
+        for rows, chunk in _chunks_of(logits):
+            out = TokenStats(logps[rows], logsumexp[rows])
+            backend.token_stats(chunk, targets[rows], transform.at(rows), entropy=False, out=out)
+    return logps, logsumexp
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    backend: Backend,
+    stats: Sequence[Tensor],
+    d_logps: Tensor,
+) -> Tensor:
+    """The gradient of logits, in their dtype, from that of log-probs; `stats` are of `sweep`."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    flat_out = out.view(-1, out.shape[-1])
+    all_grads = RowGrads.of(TokenStats(*stats), flatten(d_logps).float())
+    with torch.autocast(logits.device.type, enabled=False):
+        for rows, chunk in _chunks_of(logits):
+            grads = all_grads.at(rows)
+            backend.logit_grads_(chunk, targets[rows], transform.at(rows), grads, flat_out[rows])
+    return out

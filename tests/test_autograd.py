@@ -202,19 +202,6 @@ def test_outputs_do_not_require_grad_but_the_loss(batch):
     assert not any(m.requires_grad or m.ndim for m in out.metrics.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
-def test_torch_compile_around_the_caller(call, batch, expected):
-    hidden, weight = head(batch)
-
-    def step(hidden, weight):
-        return CALLS[call](batch, hidden * 2, weight) * 3
-
-    loss = torch.compile(step, backend="aot_eager")(hidden / 2, weight)
-    (loss / 3).backward()
-    assert relative_error(weight.grad, expected["weight"]) < 2e-5
-
-
 # `capturable=True`: every row takes part, and nothing is read back
 
 

@@ -1,0 +1,308 @@
+"""`torch.compile(fullgraph=True)` around the calls: results, gradients, and what stays eager."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import grpo_kernels
+from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, compiled, compiled_loss
+from grpo_kernels.experimental import Sampled
+from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, relative_error
+from tests.helpers.head_options import CHUNK, OPTIONS, TOLERANCE, expect_equal, objective_options
+from tests.helpers.tiers import cases
+
+B, T, H, V = 4, 9, 48, 1003
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch, tmp_path):
+    """Without graphs of other tests, and of earlier runs."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    yield
+    torch._dynamo.reset()
+
+
+def whole(call, backend="aot_eager", **options):
+    return torch.compile(call, backend=backend, fullgraph=True, **options)
+
+
+@pytest.fixture
+def one_graph(monkeypatch):
+    """The package's loss, as a compiled caller's."""
+    monkeypatch.setattr(grpo_kernels, "fused_grpo_loss", whole(grpo_kernels.fused_grpo_loss))
+
+
+@pytest.mark.parametrize(
+    "option", cases(OPTIONS, fast=lambda option: option in ("on_policy", "everything"))
+)
+def test_head(option, one_graph):
+    config_options, options = OPTIONS[option]
+    options = {**options, "config": config(**config_options)}
+    expect_equal(make_batch(), options, chunk_bytes=CHUNK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives(objective, layout, one_graph):
+    batch = make_batch(B=6, T=11)
+    batch = packed(batch) if layout == "packed" else batch
+    expect_equal(batch, objective_options(objective), chunk_bytes=CHUNK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("logits_dtype", ("fp32", "model"))
+def test_half_precision(logits_dtype, dtype, one_graph):
+    batch = make_batch().to("cpu", dtype)
+    options = {"old_logps": True, "logits_dtype": logits_dtype}
+    # A gradient is rounded as it is kept, and once more where the loss's is no power of two.
+    expect_equal(batch, options, tolerance=1.5 * TOLERANCE[dtype])
+
+
+# Log-probs
+
+
+def tensors(*, frozen=False, dtype=torch.float32):
+    batch = make_batch()
+    leaves = {
+        "hidden": torch.randn(B, T, H, dtype=dtype), "weight": torch.randn(V, H, dtype=dtype),
+        "bias": torch.randn(V), "a_out": torch.randn(B, T, 3), "lora_b": torch.randn(V, 3),
+    }  # fmt: skip
+    for name, x in leaves.items():
+        x.requires_grad_(not frozen or name in ("hidden", "a_out"))
+    return batch, leaves
+
+
+def logprobs_loss(batch, leaves, *, several=False, per_token=False, entropy=True, mask=True):
+    """A loss of all results, with a head made inside."""
+    low_rank = leaves["a_out"] * 2, leaves["lora_b"]
+    temperature = batch.temperature.nan_to_num(1.0).clamp(0.5) if per_token else 0.7
+    head = LMHead(leaves["weight"], leaves["bias"], low_rank, softcap=9.0, temperature=temperature)
+    targets = batch.targets.clamp(0)
+    if several:
+        targets = torch.stack([targets, (targets + 5) % V, targets], -1)
+    out = grpo_kernels.linear_logprobs(
+        leaves["hidden"] * 1.5, head, targets, batch.mask if mask else None, entropy=entropy
+    )
+    shape = (B, 1, 1) if several else (B, 1)
+    loss = (out.logps * batch.advantages.view(shape)).sum()
+    if entropy:
+        loss = loss + 0.1 * out.entropy.sum() - 0.01 * out.logsumexp.sum()
+    return loss, out.logps
+
+
+def gradients(loss, leaves):
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    (
+        ({}, False),
+        pytest.param({"per_token": True, "mask": False}, False, marks=pytest.mark.slow),
+        pytest.param({"several": True}, False, marks=pytest.mark.slow),
+        ({"entropy": False}, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("backend", cases(("aot_eager", "inductor"), fast="aot_eager".__eq__))
+def test_log_probs(backend, options, frozen):
+    batch, leaves = tensors(frozen=frozen)
+    run = partial(logprobs_loss, batch, **options)
+    loss, logps = run(leaves)
+    expected = gradients(loss, leaves)
+    loss, found = whole(run, backend)(leaves)
+    assert relative_error(found, logps) < 1e-6
+    for name, gradient in gradients(loss, leaves).items():
+        assert relative_error(gradient, expected[name]) < 1e-5, name
+
+
+def test_a_frozen_head_keeps_the_gradient(monkeypatch):
+    """The backward then has no product."""
+    batch, leaves = tensors(frozen=True)
+    loss, _ = whole(partial(logprobs_loss, batch, entropy=False))(leaves)
+    monkeypatch.setattr(compiled.second_pass.__globals__["torch"], "mm", None)
+    monkeypatch.setattr(compiled.second_pass.__globals__["torch"], "addmm", None)
+    assert gradients(loss, leaves)["hidden"].norm() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", (True, None))
+def test_other_sizes(dynamic):
+    """The second size of a batch makes it a variable of the graph, the third one fits."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    run = whole(
+        lambda hidden, weight, targets, advantages: grpo_kernels.fused_grpo_loss(
+            hidden, weight, targets, advantages
+        ).loss,
+        counting, dynamic=dynamic,
+    )  # fmt: skip
+    weight = torch.randn(V, H, requires_grad=True)
+    for B in (3, 5, 8):
+        given = torch.randint(V, (B, T)), torch.randn(B)
+        hidden = torch.randn(B, T, H, requires_grad=True)
+        expected = grpo_kernels.fused_grpo_loss(hidden, weight, *given).loss
+        loss = run(hidden, weight, *given)
+        for mine, theirs in zip(
+            torch.autograd.grad(loss, (hidden, weight)),
+            torch.autograd.grad(expected, (hidden, weight)),
+            strict=True,
+        ):
+            assert relative_error(mine, theirs) < 1e-6
+    assert len(graphs) == (1 if dynamic else 2)
+
+
+def test_two_passes_and_log_softmax():
+    """The other two calls; a bfloat16 tensor gets its gradient rounded once."""
+    batch, leaves = tensors(dtype=torch.bfloat16)
+    targets = batch.targets.clamp(0)
+    config = GRPOLossConfig(loss_type="gspo_token", entropy_coef=0.1)
+
+    def step(hidden, weight, entropy):
+        logits = hidden @ weight.T
+        logps = grpo_kernels.selective_log_softmax(logits, targets, temperature=0.7)
+        out = grpo_kernels.grpo_loss(
+            logps, batch.advantages, batch.mask, old_logps=batch.old_logps, entropy=entropy,
+            config=config, num_items=30.0,
+        )  # fmt: skip
+        return out.loss, out.metrics
+
+    entropy = torch.rand(B, T, requires_grad=True)
+    given = (leaves["hidden"], leaves["weight"], entropy)
+    results = []
+    for run in (step, whole(step)):
+        loss, metrics = run(*given)
+        results.append((loss.detach(), metrics, torch.autograd.grad(3 * loss, given)))
+    (loss, metrics, grads), (found, of_graph, others) = results
+    assert relative_error(found, loss) < 1e-6
+    assert metrics.keys() == of_graph.keys()
+    for name, x in metrics.items():
+        torch.testing.assert_close(of_graph[name], x.float(), msg=name, equal_nan=True)
+    for mine, theirs in zip(others, grads, strict=True):
+        assert mine.dtype == theirs.dtype and relative_error(mine, theirs) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("enabled", "wants"), ((True, False), (False, True)), ids=("frozen", "no_grad")
+)
+def test_without_a_gradient(enabled, wants):
+    batch, leaves = tensors()
+    hidden = leaves["hidden"].detach().requires_grad_(wants)
+    weight = leaves["weight"].detach()
+    given = weight, batch.targets.clamp(0), batch.advantages
+    run = lambda hidden: grpo_kernels.fused_grpo_loss(hidden, *given)  # noqa: E731
+    with torch.set_grad_enabled(enabled):
+        expected, found = run(hidden), whole(run)(hidden)
+    assert found.loss == expected.loss and not found.loss.requires_grad
+    assert found.metrics.keys() == expected.metrics.keys()
+
+
+def test_under_autocast():
+    """A graph keeps no autocast, and the rounding of a model's logits follows it."""
+    batch, leaves = tensors()
+    head = LMHead(leaves["weight"], logits_dtype="model")
+    run = lambda h: grpo_kernels.linear_logprobs(h, head, batch.targets.clamp(0)).logps  # noqa: E731
+    plain = run(leaves["hidden"])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = run(leaves["hidden"]), whole(run)(leaves["hidden"])
+    assert torch.equal(found, expected) and not torch.equal(plain, expected)
+
+
+# The operators by torch's own checks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", (False, True))
+def test_opcheck(frozen):
+    batch, leaves = tensors(frozen=frozen)
+    targets = batch.targets.clamp(0)
+    given = [leaves[name] for name in ("hidden", "weight", "bias", "a_out", "lora_b")]
+    head = LMHead(given[1], given[2], (given[3], given[4]))
+    flat = compiled._flat(given[0], head, targets, batch.mask, Execution())
+    ops = torch.ops.grpo_kernels
+    torch.library.opcheck(ops.linear_logprobs.default, (*flat, True, frozen))
+    found = ops.linear_logprobs.default(*flat, True, frozen)
+    constant = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
+    detached = [x.detach() for x in found]
+    torch.library.opcheck(
+        ops.linear_logprobs_backward.default,
+        (*constant, True, detached, torch.randn(B * T), None, None),
+    )
+    constants = dict.fromkeys(compiled_loss.CONSTANTS)
+    of_loss, _ = compiled_loss.flat_loss_arguments(
+        GRPOLossConfig(), 2, True, True, batch.advantages, 7.0, constants
+    )
+    torch.library.opcheck(ops.fused_grpo_loss.default, (*flat, *of_loss))
+    logps = torch.randn(B, T, requires_grad=True)
+    of_loss, _ = compiled_loss.flat_loss_arguments(
+        GRPOLossConfig(), 2, True, False, batch.advantages, 7.0, constants
+    )
+    torch.library.opcheck(
+        ops.grpo_loss.default, (logps, None, batch.mask, "auto", [True, False], *of_loss)
+    )
+    logits = torch.randn(B, T, 50, requires_grad=True)
+    of_logits = (logits, targets % 50, None, 0.7, "auto")
+    torch.library.opcheck(ops.selective_log_softmax.default, of_logits)
+    stats = [x.detach() for x in ops.selective_log_softmax.default(*of_logits)]
+    torch.library.opcheck(
+        ops.selective_log_softmax_backward.default,
+        (logits.detach(), *of_logits[1:], stats, torch.randn(B, T)),
+    )
+
+
+# What stays eager
+
+
+def a_support():
+    return Support(torch.arange(3).repeat(B * T).int(), torch.arange(0, 3 * B * T + 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    (
+        ({"support": a_support()}, "support: the sizes of kept sets follow from the data"),
+        ({"execution": Execution(matmul=torch.mm)}, "execution.matmul: a function is no part"),
+        ({"execution": Execution(backward=Sampled())}, "execution.backward: a sampled backward"),
+        ({"sum_sq": True}, "sum_sq: has no operator"),
+        ({"config": GRPOLossConfig(loss_type=lambda tokens: -tokens.logps * tokens.advantages)},
+         "config.loss_type: a loss of one's own"),
+    ),
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_what_stays_eager_says_why(options, why):
+    batch, leaves = tensors()
+    targets = batch.targets.clamp(0) % 3 if "support" in options else batch.targets.clamp(0)
+
+    def run(hidden, weight):
+        if "config" in options:
+            out = grpo_kernels.fused_grpo_loss(hidden, weight, targets, batch.advantages, **options)
+            return out.loss * 2
+        out = grpo_kernels.linear_logprobs(hidden, weight, targets, **options)
+        return (out.logps * batch.advantages[:, None]).sum() * 2
+
+    given = leaves["hidden"], leaves["weight"]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=why):
+        whole(run)(*given)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(run(*given), given)
+    torch.manual_seed(0)
+    found = torch.autograd.grad(torch.compile(run, backend="aot_eager")(*given), given)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+def test_errors_are_those_of_the_call():
+    batch, leaves = tensors()
+    run = whole(grpo_kernels.linear_logprobs)
+    with pytest.raises(ValueError, match=r"targets: expected ids in \[0, 1003\)"):
+        run(leaves["hidden"], leaves["weight"], batch.targets.clamp(0) + V)
