@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl test-others fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl test-others fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api kernel-package release clean
 
 demo: $(VENV)/installed
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -159,6 +159,16 @@ $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 # Pages of every public name, from the docstrings: build/api/index.html.
 api: $(VENV)/installed
 	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,experimental losses tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
+
+# The core for Hugging Face's `kernels`, and what an index would get; nothing is uploaded.
+kernel-package: $(VENV)/installed
+	$(RUN) packaging/kernel_package.py build/kernel
+
+release: $(VENV)/installed
+	rm -rf dist
+	$(RUN) -m build
+	$(RUN) -m pip install --quiet twine
+	$(RUN) -m twine check --strict dist/*
 
 # vLLM for a CPU, in an environment of its own, as its pins are not ours; of the lines for a package
 # the first one counts. Of its needs torch comes as pinned, with our own; images and sound are left

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,9 +46,26 @@ def python(wheel) -> Path:
     return python
 
 
+def test_source(tmp_path):
+    """The sdist has what a wheel is built from, the tests, and nothing that was not committed."""
+    _done(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, ROOT)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+        metadata = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read().decode()
+    package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
+    beside = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"}
+    assert package | beside | {"tests/conftest.py", "grpo_kernels/py.typed"} <= names
+    folders = {name.split("/")[0] for name in names if "/" in name}
+    assert folders == {"grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging"}
+    assert f"\nVersion: {__version__}\n" in metadata and "License-Expression: MIT" in metadata
+    assert "Project-URL" not in metadata  # none that would lie
+
+
 def test_contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        plugins = archive.read(f"grpo_kernels-{__version__}.dist-info/entry_points.txt").decode()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
     about = f"grpo_kernels-{__version__}.dist-info/"
     assert {name for name in names if not name.startswith(about)} == {
@@ -55,6 +73,9 @@ def test_contents(wheel):
         "grpo_kernels/py.typed",
     }
     assert f"{about}licenses/LICENSE" in names
+    assert plugins.split() == [
+        "[verl.plugins]", "grpo_kernels", "=", "grpo_kernels.integrations.verl_plugin",
+    ]  # fmt: skip
 
 
 def test_quickstart(python):
@@ -70,3 +91,23 @@ def test_doctor(python):
 def test_what_is_missing_is_named(python, module):
     done = _run(python, "-c", f"import grpo_kernels.{module}")
     assert re.search(NEEDS[module], done.stderr.splitlines()[-1])
+
+
+# An extra, and what can be imported with it.
+EXTRAS = {
+    "train": ("grpo_kernels.training", "grpo_kernels.integrations.transformers"),
+    "demo": ("grpo_kernels.training", "gguf", "safetensors", "reasoning_gym"),
+    "lightning": ("grpo_kernels.training", "lightning"),
+    "peers": ("grpo_kernels.integrations.trl", "liger_kernel.chunked_loss"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_extras(extra, wheel, tmp_path):
+    """Each in an environment of its own."""
+    _done(sys.executable, "-m", "venv", tmp_path)
+    python, pins = tmp_path / "bin/python", ROOT / "constraints.txt"
+    _done(python, "-m", "pip", "install", "-q", "-c", pins, f"{wheel}[{extra}]")
+    for module in EXTRAS[extra]:
+        _done(python, "-c", f"import {module}")
