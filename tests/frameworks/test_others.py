@@ -23,7 +23,7 @@ V, T = 301, 7
 
 def lines_for(name):
     """The block of the page that begins with the framework's name."""
-    (code,) = re.findall(rf"```python\n# {name}\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(rf"```py\n# {name}\n(.*?)```", PAGE, re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 32
     return code
 
