@@ -10,7 +10,7 @@ CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl test-others fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api kernel-package release clean
+.PHONY: demo vllm test sanitize sanitize-cuda sanitize-all test-all test-rest test-nightly test-vllm test-trl test-liger test-frameworks test-verl test-ms-swift test-axolotl test-kernels test-others fuzz mutants mutation test-newest-trl lint format bench bench-compare compile-report compile-report-oldest api kernel-package release clean
 
 demo: $(VENV)/installed
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT:-1000} $(RUN) examples/train_additions.py --steps $(STEPS) --model $(MODEL) --name $(NAME) $(ARGS)
@@ -86,7 +86,7 @@ mutation: $(VENV)/installed
 	$(VENV)/bin/mutmut results
 
 # The plug-ins of frameworks, with their real packages, each in an environment of its own.
-FRAMEWORKS ?= verl ms-swift axolotl others
+FRAMEWORKS ?= verl ms-swift axolotl kernels others
 test-frameworks: $(FRAMEWORKS:%=test-%)
 
 # Of some, the files alone.
@@ -95,7 +95,7 @@ test-others: $(VENV)/installed
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target .venv-files $(OTHERS)
 	PYTHONPATH=.venv-files $(TEST) tests/frameworks/test_others.py $(ARGS)
 
-test-verl test-ms-swift test-axolotl: test-%: .venv-%/installed
+test-verl test-ms-swift test-axolotl test-kernels: test-%: .venv-%/installed
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest tests/frameworks/test_$(subst -,_,$*).py $(ARGS)
 
 # Other versions of TRL than the installed one, each without its dependencies in a folder of its own.
@@ -191,7 +191,7 @@ $(VLLM_VENV)/installed: pyproject.toml constraints.txt constraints-vllm.txt
 	touch $@
 
 # A framework for `make test-frameworks`; its pins stand before ours.
-.venv-verl/installed .venv-ms-swift/installed .venv-axolotl/installed: .venv-%/installed: pyproject.toml constraints.txt constraints-%.txt
+.venv-verl/installed .venv-ms-swift/installed .venv-axolotl/installed .venv-kernels/installed: .venv-%/installed: pyproject.toml constraints.txt constraints-%.txt
 	$(PYTHON) -m venv .venv-$*
 	awk -F'[= ]' '!seen[$$1]++' constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install -c .venv-$*/constraints.txt $$(sed -n 's/^# install: //p' constraints-$*.txt) -e . pytest hypothesis

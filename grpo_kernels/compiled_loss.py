@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -66,19 +65,15 @@ def of_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> list[Tensor | 
 # What is constant in a graph
 
 
-@torch.compiler.assume_constant_result
-def _text_of(config: GRPOLossConfig) -> str:
-    return json.dumps(asdict(config))
-
-
 @cache
 def _config_of(text: str) -> GRPOLossConfig:
     return GRPOLossConfig(**json.loads(text))
 
 
 @torch.compiler.assume_constant_result
-def _metrics_of(config: GRPOLossConfig, ndim: int, *given: bool) -> tuple[str, ...]:
+def _metrics_of(text: str, ndim: int, *given: bool) -> tuple[str, ...]:
     """The names of a call's metrics, in their order, from those of a loss of two tokens."""
+    config = _config_of(text)
     x, checks = torch.zeros((1, 2)[2 - ndim :]), ValueChecks()
     names = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
     wants_grad, has_entropy, *constants, has_offsets = given
@@ -117,11 +112,12 @@ def flat_loss_arguments(
     """The arguments of `LOSS`, and the names of the metrics."""
     others = [constants[name] for name in CONSTANTS]
     there = (x is not None for x in others)
-    names = _metrics_of(config, ndim, wants_grad, has_entropy, *there)
+    text = config.as_text()
+    names = _metrics_of(text, ndim, wants_grad, has_entropy, *there)
     number = isinstance(num_items, (int, float))
     item = float(num_items) if number else None  # type: ignore[arg-type]
     items = None if number else num_items
-    return (advantages, *others, items, item, _text_of(config), len(names)), names
+    return (advantages, *others, items, item, text, len(names)), names
 
 
 def options_of_loss(given: tuple[Any, ...]) -> dict[str, Any]:

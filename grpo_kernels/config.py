@@ -6,9 +6,10 @@ of them in `docs/objectives.md`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -167,6 +168,13 @@ class GRPOLossConfig:
             if value != its.default:
                 options[its.name] = value
         return cls(**(preset | options))
+
+    def as_text(self) -> str:
+        """The options as JSON, a constant of a graph that torch.compile makes (`compiled.py`)."""
+        return json.dumps(asdict(self))
+
+    # What torch.compiler.assume_constant_result does, which imports the compiler.
+    as_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
     def effective_aggregation(self) -> str:
@@ -347,7 +355,7 @@ def check_number(name: str, value: object) -> float:
     """Returns the value, a finite number, or raises."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # which torch.compile knows of a number that varies
         raise ValueError(f"{name}: expected a finite number; got {value}")
     return value
 

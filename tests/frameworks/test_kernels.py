@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def test_loaded_from_a_folder(folder):
-    pytest.importorskip("kernels", reason="needs the extra 'test'")
+    pytest.importorskip("kernels", reason="`make test-kernels` has an environment for it")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder], text=True, capture_output=True, cwd="/",
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}, timeout=200,
