@@ -10,13 +10,14 @@ fake kernel, and the gradient of log-probs another one:
     grpo_kernels::grpo_loss                   likewise, of log-probs
     grpo_kernels::selective_log_softmax       log-probs of logits, and ..._backward their gradient
 
-The public calls come here where `torch.compiler.is_compiling()`. What a schema cannot hold (a
+The public calls come here where Dynamo traces them. What a schema cannot hold (a
 process group, a generator, a function), and a support, whose sizes follow from the data, stay an
 eager call between two graphs; `fullgraph=True` says which argument it was.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +26,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .arguments import HeadCall, head_call
+from .autograd import refuse_double_backward
 from .backends import TokenStats
 from .compiled_loss import (
     LOSS,
+    NAMESPACE,
+    TAGS,
     as_called,
     eagerly,
     flat_loss_arguments,
+    like,
     of_wanted,
     options_of_loss,
     results_of,
@@ -99,6 +104,13 @@ class _Flat(NamedTuple):
             capturable=self.capturable,
         )
 
+    def check_targets(self) -> None:
+        shape = self.hidden.shape[:-1]
+        if self.targets.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"targets: expected shape {list(shape)}; got {list(self.targets.shape)}"
+            )
+
     @property
     def tensors(self) -> list[Tensor | None]:
         """The head's tensors, for `wanted`."""
@@ -163,8 +175,9 @@ def _planned(flat: _Flat, leaves: list[Any], keep: bool) -> tuple[HeadCall, Rout
 
 
 @torch.library.custom_op(
-    "grpo_kernels::linear_logprobs",
+    f"{NAMESPACE}::linear_logprobs",
     mutates_args=(),
+    tags=TAGS,
     schema=f"({_HEAD}, bool entropy, bool keep) -> Tensor[]",
 )
 def _linear_logprobs(*args: Any) -> list[Tensor]:
@@ -187,7 +200,8 @@ def _linear_logprobs(*args: Any) -> list[Tensor]:
 def _(*args: Any) -> list[Tensor]:
     *shared, _, keep = args
     flat = _Flat(*shared)
-    N = flat.hidden.shape[:-1].numel()
+    flat.check_targets()
+    N = math.prod(flat.hidden.shape[:-1])
     several = flat.targets.ndim == flat.hidden.ndim and flat.targets.shape[-1] > 1
     shapes = [(N, flat.targets.shape[-1]) if several else (N,), (N,), (N,)]
     per_token = [flat.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
@@ -199,8 +213,9 @@ def _(*args: Any) -> list[Tensor]:
 
 
 @torch.library.custom_op(
-    "grpo_kernels::linear_logprobs_backward",
+    f"{NAMESPACE}::linear_logprobs_backward",
     mutates_args=(),
+    tags=TAGS,
     schema=f"({_HEAD}, bool entropy, Tensor[] found, Tensor? d_logps, Tensor? d_logsumexp, "
     "Tensor? d_entropy) -> Tensor[]",
 )
@@ -226,12 +241,13 @@ def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
             )
         reached = [x for x, g in zip(tensors, gradients, strict=True) if g is not None]
         ends = [x for x in leaves if x is not None and x.requires_grad]
-        return list(torch.autograd.grad(reached, ends, [g for g in gradients if g is not None]))
+        found = torch.autograd.grad(reached, ends, [g for g in gradients if g is not None])
+        return [x.contiguous() for x in found]
 
 
 def _ends_like(flat: _Flat) -> list[Tensor]:
     found = zip(flat.tensors, flat.wanted, strict=True)
-    return [torch.empty_like(x) for x, wanted in found if wanted and x is not None]
+    return [like(x) for x, wanted in found if wanted and x is not None]
 
 
 @_linear_logprobs_backward.register_fake
@@ -247,6 +263,7 @@ def _keep_of_logprobs(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
 
 
 def _backward_of_logprobs(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    refuse_double_backward("linear_logprobs")
     saved = ctx.saved_tensors
     shared, found = (*saved[: ctx.count], *ctx.rest), list(saved[ctx.count :])
     wanted = ctx.rest[-2]
@@ -300,12 +317,13 @@ def linear_logprobs(
 
 
 @torch.library.custom_op(
-    "grpo_kernels::fused_grpo_loss",
+    f"{NAMESPACE}::fused_grpo_loss",
     mutates_args=(),
+    tags=TAGS,
     schema=f"({_HEAD}, {LOSS}) -> Tensor[]",
 )
 def _fused_grpo_loss(*args: Any) -> list[Tensor]:
-    """Log-probs and entropy, and what `results_of` has."""
+    """Log-probs, entropy, and what `results_of` has."""
     flat, given = _Flat(*args[:_SHARED]), args[_SHARED:]
     with as_called(flat.hidden, flat.autocast):
         leaves = flat.leaves()
@@ -318,8 +336,7 @@ def _fused_grpo_loss(*args: Any) -> list[Tensor]:
             execution=flat.execution(),
             **options_of_loss(given),
         )
-        ends = [x for x in leaves if x is not None and x.requires_grad]
-        results = results_of(out, ends, given[-1])
+        results = results_of(out, leaves[::3], [leaves[i] for i in (1, 2, 4)], given[-1])
     assert out.entropy is not None
     return [out.logps.clone(), out.entropy.clone(), *results]
 
@@ -327,19 +344,32 @@ def _fused_grpo_loss(*args: Any) -> list[Tensor]:
 @_fused_grpo_loss.register_fake
 def _(*args: Any) -> list[Tensor]:
     flat = _Flat(*args[:_SHARED])
-    shapes: tuple[Any, ...] = (flat.targets.shape, flat.targets.shape, (), (args[-1],), ())
+    flat.check_targets()
+    shapes: tuple[Any, ...] = (flat.targets.shape, flat.targets.shape, (), (args[-1],))
     results = [flat.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    return [*results, *_ends_like(flat)]
+    of_rows = zip(flat.tensors[::3], flat.wanted[::3], strict=True)
+    rows = [like(x) for x, wanted in of_rows if wanted and x is not None]
+    of_head = ((flat.tensors[i], flat.wanted[i]) for i in (1, 2, 4))
+    return [*results, *rows, *(like(x) for x, wanted in of_head if wanted and x is not None)]
 
 
 def _keep_of_fused(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[4:])
-    ctx.wanted, ctx.count = _Flat(*inputs[:_SHARED]).wanted, len(inputs)
+    flat = _Flat(*inputs[:_SHARED])
+    ctx.wanted, ctx.count = flat.wanted, len(inputs)
+    ctx.tokens = math.prod(flat.targets.shape)
+    ctx.set_materialize_grads(False)
 
 
 def _backward_of_fused(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    gradients = scaled(ctx.saved_tensors, given[2])
-    return (*of_wanted(ctx.wanted, gradients), *[None] * (ctx.count - len(ctx.wanted)))
+    refuse_double_backward("fused_grpo_loss")
+    rows = sum(ctx.wanted[::3])
+    hidden, weight, bias, a_out, lora_b = ctx.wanted
+    gradients = scaled(ctx.saved_tensors, given[2], rows, ctx.tokens)
+    of_rows = of_wanted((hidden, a_out), gradients[:rows])
+    of_head = of_wanted((weight, bias, lora_b), gradients[rows:])
+    ordered = (of_rows[0], of_head[0], of_head[1], of_rows[1], of_head[2])
+    return (*ordered, *[None] * (ctx.count - len(ordered)))
 
 
 _fused_grpo_loss.register_autograd(_backward_of_fused, setup_context=_keep_of_fused)

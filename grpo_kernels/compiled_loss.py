@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -13,13 +14,18 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from .arguments import Layout, loss_inputs
+from .autograd import refuse_double_backward
 from .checks import ValueChecks
-from .config import GRPOLossConfig
+from .config import GRPOLossConfig, check_number
 from .grpo_loss import grpo_loss as eager_grpo_loss
 from .metrics import loss_metrics
 from .outputs import GRPOLossOutput
 from .selective_log_softmax import checked, gradient, sweep
 
+# Of this copy: an installed package and one of a hub are two.
+NAMESPACE = __package__
+# Rows are counted by reading from the device, which no CUDA graph can hold.
+TAGS = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not None]
 WHY_EAGER = {
     "ranks": "ranks: a process group is no part of a graph",
     "support": "support: the sizes of kept sets follow from the data",
@@ -112,9 +118,11 @@ def flat_loss_arguments(
     """The arguments of `LOSS`, and the names of the metrics."""
     others = [constants[name] for name in CONSTANTS]
     there = (x is not None for x in others)
-    text = config.as_text()
+    text = config.text
     names = _metrics_of(text, ndim, wants_grad, has_entropy, *there)
-    number = isinstance(num_items, (int, float))
+    number = not isinstance(num_items, Tensor) and num_items is not None
+    if number:
+        check_number("num_items", num_items)
     item = float(num_items) if number else None  # type: ignore[arg-type]
     items = None if number else num_items
     return (advantages, *others, items, item, text, len(names)), names
@@ -129,25 +137,65 @@ def options_of_loss(given: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def results_of(out: GRPOLossOutput, ends: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The loss, its metrics `[M]`, a scale, and gradients by `ends` times that."""
+def results_of(
+    out: GRPOLossOutput,
+    rows: Sequence[Tensor | None],
+    head: Sequence[Tensor | None],
+    count: int,
+) -> list[Tensor]:
+    """The loss, its metrics `[M]`, and gradients by the leaves of rows and of the head.
+
+    Those of rows times `_row_scale`.
+    """
     assert len(out.metrics) == count
     metrics = torch.stack([x.float() for x in out.metrics.values()])
-    # A mean's gradient by one token would be nothing in float16.
-    scale = torch.full_like(out.loss.detach(), 2.0 ** out.logps.numel().bit_length())
-    gradients = torch.autograd.grad(out.loss, list(ends), scale) if ends else ()
-    return [out.loss.detach().clone(), metrics.detach(), scale, *gradients]
+    of_rows, of_head = (
+        [x for x in leaves if x is not None and x.requires_grad] for leaves in (rows, head)
+    )
+    one = torch.ones_like(out.loss.detach())
+    gradients: list[Tensor] = []
+    scales = {_row_scale(x, out.logps.numel()) for x in of_rows} - {1.0}
+    if not scales:
+        ends = [*of_rows, *of_head]
+        gradients = _gradients(out.loss, ends, one) if ends else []
+    else:
+        (scale,) = scales
+        gradients = _gradients(out.loss, of_rows, scale * one, retain_graph=True)
+        gradients += _gradients(out.loss, of_head, one) if of_head else []
+    return [out.loss.detach().clone(), metrics.detach(), *(x.contiguous() for x in gradients)]
 
 
-def scaled(saved: Sequence[Tensor], d_loss: Tensor | None) -> list[Tensor]:
-    scale, *gradients = saved
-    factor = torch.zeros_like(scale) if d_loss is None else d_loss / scale
-    return [(x.float() * factor).to(x.dtype) for x in gradients]
+def _gradients(
+    loss: Tensor, ends: list[Tensor], factor: Tensor, retain_graph: bool = False
+) -> list[Tensor]:
+    # A loss that has no use for an entropy has the gradient 0 by it.
+    return list(
+        torch.autograd.grad(loss, ends, factor, retain_graph=retain_graph, materialize_grads=True)
+    )
+
+
+def _row_scale(x: Tensor, tokens: int) -> float:
+    """A row's gradient is a mean's share, and would be nothing in float16; a sum over rows not."""
+    return 2.0 ** tokens.bit_length() if x.dtype == torch.float16 else 1.0
+
+
+def scaled(saved: Sequence[Tensor], d_loss: Tensor | None, rows: int, tokens: int) -> list[Tensor]:
+    """Gradients times that of the loss, the first `rows` of them without their scale."""
+    if d_loss is None:
+        return [torch.zeros_like(x) for x in saved]
+    factors = [d_loss / _row_scale(x, tokens) if i < rows else d_loss for i, x in enumerate(saved)]
+    return [(x.float() * factor).to(x.dtype) for x, factor in zip(saved, factors, strict=True)]
+
+
+def like(x: Tensor) -> Tensor:
+    """What an operator's gradient of `x` is: without the strides that it came with."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op(
-    "grpo_kernels::grpo_loss",
+    f"{NAMESPACE}::grpo_loss",
     mutates_args=(),
+    tags=TAGS,
     schema="(Tensor logps, Tensor? entropy, Tensor? mask, str backend, bool[] wanted, "
     f"{LOSS}) -> Tensor[]",
 )
@@ -158,28 +206,29 @@ def _grpo_loss(*args: Any) -> list[Tensor]:
         of_entropy = None if entropy is None else entropy.detach().requires_grad_(wanted[1])
         options = options_of_loss(tuple(given))
         out = eager_grpo_loss(x, given[0], mask, entropy=of_entropy, backend=backend, **options)
-        ends = [x for x in (x, of_entropy) if x is not None and x.requires_grad]
-        return results_of(out, ends, given[-1])
+        return results_of(out, (x, of_entropy), (), given[-1])
 
 
 @_grpo_loss.register_fake
 def _(*args: Any) -> list[Tensor]:
     logps, entropy, _, _, wanted, *_ = args
-    shapes: tuple[Any, ...] = ((), (args[-1],), ())
+    shapes: tuple[Any, ...] = ((), (args[-1],))
     ends = [x for x, wants in zip((logps, entropy), wanted, strict=True) if wants]
     return [
         *(logps.new_empty(shape, dtype=torch.float32) for shape in shapes),
-        *(torch.empty_like(x) for x in ends),
+        *(like(x) for x in ends),
     ]
 
 
 def _keep_of_loss(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[2:])
-    ctx.wanted, ctx.count = inputs[4], len(inputs)
+    ctx.wanted, ctx.count, ctx.tokens = inputs[4], len(inputs), math.prod(inputs[0].shape)
+    ctx.set_materialize_grads(False)
 
 
 def _backward_of_loss(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    gradients = scaled(ctx.saved_tensors, given[0])
+    refuse_double_backward("grpo_loss")
+    gradients = scaled(ctx.saved_tensors, given[0], sum(ctx.wanted), ctx.tokens)
     return (*of_wanted(ctx.wanted, gradients), *[None] * (ctx.count - len(ctx.wanted)))
 
 
@@ -221,8 +270,9 @@ _EAGER_GRPO = eagerly(eager_grpo_loss)
 
 
 @torch.library.custom_op(
-    "grpo_kernels::selective_log_softmax",
+    f"{NAMESPACE}::selective_log_softmax",
     mutates_args=(),
+    tags=TAGS,
     schema="(Tensor logits, Tensor targets, Tensor? temperatures, float temperature, str backend) "
     "-> Tensor[]",
 )
@@ -240,8 +290,9 @@ def _(*args: Any) -> list[Tensor]:
 
 
 @torch.library.custom_op(
-    "grpo_kernels::selective_log_softmax_backward",
+    f"{NAMESPACE}::selective_log_softmax_backward",
     mutates_args=(),
+    tags=TAGS,
     schema="(Tensor logits, Tensor targets, Tensor? temperatures, float temperature, str backend, "
     "Tensor[] stats, Tensor d_logps) -> Tensor",
 )
@@ -262,6 +313,7 @@ def _keep_of_logits(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 
 def _backward_of_logits(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    refuse_double_backward("selective_log_softmax")
     *tensors, logps, logsumexp = ctx.saved_tensors
     d_logps = torch.zeros_like(logps) if given[0] is None else given[0]
     found = _selective_log_softmax_backward(*tensors, *ctx.rest, [logps, logsumexp], d_logps)

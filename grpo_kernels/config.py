@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -141,6 +141,7 @@ class GRPOLossConfig:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     dppo_ratio_max: float = 20.0
+    text = ""  # of the options, for a graph that torch.compile makes, and makes anew for others
 
     def __post_init__(self) -> None:
         for its in fields(self):
@@ -148,6 +149,9 @@ class GRPOLossConfig:
         _check_loss(self.loss)
         self._check_used()
         self._check_together()
+        if isinstance(self.loss_type, str):
+            options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
+            object.__setattr__(self, "text", json.dumps(options))
 
     @cached_property
     def loss(self) -> Loss:
@@ -168,13 +172,6 @@ class GRPOLossConfig:
             if value != its.default:
                 options[its.name] = value
         return cls(**(preset | options))
-
-    def as_text(self) -> str:
-        """The options as JSON, a constant of a graph that torch.compile makes (`compiled.py`)."""
-        return json.dumps(asdict(self))
-
-    # What torch.compiler.assume_constant_result does, which imports the compiler.
-    as_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
     def effective_aggregation(self) -> str:

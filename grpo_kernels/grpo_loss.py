@@ -81,7 +81,7 @@ def grpo_loss(
 
     Reference: `grpo_kernels.reference.grpo_loss`, in any dtype up to float64.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from .compiled_loss import grpo_loss as operator
 
         return operator(

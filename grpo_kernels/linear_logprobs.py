@@ -95,13 +95,6 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    if torch.compiler.is_compiling():
-        from .compiled import linear_logprobs as operator
-
-        return operator(
-            hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
-            sum_sq=sum_sq, execution=execution,
-        )  # fmt: skip
     check_bool("entropy", entropy)
     check_bool("entries", entries)
     check_bool("sum_sq", sum_sq)
@@ -111,6 +104,13 @@ def linear_logprobs(
         )
     if entries and support is None:
         raise ValueError("support: expected the sets of all tokens with entries=True; got None")
+    if torch.compiler.is_dynamo_compiling():
+        from .compiled import linear_logprobs as operator
+
+        return operator(
+            hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
+            sum_sq=sum_sq, execution=execution,
+        )  # fmt: skip
     if entries and isinstance(hidden, Tensor):
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     each, first = None, targets

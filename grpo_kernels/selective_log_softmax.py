@@ -51,7 +51,7 @@ def selective_log_softmax(
 
     Reference: `grpo_kernels.reference.selective_log_softmax`, in any dtype up to float64.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from .compiled_loss import selective_log_softmax as operator
 
         return operator(logits, targets, temperature, backend)

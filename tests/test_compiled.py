@@ -1,6 +1,11 @@
 """`torch.compile(fullgraph=True)` around the calls: results, gradients, and what stays eager."""
 
+import os
+import shutil
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,27 +135,34 @@ def test_a_frozen_head_keeps_the_gradient(monkeypatch):
     assert gradients(loss, leaves)["hidden"].norm() > 0
 
 
+def calls_of_sizes():
+    def loss(hidden, weight, targets, advantages):
+        return grpo_kernels.fused_grpo_loss(hidden, weight, targets, advantages).loss
+
+    def logps(hidden, weight, targets, advantages):
+        found = grpo_kernels.linear_logprobs(hidden, weight, targets).logps
+        return (found * advantages[:, None]).sum()
+
+    return {"loss": loss, "logps": logps}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("call", calls_of_sizes())
 @pytest.mark.parametrize("dynamic", (True, None))
-def test_other_sizes(dynamic):
+def test_other_sizes(dynamic, call):
     """The second size of a batch makes it a variable of the graph, the third one fits."""
-    graphs = []
+    graphs, step = [], calls_of_sizes()[call]
 
     def counting(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    run = whole(
-        lambda hidden, weight, targets, advantages: grpo_kernels.fused_grpo_loss(
-            hidden, weight, targets, advantages
-        ).loss,
-        counting, dynamic=dynamic,
-    )  # fmt: skip
+    run = whole(step, counting, dynamic=dynamic)
     weight = torch.randn(V, H, requires_grad=True)
     for B in (3, 5, 8):
         given = torch.randint(V, (B, T)), torch.randn(B)
         hidden = torch.randn(B, T, H, requires_grad=True)
-        expected = grpo_kernels.fused_grpo_loss(hidden, weight, *given).loss
+        expected = step(hidden, weight, *given)
         loss = run(hidden, weight, *given)
         for mine, theirs in zip(
             torch.autograd.grad(loss, (hidden, weight)),
@@ -215,6 +227,107 @@ def test_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = run(leaves["hidden"]), whole(run)(leaves["hidden"])
     assert torch.equal(found, expected) and not torch.equal(plain, expected)
+
+
+def test_another_config_is_another_graph():
+    batch, leaves = tensors()
+    given = (leaves["hidden"], leaves["weight"], batch.targets.clamp(0), batch.advantages)
+    old = batch.old_logps.nan_to_num()
+
+    def step(config):
+        return grpo_kernels.fused_grpo_loss(*given, old_logps=old, config=config).loss
+
+    run, found = whole(step), []
+    for epsilon in (0.2, 0.01):
+        config = GRPOLossConfig(epsilon=epsilon)
+        found.append(float(run(config).detach()))
+        assert found[-1] == pytest.approx(float(step(config).detach()), rel=1e-6)
+    assert found[0] != pytest.approx(found[1], rel=1e-3)
+
+
+def test_while_another_thread_compiles(monkeypatch):
+    """Then `torch.compiler.is_compiling()` for all threads."""
+    batch, leaves = tensors()
+    given = (leaves["hidden"], leaves["weight"], batch.targets.clamp(0), batch.advantages)
+    step = lambda: grpo_kernels.fused_grpo_loss(*given).loss  # noqa: E731
+    run = whole(step)
+    expected = run().detach()
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    assert torch.equal(step().detach(), expected) and torch.equal(run().detach(), expected)
+
+
+@pytest.mark.slow
+def test_strides_of_all_kinds():
+    """Gradients are contiguous, also to inductor, which relies on it."""
+    batch, _ = tensors()
+    hidden = torch.randn(T, B, H).transpose(0, 1).requires_grad_()
+    weight = torch.randn(H, V).requires_grad_()
+    entropy = torch.rand(T, B).t().requires_grad_()
+    targets = batch.targets.clamp(0)
+
+    def step(hidden, weight, entropy):
+        one = grpo_kernels.fused_grpo_loss(hidden, weight.t(), targets, batch.advantages)
+        two = grpo_kernels.linear_logprobs(hidden, weight.t(), targets)
+        # Of the entropy there are metrics alone.
+        out = grpo_kernels.grpo_loss(
+            two.logps.t().contiguous().t(), batch.advantages, entropy=entropy
+        )
+        return one.loss + out.loss
+
+    given = (hidden, weight, entropy)
+    gradients_of = partial(torch.autograd.grad, inputs=given, materialize_grads=True)
+    expected, found = gradients_of(step(*given)), gradients_of(whole(step, "inductor")(*given))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+
+
+@pytest.mark.slow
+def test_float16_neither_overflows_nor_vanishes():
+    """One target for 4,096 tokens, so that a column of the head has the gradients of all."""
+    tokens = 4096
+    hidden = (1 + 0.1 * torch.randn(1, tokens, 16)).half().requires_grad_()
+    weight = (0.1 * torch.randn(40, 16)).half().requires_grad_()
+    targets, advantages = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1)
+    step = lambda: grpo_kernels.fused_grpo_loss(hidden, weight, targets, advantages).loss  # noqa: E731
+    scale = 2.0**16
+    for mine, theirs in zip(
+        torch.autograd.grad(scale * whole(step)(), (hidden, weight)),
+        torch.autograd.grad(scale * step(), (hidden, weight)),
+        strict=True,
+    ):
+        # What AMP's scale makes too large is too large in both.
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        fits = theirs.isfinite()
+        assert relative_error(mine[fits], theirs[fits]) < 2e-3
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_double_backward_is_refused(backend):
+    batch, leaves = tensors()
+    run = whole(partial(logprobs_loss, batch), backend)
+    loss, _ = run(leaves)
+    with pytest.raises(RuntimeError, match=r"double backward|donated buffer"):
+        (gradient,) = torch.autograd.grad(loss, leaves["hidden"], create_graph=True)
+        gradient.sum().backward()
+
+
+def test_two_copies(tmp_path):
+    """An installed package and one of a hub, say, whose operators are their own."""
+    shutil.copytree(Path(grpo_kernels.__file__).parent, tmp_path / "copy_of_grpo")
+    code = """
+import torch, grpo_kernels, copy_of_grpo
+hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+for package in (grpo_kernels, copy_of_grpo, grpo_kernels):
+    torch._dynamo.reset()
+    call = torch.compile(package.linear_logprobs, backend="aot_eager", fullgraph=True)
+    call(hidden, weight, torch.zeros(2, 3, dtype=torch.long)).logps.sum().backward()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(grpo_kernels.__file__).parents[1]}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 # The operators by torch's own checks
@@ -299,6 +412,20 @@ def test_what_stays_eager_says_why(options, why):
     found = torch.autograd.grad(torch.compile(run, backend="aot_eager")(*given), given)
     for mine, theirs in zip(found, expected, strict=True):
         assert relative_error(mine, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    (({"entries": True}, "support: expected the sets"),
+     ({"entropy": 1}, "entropy: expected a bool"),
+     ({"targets": torch.zeros(2, 3, dtype=torch.long)}, r"targets: expected shape \[4, 9\]")),
+    ids=("entries", "entropy", "targets"),
+)  # fmt: skip
+def test_options_are_checked_in_a_graph(changes, told):
+    batch, leaves = tensors()
+    given = {"targets": batch.targets.clamp(0), **changes}
+    with pytest.raises(Exception, match=told):
+        whole(grpo_kernels.linear_logprobs)(leaves["hidden"], leaves["weight"], **given)
 
 
 def test_errors_are_those_of_the_call():

@@ -96,7 +96,7 @@ class GRPOKernelsPlugin(BasePlugin):
         Raises:
             ImportError, RuntimeError: as in `patch_trl`.
         """
-        if not cfg.grpo_kernels:
+        if not cfg.grpo_kernels or self._patch is not None:  # a reference is loaded likewise
             return
         from .trl import patch_trl
 

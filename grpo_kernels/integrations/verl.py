@@ -86,13 +86,18 @@ class patch_verl(Patch):
             own_check(config)
             backend = (config.fused_kernel_options or {}).get("impl_backend")
             if config.use_fused_kernels and backend == NAME:
+                _check_targets_of_lora(config)
+                if not chosen:
+                    print(f"Using {NAME} where Megatron has its fused head")
                 chosen.append(True)
 
-        def of_megatron(*args: Any, **kwargs: Any) -> Any:
+        def of_megatron(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
             if not chosen:
-                return own_kernel(*args, **kwargs)
-            logps, entropy = linear_cross_entropy(*args, execution=execution, **kwargs)
-            return logps.flatten(), entropy.flatten()
+                return own_kernel(hidden, weight, labels, *args)
+            # States come as [S, 1, H] and labels as [1, S].
+            return linear_cross_entropy(
+                hidden.flatten(0, -2), weight, labels.flatten(), *args, execution=execution
+            )
 
         fused = _fused_linear(torch_functional.FusedLinearForPPO, execution)
         super().__init__(
@@ -122,11 +127,14 @@ class patch_verl(Patch):
         engine = getattr(sys.modules.get(_FSDP), "FSDPEngineWithLMHead", None)
         if engine is None or self._engines is not None:
             return
-        own = engine.forward_step
+        own, checked = engine.forward_step, list[bool]()
 
         def forward_step(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
             from verl.utils.tensordict_utils import get_non_tensor_data
 
+            if not checked:
+                _check_adapters(self.module)
+                checked.append(True)
             wanted = get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
             before = _ENTROPY.set(bool(wanted))
             try:
@@ -152,6 +160,24 @@ def _check_head(model: Any) -> None:
                 "use_fused_kernels: expected False, as verl's fused forward multiplies by "
                 f"lm_head.weight alone, and {type(model).__name__} has a head with {what}; got True"
             )
+
+
+_NO_LORA = "expected no adapter on lm_head, as verl's fused forward multiplies by its weight alone"
+
+
+def _check_targets_of_lora(config: Any) -> None:
+    """Refuses a LoRA on the head, which verl puts there after its forward has been patched."""
+    targets = config.target_modules
+    named = [targets] if isinstance(targets, str) else targets or []
+    if config.lora_rank > 0 and any("lm_head" in name for name in named):
+        raise ValueError(f"target_modules: {_NO_LORA}; got {targets!r}")
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuses a LoRA on the head that came from a checkpoint."""
+    for name, module in model.named_modules():
+        if name.endswith("lm_head") and getattr(module, "lora_A", None):
+            raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")
 
 
 def _fused_linear(own: type, execution: Execution) -> type:

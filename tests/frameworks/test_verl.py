@@ -196,14 +196,14 @@ def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
 
 
 def test_megatrons_call(tmp_path):
-    """`linear_cross_entropy` by position, `[T, B, H]` states, results flat as verl's kernel's."""
+    """`linear_cross_entropy` by position, states `[S, 1, H]`, labels `[1, S]`, results flat."""
     from verl.workers.config.model import HFModelConfig
 
     config = model_of().config
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(tmp_path)
-    hidden, weight = torch.randn(7, 2, 32), torch.randn(V, 32)
-    labels = torch.randint(V, (7, 2))
+    hidden, weight = torch.randn(14, 1, 32), torch.randn(V, 32)
+    labels = torch.randint(V, (1, 14))
     given = (hidden, weight, labels, 0.7, "none", None)
     options = {"path": str(tmp_path), "load_tokenizer": False, "use_fused_kernels": True}
     options["override_config"] = {"attn_implementation": "sdpa"}
@@ -212,9 +212,22 @@ def test_megatrons_call(tmp_path):
         kernel.linear_cross_entropy(*given)
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
     logps, entropy = kernel.linear_cross_entropy(*given)
-    exact = (hidden.double() @ weight.double().T / 0.7).log_softmax(-1)
-    assert relative_error(logps, exact.gather(-1, labels[..., None]).flatten()) < 1e-6
-    assert relative_error(entropy, -(exact.exp() * exact).sum(-1).flatten()) < 1e-6
+    exact = (hidden[:, 0].double() @ weight.double().T / 0.7).log_softmax(-1)
+    assert relative_error(logps, exact.gather(-1, labels[0][:, None])[:, 0]) < 1e-6
+    assert relative_error(entropy, -(exact.exp() * exact).sum(-1)) < 1e-6
+    options |= {"lora_rank": 4, "target_modules": ["q_proj", "lm_head"]}
+    with pytest.raises(ValueError, match="target_modules: expected no adapter on lm_head"):
+        HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
+    HFModelConfig(**options, fused_kernel_options={"impl_backend": "torch"})
+
+
+def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused(monkeypatch):
+    model = model_of()
+    forward_of(model, "grpo_kernels", torch.zeros(1, 2, dtype=torch.long))
+    model.lm_head.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 2)})
+    ours._check_adapters(model_of())
+    with pytest.raises(ValueError, match="lora_adapter_path: expected no adapter on lm_head"):
+        ours._check_adapters(torch.nn.Sequential(model))
 
 
 # What is refused, and how it is turned off
