@@ -107,7 +107,7 @@ def test_the_reference_takes_what_the_call_takes(call):
     "drop_in",
     (attach_fused_head, Objective, FusedLinearGRPOLoss, patch_liger, linear_cross_entropy,
      patch_verl, "FusedGRPOTrainer", "patch_trl"),
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", x),
 )  # fmt: skip
 def test_a_drop_in_hands_on_an_execution(drop_in):
     """No list of its fields is written a second time."""
