@@ -81,9 +81,13 @@ def innermost_loops(sass: str) -> list[Loop]:
     ends: dict[int, int] = {}
     for i, (address, text) in enumerate(code):
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
-        # The code ends in a branch to itself.
-        if branch and int(branch[1], 16) < address:
-            ends[places[int(branch[1], 16)]] = i
+        # The code ends in a branch to itself. What is beyond an end is code apart, for threads of a
+        # warp that have parted, say, and a branch back from there makes no loop.
+        if not branch or int(branch[1], 16) >= address:
+            continue
+        first = places[int(branch[1], 16)]
+        if all(other.strip() != "EXIT" for _, other in code[first:i]):
+            ends[first] = i
     innermost = [
         (first, last)
         for first, last in ends.items()

@@ -130,7 +130,10 @@ text = '''
         /*0070*/  @P2 LDL.LU R1, [R1+0x8] ;
         /*0080*/  BRA.U UP0, 0x20 ;
         /*0090*/  @!P5 BRA 0x10 ?trans6 ;
-        /*00a0*/  BRA 0xa0;
+        /*00a0*/  EXIT ;
+        /*00b0*/  CALL.REL.NOINC 0x4e70 ;         /* threads that have parted, which go back */
+        /*00c0*/  BRA 0x60 ;
+        /*00d0*/  BRA 0xd0;
 '''
 (loop,) = sass.innermost_loops(text)
 assert loop == sass.Loop(
