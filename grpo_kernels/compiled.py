@@ -278,25 +278,18 @@ def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
     targets: Tensor | None,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
     *,
-    entropy: bool = False,
-    support: Support | None = None,
-    entries: bool = False,
-    sum_sq: bool = False,
-    execution: Execution = Execution(),  # noqa: B008 - frozen
+    entropy: bool,
+    execution: Execution,
+    **others: Any,
 ) -> LogprobOutput:
     """`grpo_kernels.linear_logprobs` as one operator."""
     head = LMHead.of(head)
-    why = _why_eager(head, support, execution)
-    if sum_sq:
-        why = "sum_sq"
+    why = "sum_sq" if others["sum_sq"] else _why_eager(head, others["support"], execution)
     if why is not None or targets is None:
-        why = why or "support"
-        return _EAGER_LOGPROBS[why](
-            hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
-            sum_sq=sum_sq, execution=execution,
-        )  # fmt: skip
+        eager = _EAGER_LOGPROBS[why or "support"]
+        return eager(hidden, head, targets, mask, entropy=entropy, execution=execution, **others)
     flat = _flat(hidden, head, targets, mask, execution)
     of_states, of_head = flat[-1][0] or flat[-1][3], flat[-1][1] or flat[-1][2] or flat[-1][4]
     several = targets.ndim == hidden.ndim and targets.shape[-1] > 1
@@ -380,12 +373,12 @@ def fused_grpo_loss(
     head: Tensor | LMHead,
     targets: Tensor,
     advantages: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
     *,
-    support: Support | None = None,
-    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
-    num_items: float | Tensor | None = None,
-    execution: Execution = Execution(),  # noqa: B008 - frozen
+    support: Support | None,
+    config: GRPOLossConfig,
+    num_items: float | Tensor | None,
+    execution: Execution,
     **constants: Tensor | None,
 ) -> GRPOLossOutput:
     """`grpo_kernels.fused_grpo_loss` as one operator."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -68,7 +69,7 @@ class patch_verl(Patch):
         self._engines: Patch | None = None
         own_forward = monkey_patch.patch_forward_with_backends
         own_kernel, own_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
-        chosen: list[bool] = []
+        chosen, told = list[bool](), list[bool]()
 
         def patch_forward_with_backends(
             model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
@@ -87,13 +88,14 @@ class patch_verl(Patch):
             backend = (config.fused_kernel_options or {}).get("impl_backend")
             if config.use_fused_kernels and backend == NAME:
                 _check_targets_of_lora(config)
-                if not chosen:
-                    print(f"Using {NAME} where Megatron has its fused head")
                 chosen.append(True)
 
         def of_megatron(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
             if not chosen:
                 return own_kernel(hidden, weight, labels, *args)
+            if not told:
+                print(f"Using {NAME} where Megatron has its fused head")
+                told.append(True)
             # States come as [S, 1, H] and labels as [1, S].
             return linear_cross_entropy(
                 hidden.flatten(0, -2), weight, labels.flatten(), *args, execution=execution
@@ -127,14 +129,14 @@ class patch_verl(Patch):
         engine = getattr(sys.modules.get(_FSDP), "FSDPEngineWithLMHead", None)
         if engine is None or self._engines is not None:
             return
-        own, checked = engine.forward_step, list[bool]()
+        own, checked = engine.forward_step, WeakSet[Any]()
 
         def forward_step(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
             from verl.utils.tensordict_utils import get_non_tensor_data
 
-            if not checked:
+            if self not in checked:
                 _check_adapters(self.module)
-                checked.append(True)
+                checked.add(self)
             wanted = get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
             before = _ENTROPY.set(bool(wanted))
             try:
@@ -174,7 +176,9 @@ def _check_targets_of_lora(config: Any) -> None:
 
 
 def _check_adapters(model: Any) -> None:
-    """Refuses a LoRA on the head that came from a checkpoint."""
+    """Refuses a LoRA on the head that came from a checkpoint, where the head is this library's."""
+    if not any(getattr(x, "_verl_fused_kernels_backend", None) == NAME for x in model.modules()):
+        return
     for name, module in model.named_modules():
         if name.endswith("lm_head") and getattr(module, "lora_A", None):
             raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")

@@ -195,7 +195,7 @@ def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
 # Megatron
 
 
-def test_megatrons_call(tmp_path):
+def test_megatrons_call(tmp_path, capsys):
     """`linear_cross_entropy` by position, states `[S, 1, H]`, labels `[1, S]`, results flat."""
     from verl.workers.config.model import HFModelConfig
 
@@ -211,7 +211,9 @@ def test_megatrons_call(tmp_path):
     with pytest.raises((AssertionError, RuntimeError)):  # verl's own, which wants a GPU
         kernel.linear_cross_entropy(*given)
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "grpo_kernels"})
+    assert "Megatron" not in capsys.readouterr().out
     logps, entropy = kernel.linear_cross_entropy(*given)
+    assert "Using grpo_kernels where Megatron has its fused head" in capsys.readouterr().out
     exact = (hidden[:, 0].double() @ weight.double().T / 0.7).log_softmax(-1)
     assert relative_error(logps, exact.gather(-1, labels[0][:, None])[:, 0]) < 1e-6
     assert relative_error(entropy, -(exact.exp() * exact).sum(-1)) < 1e-6
@@ -221,13 +223,15 @@ def test_megatrons_call(tmp_path):
     HFModelConfig(**options, fused_kernel_options={"impl_backend": "torch"})
 
 
-def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused(monkeypatch):
+def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
     model = model_of()
     forward_of(model, "grpo_kernels", torch.zeros(1, 2, dtype=torch.long))
     model.lm_head.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(32, 2)})
     ours._check_adapters(model_of())
     with pytest.raises(ValueError, match="lora_adapter_path: expected no adapter on lm_head"):
         ours._check_adapters(torch.nn.Sequential(model))
+    model._verl_fused_kernels_backend = "torch"
+    ours._check_adapters(torch.nn.Sequential(model))
 
 
 # What is refused, and how it is turned off
