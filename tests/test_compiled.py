@@ -80,7 +80,10 @@ def tensors(*, frozen=False, dtype=torch.float32):
     return batch, leaves
 
 
-def logprobs_loss(batch, leaves, *, several=False, per_token=False, entropy=True, mask=True):
+def logprobs_loss(
+    batch, leaves, *, several=False, per_token=False, entropy=True, mask=True,
+    execution=Execution(),  # noqa: B008 - frozen
+):  # fmt: skip
     """A loss of all results, with a head made inside."""
     low_rank = leaves["a_out"] * 2, leaves["lora_b"]
     temperature = batch.temperature.nan_to_num(1.0).clamp(0.5) if per_token else 0.7
@@ -89,8 +92,9 @@ def logprobs_loss(batch, leaves, *, several=False, per_token=False, entropy=True
     if several:
         targets = torch.stack([targets, (targets + 5) % V, targets], -1)
     out = grpo_kernels.linear_logprobs(
-        leaves["hidden"] * 1.5, head, targets, batch.mask if mask else None, entropy=entropy
-    )
+        leaves["hidden"] * 1.5, head, targets, batch.mask if mask else None, entropy=entropy,
+        execution=execution,
+    )  # fmt: skip
     shape = (B, 1, 1) if several else (B, 1)
     loss = (out.logps * batch.advantages.view(shape)).sum()
     if entropy:
@@ -107,12 +111,13 @@ def gradients(loss, leaves):
     ("options", "frozen"),
     (
         ({}, False),
+        ({"execution": Execution(capturable=True)}, False),  # masked rows take part
         pytest.param({"per_token": True, "mask": False}, False, marks=pytest.mark.slow),
         pytest.param({"several": True}, False, marks=pytest.mark.slow),
         ({"entropy": False}, True),
         pytest.param({}, True, marks=pytest.mark.slow),
     ),
-    ids=str,
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else str(x),
 )
 @pytest.mark.parametrize("backend", cases(("aot_eager", "inductor"), fast="aot_eager".__eq__))
 def test_log_probs(backend, options, frozen):
