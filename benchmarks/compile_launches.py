@@ -54,6 +54,7 @@ class KernelLaunch:
     divisible: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
+    fp_fusion: bool
 
 
 def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
@@ -61,7 +62,13 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
     launches: set[KernelLaunch] = set()
 
     def record(
-        self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **flags: Any
+        self: Any,
+        *args: Any,
+        grid: Any,
+        warmup: bool,
+        num_warps: int,
+        enable_fp_fusion: bool = False,
+        **flags: Any,
     ) -> None:
         params = [p for p in self.params if not p.is_constexpr]
         kinds, divisible = [], []
@@ -82,6 +89,7 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
                 tuple(divisible),
                 tuple(sorted(flags.items())),
                 num_warps,
+                enable_fp_fusion,
             )
         )
 

@@ -14,6 +14,7 @@ The exit status is 1 for
   memory or threads than a block can have;
 - a kernel that no launch covers, or with `--full` a sample that takes fewer registers than all
   configurations of the kernel do, by more than the 8 in which a GPU gives them out;
+- a launch that leaves to Triton whether a product and a sum are one instruction;
 - an aligned kernel that does not load its rows in vectors;
 - a minimum or maximum in the policy loss that hides NaN;
 - an innermost loop over logits or rows with more instructions than its budget, with a barrier, a
@@ -110,7 +111,8 @@ def compiled(launch: KernelLaunch, arch: str) -> Any:
     attrs = {(i,): [["tt.divisibility", 16]] for i in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget(chip.backend, chip.chip, chip.warp_size)
-    return triton.compile(source, target=target, options={"num_warps": launch.num_warps})
+    options = {"num_warps": launch.num_warps, "enable_fp_fusion": launch.fp_fusion}
+    return triton.compile(source, target=target, options=options)
 
 
 def used(job: tuple[KernelLaunch, str]) -> Usage:
@@ -225,6 +227,10 @@ def report(
     jobs = builds(launches, archs, in_full=in_full)
     problems = [
         f"{name}: no launch covered it" for name in kernels().keys() - {x.kernel for x in launches}
+    ]
+    problems += [
+        f"{name}: a launch left to Triton whether products and sums are one instruction"
+        for name in sorted({x.kernel for x in launches if not x.fp_fusion})
     ]
     table: dict[tuple[str, str], list[Usage]] = defaultdict(list)
     most_sampled: dict[tuple[str, str], int] = defaultdict(int)

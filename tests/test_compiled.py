@@ -13,8 +13,11 @@ import torch
 import grpo_kernels
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, compiled, compiled_loss
 from grpo_kernels.experimental import Sampled
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+from grpo_kernels.training.policy import Batch, Policy
 from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, relative_error
 from tests.helpers.head_options import CHUNK, OPTIONS, TOLERANCE, expect_equal, objective_options
+from tests.helpers.model_families import family_model
 from tests.helpers.tiers import cases
 
 B, T, H, V = 4, 9, 48, 1003
@@ -176,6 +179,59 @@ def test_other_sizes(dynamic, call):
         ):
             assert relative_error(mine, theirs) < 1e-6
     assert len(graphs) == (1 if dynamic else 2)
+
+
+# Steps of a model, whole
+
+
+def gradients_of(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def expect_one_graph(model, step, *inputs, backend="aot_eager"):
+    """The step's loss and gradients are those of its one graph."""
+    eager, compiled_ = step(*inputs), whole(step, backend)(*inputs)
+    torch.testing.assert_close(compiled_, eager, rtol=1e-5, atol=1e-6)
+    wanted, got = gradients_of(model, eager), gradients_of(model, compiled_)
+    assert all(x.any() for x in wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("fused_head", ("loss", "logps"))
+@pytest.mark.parametrize("backend", cases(("aot_eager", "inductor"), fast="aot_eager".__eq__))
+def test_a_model_with_a_fused_head(backend, fused_head):
+    model = family_model("qwen2")
+    attach_fused_head(model)
+    ids = torch.randint(0, model.config.vocab_size, (4, 12))
+    labels = ids.clone()
+    labels[:, :5] = labels[0, 9:] = -100
+    old_logps, weights = torch.randn(4, 11).sub(4.0), torch.randn(4, 11)
+
+    def step(ids, labels, weights, old_logps):
+        if fused_head == "logps":
+            return (model(ids, labels=labels, fused_head=True).logps * weights).sum()
+        objective = Objective(weights[:, 0], old_logps=old_logps)
+        return model(ids, labels=labels, fused_head=objective).loss
+
+    expect_one_graph(model, step, ids, labels, weights, old_logps, backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_prompts", (True, False))
+def test_the_policy_of_this_trainer(share_prompts):
+    policy = Policy(family_model("qwen2"), share_prompts=share_prompts)
+    texts = [[3, 4, 5, 6], [7, 8]], (0, 0, 1, 1), [[9, 10, 11], [12, 13], [14], [15, 16, 17, 18]]
+    batch = Batch.of_rows(*texts, pad_id=0)
+    settings = GRPOLossConfig(loss_type="grpo")
+
+    def step(advantages, old_logps):
+        return policy.loss(batch, advantages, settings, old_logps=old_logps)[0]
+
+    old_logps = torch.randn(batch.completions.shape).sub(4.0)
+    expect_one_graph(policy, step, torch.tensor([1.0, -1.0, 0.7, -0.3]), old_logps)
 
 
 def test_two_passes_and_log_softmax():

@@ -25,6 +25,7 @@ from torch import Tensor
 from . import Entries, LogitTransform, RowGrads, TokenStats
 from .triton_common import (
     Launch,
+    build,
     device_of,
     gradient_pointers,
     temperature_pointer,
@@ -196,7 +197,7 @@ def entry_dots(
             x, rows, entries.ids, entries.tokens, out,
             E, K,
             x.stride(0), rows.stride(0),
-            BLOCK_E=block_e, BLOCK_K=block_k, num_warps=launch.num_warps,
+            BLOCK_E=block_e, BLOCK_K=block_k, **build(launch.num_warps),
         )  # fmt: skip
 
 
@@ -219,7 +220,7 @@ def entry_stats(
             *transform_scalars(transform),
             **transform_flags(transform),
             HAS_ENTROPY=out.entropy is not None, KEEPS_EXPS=False, INVARIANT=False, RAGGED=True,
-            BLOCK_V=launch.block, num_warps=launch.num_warps,
+            BLOCK_V=launch.block, **build(launch.num_warps),
         )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def entry_grads(
             *transform_scalars(transform),
             **transform_flags(transform),
             HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=False, RAGGED=True,
-            BLOCK_V=launch.block, num_warps=launch.num_warps,
+            BLOCK_V=launch.block, **build(launch.num_warps),
         )  # fmt: skip
     return out
 
@@ -270,7 +271,7 @@ def segment_sums(
                 K,
                 rows.stride(0), result.stride(0),
                 ADDS=out is not None, PART=PART, BLOCK_E=block_e, BLOCK_K=block_k,
-                num_warps=num_warps,
+                **build(num_warps),
             )  # fmt: skip
             if len(factors) > 2 * PART:
                 _sum_long_segments(factors, index, offsets, rows, result, adds=out is not None)
@@ -298,13 +299,13 @@ def _sum_long_segments(
         factors, index, offsets, segments, rows, parts,
         K,
         rows.stride(0), parts.stride(0),
-        PART=PART, BLOCK_E=block_m, BLOCK_K=block_k, num_warps=num_warps,
+        PART=PART, BLOCK_E=block_m, BLOCK_K=block_k, **build(num_warps),
     )  # fmt: skip
     sum_parts_kernel[grid](
         offsets, segments, parts, out,
         K,
         parts.stride(0), out.stride(0),
-        ADDS=adds, PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, num_warps=num_warps,
+        ADDS=adds, PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, **build(num_warps),
     )  # fmt: skip
 
 

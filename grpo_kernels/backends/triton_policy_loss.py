@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import PolicyLoss
-from .triton_common import Launch, device_of, expm1, expm1_minus
+from .triton_common import Launch, build, device_of, expm1, expm1_minus
 
 TOKEN_LAUNCH = Launch(256, 4)
 # Beyond any ratio, which ends at e^80, and no infinity, which times an advantage of 0 is NaN.
@@ -204,7 +204,7 @@ def policy_loss(
             HAS_MASK=mask is not None, HAS_OLD=old_logps is not None,
             HAS_KL=beta != 0.0, HAS_KL_RATIO=kl_ratio,
             HAS_SCALE=scale is not None, HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
-            BLOCK_N=launch.block, num_warps=launch.num_warps,
+            BLOCK_N=launch.block, **build(launch.num_warps),
         )  # fmt: skip
     return PolicyLoss(
         partials.sum(), d_logps if grad else None, d_entropy if grad and has_entropy else None

@@ -15,6 +15,7 @@ from ..backends import LogitTransform, RowGrads
 from ..backends.triton_common import (
     Launch,
     block_of,
+    build,
     device_of,
     gradient_pointers,
     per_row,
@@ -26,6 +27,7 @@ from ..backends.triton_logits import block_grads, load_row_grads
 from .torch_column_scores import LEVEL_STEPS
 
 COLUMN_LAUNCH = Launch(1024, 4)
+LEVEL_BLOCK = 4096  # norms of a piece, in `column_level_kernel`
 
 
 @triton.jit
@@ -92,11 +94,17 @@ def column_scores_kernel(
 
 
 @triton.jit
-def _step_to_level(below, allowed):
-    """Newton's step to where the sum of below * (level - below) is `allowed`."""
+def _step_to_level(pieces, level, allowed):
+    """Newton's step to where the sum over norm < level of norm * (level - norm) is `allowed`."""
+    # Both sums piece by piece: the compiler otherwise holds every value of `below` for the second.
+    total, square = 0.0, 0.0
+    for i in tl.static_range(len(pieces)):
+        below = tl.where(pieces[i] < level, pieces[i], 0.0)
+        total += below
+        square += below * below
     # The least normal numbers keep what is 0 throughout from dividing by 0.
-    total = tl.maximum(tl.sum(below, axis=0), 1.1754944e-38)
-    return tl.maximum(allowed + tl.sum(below * below, axis=0), 1.1754944e-38) / total
+    square_sum = tl.maximum(allowed + tl.sum(square, axis=0), 1.1754944e-38)
+    return square_sum / tl.maximum(tl.sum(total, axis=0), 1.1754944e-38)
 
 
 @triton.jit(
@@ -107,15 +115,18 @@ def column_level_kernel(
     norms_ptr, allowed_ptr, level_ptr,
     K, copies,
     stride_norms_k,
-    STEPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program has all norms in its registers."""
-    offs_k = tl.arange(0, BLOCK_K)
-    norms = tl.load(norms_ptr + offs_k * stride_norms_k, mask=offs_k < K, other=0.0)
+    """One program has all norms in its registers, in pieces of `BLOCK_K`."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        offs_k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        norms = tl.load(norms_ptr + offs_k * stride_norms_k, mask=offs_k < K, other=0.0)
+        pieces = pieces + (norms,)  # type: ignore[assignment]  # noqa: RUF005
     allowed = tl.load(allowed_ptr) / copies
-    level = _step_to_level(norms, allowed)
-    for _ in range(STEPS):
-        level = _step_to_level(tl.where(norms < level, norms, 0.0), allowed)
+    level = float("inf")
+    for _ in range(STEPS + 1):
+        level = _step_to_level(pieces, level, allowed)
     tl.store(level_ptr, level)
 
 
@@ -149,14 +160,15 @@ def column_scores(
 
 def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
     level = torch.empty_like(allowed)
-    block_k = max(128, triton.next_power_of_2(len(norms)))
+    size = max(128, triton.next_power_of_2(len(norms)))
+    block_k = min(size, LEVEL_BLOCK)
     # A block has at most 1,024 threads: 16 of AMD's warps.
-    num_warps = min(16, max(4, block_k // 1024))
+    num_warps = min(16, max(4, size // 1024))
     with device_of(norms):
         column_level_kernel[(1,)](
             norms, allowed, level,
             len(norms), copies,
             norms.stride(0),
-            STEPS=LEVEL_STEPS, BLOCK_K=block_k, num_warps=num_warps,
+            STEPS=LEVEL_STEPS, PIECES=size // block_k, BLOCK_K=block_k, **build(num_warps),
         )  # fmt: skip
     return level

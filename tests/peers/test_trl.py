@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
+from grpo_kernels import compiled
 from grpo_kernels.execution import Execution
 from grpo_kernels.experimental import Sampled, column_draw
 from grpo_kernels.integrations import trl as integration
@@ -88,6 +89,26 @@ def test_the_same_run(case, tmp_path, one_pass):
     assert len(one_pass) == (len(losses) if expected else 0)
     if case in ("grpo", "delta"):  # else clipping was not looked at
         assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)
+
+
+def test_a_compiled_model_is_one_graph(tmp_path, monkeypatch):
+    """Forward and loss: nothing of the integration breaks the graph that TRL asks for."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    losses, loss = [], compiled.eager_loss
+
+    def of_the_operator(*args, **kwargs):
+        losses.append(loss(*args, **kwargs))
+        return losses[-1]
+
+    monkeypatch.setattr(compiled, "eager_loss", of_the_operator)
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
+    assert len(losses) == len(mine[0])
+    assert counters["frames"]["total"] == counters["frames"]["ok"] == 1
+    assert not counters["graph_break"]
+    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **TWICE))
 
 
 @pytest.mark.parametrize("size", (2, 4))
