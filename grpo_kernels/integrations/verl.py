@@ -184,6 +184,31 @@ def _check_adapters(model: Any) -> None:
             raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")
 
 
+def _rows_of(weight: Tensor, hidden: Tensor) -> tuple[Tensor, VocabRanks | None]:
+    """This rank's rows of a head that FSDP2 has sharded; of others the weight as it is.
+
+    A head that is not tied is a unit of its own in verl's FSDP2, and verl's forward, which takes
+    its weight without a call of the module, does not have it gathered. Forwards that gather it by
+    `full_tensor` (Qwen3-VL's, Qwen3.5's) leave each rank its own tokens' gradient.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(weight, DTensor):
+        if weight.grad_fn is not None and weight.grad_fn.name() == "_ToTorchTensorBackward":
+            raise ValueError(
+                "strategy: expected fsdp, as verl's forward of this model gathers lm_head under "
+                "fsdp2 in a way that leaves out the other ranks' part of its gradient; got fsdp2"
+            )
+        return weight, None
+    if weight.device_mesh.ndim != 1:
+        raise ValueError(
+            "fsdp_size: expected -1, as ranks that hold the same rows of lm_head would not add up "
+            f"its gradient; got a mesh of {tuple(weight.device_mesh.shape)}"
+        )
+    rows = weight.to_local().to(hidden.device, hidden.dtype)
+    return rows, VocabRanks(weight.device_mesh.get_group(), hidden="data")
+
+
 def _fused_linear(own: type, execution: Execution) -> type:
     """A subclass of verl's fused head, which computes by this library where a model asks for it."""
 
@@ -201,7 +226,8 @@ def _fused_linear(own: type, execution: Execution) -> type:
         ) -> tuple[Tensor, Tensor | None]:
             if self.impl_backend != NAME:
                 return super().forward(hidden_states, vocab_weights, input_ids, temperature)
-            head = LMHead(vocab_weights, temperature=temperature)
+            weight, ranks = _rows_of(vocab_weights, hidden_states)
+            head = LMHead(weight, temperature=temperature, ranks=ranks)
             out = linear_logprobs(
                 hidden_states, head, input_ids.long(), entropy=_ENTROPY.get(), execution=execution
             )

@@ -13,7 +13,6 @@ from transformers import (
     Gemma2ForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2Config,
     Qwen2ForCausalLM,
 )
 from verl.models.transformers import monkey_patch
@@ -22,18 +21,9 @@ from verl.utils.kernel import linear_cross_entropy as kernel
 
 from grpo_kernels import Execution
 from grpo_kernels.integrations import verl as ours
+from tests.frameworks.verl_jobs import SIZES, V, model_of
 from tests.helpers.batches import relative_error
-
-V, SIZES = 301, dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
-
-
-def model_of(tied=False, dtype=torch.float32):
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=V, tie_word_embeddings=tied, initializer_range=0.3, **SIZES)
-    return Qwen2ForCausalLM(config).to(dtype)
+from tests.helpers.ranks import RankFailed, Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +180,45 @@ def test_the_engine_has_entropies_where_it_asks_for_them(entropy, monkeypatch):
     assert theirs.keys() == mine.keys() and ("entropy" in mine) == entropy
     for name in mine:
         assert relative_error(mine[name].values(), theirs[name].values()) < 1e-5
+
+
+# FSDP, with two ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield lambda *args, job="under_fsdp": ranks(f"tests.frameworks.verl_jobs:{job}", *args)
+    ranks.close()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tied", (False, True), ids=("head", "tied"))
+@pytest.mark.parametrize("strategy", ("fsdp", "fsdp2"))
+def test_sharded_weights(strategy, tied, dtype, ranks):
+    """Of ranks with tokens of their own, 7 and 12, with what all have as a mean of gradients."""
+    for mine, theirs in zip(
+        ranks(strategy, "grpo_kernels", tied, dtype), ranks(None, "torch", tied), strict=True
+    ):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.1
+        assert relative_error(mine[0], theirs[0]) < tolerance
+        assert relative_error(mine[1], theirs[1]) < tolerance
+        assert mine[2].keys() == theirs[2].keys()
+        for name, grad in theirs[2].items():
+            assert relative_error(mine[2][name], grad) < tolerance, name
+
+
+def test_a_head_that_is_sharded_and_copied_is_refused(ranks):
+    with pytest.raises(RankFailed, match=r"fsdp_size: expected -1, .* got a mesh of \(2, 1\)"):
+        ranks("fsdp2", "grpo_kernels", False, torch.float32, (2, 1))
+    with pytest.raises(RankFailed, match=r"mixed torch\.Tensor and DTensor"):  # verl's own
+        ranks("fsdp2", "torch", False)
+
+
+def test_a_weight_whose_gradient_would_lack_other_ranks_part_is_refused(ranks):
+    ranks(False, job="gathered")
+    with pytest.raises(RankFailed, match=r"strategy: expected fsdp, .*; got fsdp2"):
+        ranks(True, job="gathered")
 
 
 # Megatron
