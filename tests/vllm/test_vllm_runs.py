@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from grpo_kernels.training.interruptions import RESUME
 from tests.helpers.ranks import WORLD, Ranks
 from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
-from tests.helpers.vllm_masks import enable_masks
+from tests.helpers.vllm_masks import enable_masks, why_no_masks
 from tests.helpers.vllm_runs import hears_interrupts, vllm_config, vllm_model
 from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
 from tests.ranks.test_training_ranks import KINDS, environment_of
@@ -98,6 +98,8 @@ TRUNCATED = {
 @pytest.fixture(scope="module")
 def with_masks():
     """A process whose vLLM returns masks."""
+    if why_no_masks():
+        pytest.skip(why_no_masks())
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, enable_masks) as pool:
         yield pool
