@@ -245,8 +245,8 @@ def local_parts(head: LMHead) -> LMHead:
         if x.device_mesh.ndim != 1 or x.placements != (Shard(0),):
             raise ValueError(
                 f"{name}: expected a DTensor with Shard(0) on a mesh of one dimension, or a plain "
-                f"tensor, whole; got {x.placements}: pass {name}.full_tensor(), or call this "
-                "inside the wrapped module's forward"
+                f"tensor, whole; got {x.placements}. A weight that FSDP shards is whole inside "
+                "the wrapped module's forward: call this there"
             )
         local[name] = x.to_local()
     ranks = head.ranks or VocabRanks()

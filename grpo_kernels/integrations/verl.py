@@ -28,7 +28,7 @@ from torch import Tensor
 from ..config import check_choice
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
-from ..hf_head import head_of
+from ..hf_head import full_tensor, head_of
 from ..linear_logprobs import linear_logprobs
 from .patching import Patch, check_version, is_ours
 from .reused import Reused
@@ -185,7 +185,7 @@ def _check_adapters(model: Any) -> None:
 
 
 def _rows_of(weight: Tensor, hidden: Tensor) -> tuple[Tensor, VocabRanks | None]:
-    """This rank's rows of a head that FSDP2 has sharded; of others the weight as it is.
+    """This rank's rows of a head that FSDP2 has sharded; else the whole weight.
 
     A head that is not tied is a unit of its own in verl's FSDP2, and verl's forward, which takes
     its weight without a call of the module, does not have it gathered. Forwards that gather it by
@@ -200,11 +200,8 @@ def _rows_of(weight: Tensor, hidden: Tensor) -> tuple[Tensor, VocabRanks | None]
                 "fsdp2 in a way that leaves out the other ranks' part of its gradient; got fsdp2"
             )
         return weight, None
-    if weight.device_mesh.ndim != 1:
-        raise ValueError(
-            "fsdp_size: expected -1, as ranks that hold the same rows of lm_head would not add up "
-            f"its gradient; got a mesh of {tuple(weight.device_mesh.shape)}"
-        )
+    if weight.device_mesh.ndim != 1:  # by `fsdp_size` some ranks hold the same rows
+        return full_tensor(weight).to(hidden.device, hidden.dtype), None
     rows = weight.to_local().to(hidden.device, hidden.dtype)
     return rows, VocabRanks(weight.device_mesh.get_group(), hidden="data")
 

@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.helpers.batches import relative_error
+from tests.helpers.ranks import Ranks
 
 PAGE = (Path(__file__).parents[2] / "docs/integrations.md").read_text()
 V, T = 301, 7
@@ -153,40 +154,29 @@ def test_skyrl(modules, tmp_path):
 
 
 def test_torchtitan(modules):
-    """Its DAPO loss in its wrapper, and ours, over a head."""
-    path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
     pytest.importorskip("spmd_types")
-    from torchtitan.components.loss import ChunkedLossWrapper
+    from tests.frameworks.others_jobs import batch_of_torchtitan, losses_of_torchtitan
 
-    DAPOLoss = run_file(path, "dapo_of_torchtitan").DAPOLoss
-    scope = {"__name__": "mine"}
-    sys.modules["mine"] = ModuleType("mine")
-    exec(lines_for("torchtitan"), scope)
-    FusedDAPOLoss = scope["FusedDAPOLoss"]
-    assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
-    g = torch.Generator().manual_seed(1)
-    ids = torch.randint(V, (4, 8), generator=g)
-    mask = torch.rand(4, 8, generator=g) > 0.3
-    logprobs = -5 + 0.3 * torch.randn(4, 8, generator=g)
-    logprobs[0, :2] = float("nan")
-    advantages = torch.randn(4, 1, generator=g).expand(4, 8) * mask
     found = []
-    for loss in (
-        ChunkedLossWrapper(
-            ChunkedLossWrapper.Config(
-                num_chunks=2, loss_fn=DAPOLoss.Config(ratio_clip_low=0.2, ratio_clip_high=0.28)
-            )
-        ),
-        FusedDAPOLoss(FusedDAPOLoss.Config()),
-    ):
+    states, ids, options = batch_of_torchtitan(rank=0)
+    for loss in losses_of_torchtitan():
         torch.manual_seed(0)
         head = torch.nn.Linear(32, V, bias=False)
-        hidden = torch.randn(4, 8, 32, requires_grad=True)
+        hidden = states.clone().requires_grad_()
         loss.set_lm_head(head)
-        value, metrics = loss(
-            hidden, ids, 23.0, generator_logprobs=logprobs, advantages=advantages, loss_mask=mask
-        )
+        value, metrics = loss(hidden, ids, 23.0, **options)
         value.backward()
         found.append((value.detach(), metrics["loss/mean"], hidden.grad, head.weight.grad))
     for theirs, mine in zip(*found, strict=True):
         assert relative_error(mine, theirs) < 1e-5
+
+
+def test_torchtitan_under_fsdp2(tmp_path):
+    """Gradients are sums over the ranks, as its trainer has FSDP divide by 1."""
+    pytest.importorskip("spmd_types")
+    file_of("torchtitan", "experiments/rl/losses/dapo.py")
+    ranks = Ranks(tmp_path)
+    for found in ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2"):
+        for theirs, mine in zip(*found, strict=True):
+            assert relative_error(mine, theirs) < 1e-5
+    ranks.close()

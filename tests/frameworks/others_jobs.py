@@ -1,0 +1,71 @@
+"""What the ranks of `test_others.py` run."""
+
+import sys
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from tests.frameworks.test_others import V, file_of, lines_for, run_file
+
+
+class Decoder(torch.nn.Module):
+    """Without its head, as in torchtitan's trainer where a loss has it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(32, 32)
+        self.lm_head = torch.nn.Linear(32, V, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def losses_of_torchtitan():
+    """Its DAPO loss in its wrapper, and the page's."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    path = file_of("torchtitan", "experiments/rl/losses/dapo.py")
+    own = run_file(path, "dapo_of_torchtitan").DAPOLoss.Config
+    scope = {"__name__": "mine"}
+    sys.modules["mine"] = ModuleType("mine")
+    exec(lines_for("torchtitan"), scope)
+    FusedDAPOLoss = scope["FusedDAPOLoss"]
+    assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
+    loss = own(ratio_clip_low=0.2, ratio_clip_high=0.28)
+    return (
+        ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2, loss_fn=loss)),
+        FusedDAPOLoss(FusedDAPOLoss.Config()),
+    )
+
+
+def batch_of_torchtitan(rank):
+    """Hidden states or what a decoder takes, and the arguments of a loss."""
+    g = torch.Generator().manual_seed(1 + rank)
+    ids = torch.randint(V, (4, 8), generator=g)
+    mask = torch.rand(4, 8, generator=g) > 0.3
+    logprobs = -5 + 0.3 * torch.randn(4, 8, generator=g)
+    logprobs[0, :2] = float("nan")
+    advantages = torch.randn(4, 1, generator=g).expand(4, 8) * mask
+    options = {"generator_logprobs": logprobs, "advantages": advantages, "loss_mask": mask}
+    return torch.randn(4, 8, 32, generator=g), ids, options
+
+
+def torchtitan_under_fsdp2():
+    """Values and whole gradients of either loss, of ranks with tokens of their own."""
+    found = []
+    x, ids, options = batch_of_torchtitan(dist.get_rank())
+    for loss in losses_of_torchtitan():
+        model, mesh = Decoder(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (model.layer, model.lm_head, model):
+            fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        loss.set_lm_head(model.lm_head)
+        for _ in range(2):  # steps
+            model.zero_grad()
+            value, _ = loss(model(x), ids, 23.0, **options)
+            value.backward()
+        found.append([value.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    return found
