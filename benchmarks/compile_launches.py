@@ -54,7 +54,7 @@ class KernelLaunch:
     divisible: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
-    fp_fusion: bool
+    fp_fusion: bool | None  # None: left to Triton
 
 
 def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
@@ -67,7 +67,7 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
         grid: Any,
         warmup: bool,
         num_warps: int,
-        enable_fp_fusion: bool = False,
+        enable_fp_fusion: bool | None = None,
         **flags: Any,
     ) -> None:
         params = [p for p in self.params if not p.is_constexpr]

@@ -230,7 +230,7 @@ def report(
     ]
     problems += [
         f"{name}: a launch left to Triton whether products and sums are one instruction"
-        for name in sorted({x.kernel for x in launches if not x.fp_fusion})
+        for name in sorted({x.kernel for x in launches if x.fp_fusion is None})
     ]
     table: dict[tuple[str, str], list[Usage]] = defaultdict(list)
     most_sampled: dict[tuple[str, str], int] = defaultdict(int)

@@ -49,12 +49,13 @@ def device_of(x: Tensor) -> Any:
     return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
 
 
-def build(num_warps: int) -> dict[str, Any]:
-    """How a kernel is built: its warps; products and sums in one instruction.
+def build(num_warps: int, *, fused: bool = True) -> dict[str, Any]:
+    """How a kernel is built: its warps, and whether a product and a sum are one instruction.
 
-    Without the latter, the default from Triton 3.10 on, a sweep takes up to a fifth more of them.
+    If they are not, the default from Triton 3.10 on, a sweep takes up to a fifth more of them. If
+    they are, the last bits of a result depend on what else a variant of the kernel computes.
     """
-    return {"num_warps": num_warps, "enable_fp_fusion": True}
+    return {"num_warps": num_warps, "enable_fp_fusion": fused}
 
 
 def block_of(launch: Launch, V: int) -> dict[str, Any]:

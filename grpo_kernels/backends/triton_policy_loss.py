@@ -204,7 +204,7 @@ def policy_loss(
             HAS_MASK=mask is not None, HAS_OLD=old_logps is not None,
             HAS_KL=beta != 0.0, HAS_KL_RATIO=kl_ratio,
             HAS_SCALE=scale is not None, HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
-            BLOCK_N=launch.block, **build(launch.num_warps),
+            BLOCK_N=launch.block, **build(launch.num_warps, fused=False),
         )  # fmt: skip
     return PolicyLoss(
         partials.sum(), d_logps if grad else None, d_entropy if grad and has_entropy else None

@@ -42,9 +42,9 @@ def column_level(norms: Tensor, allowed: Tensor, copies: int) -> Tensor:
     """
     # Newton's method, from above; between one norm and the next the sum is linear.
     tiny = torch.finfo(norms.dtype).tiny
-    below = norms
+    level = norms.new_full((), torch.inf)
     for _ in range(LEVEL_STEPS + 1):
+        below = norms.masked_fill(norms >= level, 0.0)
         square = (allowed / copies + below.dot(below)).clamp_(min=tiny)
         level = square / below.sum().clamp_(min=tiny)
-        below = norms.masked_fill(norms >= level, 0.0)
     return level

@@ -1,6 +1,7 @@
 """The backend in verl's own forward and engine: log-probs, entropies, gradients; off by default."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from verl.utils.experimental import torch_functional
 from verl.utils.kernel import linear_cross_entropy as kernel
 
 from grpo_kernels import Execution
+from grpo_kernels.integrations import patching
 from grpo_kernels.integrations import verl as ours
 from tests.frameworks.verl_jobs import SIZES, V, model_of
 from tests.helpers.batches import relative_error
@@ -293,6 +295,13 @@ def test_a_head_that_verls_forward_leaves_out_is_refused():
 def test_patched_once():
     assert ours.patch_verl.active()
     with pytest.raises(RuntimeError, match=r"patch_verl: .* patched already"):
+        ours.patch_verl()
+
+
+@pytest.mark.parametrize("installed", ("0.8.1", "0.10.0"))
+def test_other_versions(installed, monkeypatch):
+    monkeypatch.setattr(patching.metadata, "version", lambda _: installed)
+    with pytest.raises(ImportError, match=rf"verl.*0\.9.*{re.escape(installed)}"):
         ours.patch_verl()
 
 

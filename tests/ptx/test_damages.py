@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 
 from grpo_kernels.backends import Entries, LogitTransform, RowGrads, triton_backend
 from grpo_kernels.experimental import triton_column_scores
@@ -78,6 +79,8 @@ def launches(pad=0):
     }  # fmt: skip
 
 
+# Others may guard no store to shared memory, or find a maximum without shuffles.
+WRITTEN_FOR = ("3.7.1", 90)
 # what is wrong: (a launch, a pattern of its PTX, what replaces it, which of its places)
 DAMAGES = {
     "a sum's shuffle has the wrong distance": (
@@ -88,9 +91,9 @@ DAMAGES = {
         "token_stats", r"(@%p\d+) (st\.shared.*\n(?:.*\n){0,3}?\s*)(bar\.sync.*)",
         r"\1 \2\1 bra $L_past;\n\3\n$L_past:", 0),
     "a store to shared memory is 4 bytes off": (
-        "token_stats", r"(st\.shared\.\S+ \[ %r\d+) \+ 0", r"\1 + 4", 0),
+        "token_stats", r"(st\.shared\.\S+\s+\[ ?%r\d+)( \+ 0)?", r"\1 + 4", 0),
     "a load of shared memory is 4 bytes off": (
-        "token_stats", r"(ld\.shared\S+\s+%r\d+, \[global_smem)\]", r"\1+4]", 2),
+        "token_stats", r"(ld\.shared\S+\s+%r\d+, \[(global_smem|%r\d+))\]", r"\1+4]", 2),
     "a store to shared memory is dropped": (
         "token_stats", r"^\s*@?\S* ?st\.shared.*$", "", 0),
     "the guard of a store to shared memory is dropped": (
@@ -105,7 +108,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_damages_are_seen(what, monkeypatch):
+def test_damages_are_seen(what, monkeypatch, request):
     name, pattern, new, at = DAMAGES[what]
     settings, edited = Settings(strict=False), []
 
@@ -122,6 +125,9 @@ def test_damages_are_seen(what, monkeypatch):
     assert not settings.findings
     settings.edit = edit
     same = all(torch.equal(a, b) for a, b in zip(bits(call()), expected, strict=True))
+    compiler = triton.__version__, request.config.getoption("--ptx-arch")
+    if not edited and compiler != WRITTEN_FOR:
+        pytest.skip(f"nothing like it is in the PTX of {compiler}")
     assert edited and (settings.findings or not same)
 
 
