@@ -111,7 +111,9 @@ def compiled(launch: KernelLaunch, arch: str) -> Any:
     attrs = {(i,): [["tt.divisibility", 16]] for i in places}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     target = GPUTarget(chip.backend, chip.chip, chip.warp_size)
-    options = {"num_warps": launch.num_warps, "enable_fp_fusion": launch.fp_fusion}
+    options: dict[str, Any] = {"num_warps": launch.num_warps}
+    if launch.fp_fusion is not None:
+        options["enable_fp_fusion"] = launch.fp_fusion
     return triton.compile(source, target=target, options=options)
 
 

@@ -52,8 +52,8 @@ def device_of(x: Tensor) -> Any:
 def build(num_warps: int, *, fused: bool = True) -> dict[str, Any]:
     """How a kernel is built: its warps, and whether a product and a sum are one instruction.
 
-    If they are not, the default from Triton 3.10 on, a sweep takes up to a fifth more of them. If
-    they are, the last bits of a result depend on what else a variant of the kernel computes.
+    If they are not, the default from Triton 3.10 on, a sweep takes up to a fifth more instructions.
+    If they are, a result's last bits depend on what else a variant of the kernel computes.
     """
     return {"num_warps": num_warps, "enable_fp_fusion": fused}
 

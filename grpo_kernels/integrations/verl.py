@@ -12,6 +12,7 @@ This file depends on these parts of verl 0.9:
   backends that it does not know;
 - `torch_functional.FusedLinearForPPO`, which that forward constructs with the model's backend;
 - `FSDPEngineWithLMHead.forward_step`, whose micro-batch says whether entropies are wanted;
+- `apply_fsdp2`, in which an untied head is a unit of its own;
 - `HFModelConfig`, which knows the backend, and `linear_cross_entropy`, for Megatron, where verl has
   one fused head and no choice.
 """
@@ -20,15 +21,19 @@ from __future__ import annotations
 
 import sys
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from ..config import check_choice
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
-from ..hf_head import full_tensor, head_of
+from ..hf_head import head_of
 from ..linear_logprobs import linear_logprobs
 from .patching import Patch, check_version, is_ours
 from .reused import Reused
@@ -67,6 +72,7 @@ class patch_verl(Patch):
 
         Reused(execution=execution)  # refuses now what would be later
         self._engines: Patch | None = None
+        self._hooks = list[RemovableHandle]()
         own_forward = monkey_patch.patch_forward_with_backends
         own_kernel, own_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
         chosen, told = list[bool](), list[bool]()
@@ -80,6 +86,10 @@ class patch_verl(Patch):
             own_forward(model, use_fused_kernels, "torch" if ours else fused_kernels_backend)
             if ours:
                 model._verl_fused_kernels_backend = NAME
+                self._hooks += [
+                    model.base_model.register_forward_hook(partial(_gather_head, model)),
+                    model.register_forward_hook(partial(_let_go_of_head, model)),
+                ]
                 self._watch_engine()
                 print(f"Using {NAME} for the fused head of {type(model).__name__}")
 
@@ -122,6 +132,8 @@ class patch_verl(Patch):
         """Puts back what was there; a second call does nothing."""
         if self._engines is not None:
             self._engines.undo()
+        for hook in self._hooks:
+            hook.remove()
         super().undo()
 
     def _watch_engine(self) -> None:
@@ -135,7 +147,7 @@ class patch_verl(Patch):
             from verl.utils.tensordict_utils import get_non_tensor_data
 
             if self not in checked:
-                _check_adapters(self.module)
+                _check_engine(self.module, getattr(self, "model_config", None))
                 checked.add(self)
             wanted = get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
             before = _ENTROPY.set(bool(wanted))
@@ -175,35 +187,37 @@ def _check_targets_of_lora(config: Any) -> None:
         raise ValueError(f"target_modules: {_NO_LORA}; got {targets!r}")
 
 
-def _check_adapters(model: Any) -> None:
-    """Refuses a LoRA on the head that came from a checkpoint, where the head is this library's."""
+def _check_engine(model: Any, config: Any) -> None:
+    """Refuses, where the head is this library's, what is known when the model has been wrapped."""
     if not any(getattr(x, "_verl_fused_kernels_backend", None) == NAME for x in model.modules()):
         return
     for name, module in model.named_modules():
-        if name.endswith("lm_head") and getattr(module, "lora_A", None):
+        if not name.endswith("lm_head"):
+            continue
+        if getattr(module, "lora_A", None):
             raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")
-
-
-def _rows_of(weight: Tensor, hidden: Tensor) -> tuple[Tensor, VocabRanks | None]:
-    """This rank's rows of a head that FSDP2 has sharded; else the whole weight.
-
-    A head that is not tied is a unit of its own in verl's FSDP2, and verl's forward, which takes
-    its weight without a call of the module, does not have it gathered. Forwards that gather it by
-    `full_tensor` (Qwen3-VL's, Qwen3.5's) leave each rank its own tokens' gradient.
-    """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(weight, DTensor):
-        if weight.grad_fn is not None and weight.grad_fn.name() == "_ToTorchTensorBackward":
+        if isinstance(module, FSDPModule) and getattr(config, "enable_activation_offload", False):
             raise ValueError(
-                "strategy: expected fsdp, as verl's forward of this model gathers lm_head under "
-                "fsdp2 in a way that leaves out the other ranks' part of its gradient; got fsdp2"
+                "enable_activation_offload: expected False under fsdp2 with an untied head, as "
+                "verl waits for a call of lm_head, and its fused forward makes none; got True"
             )
-        return weight, None
-    if weight.device_mesh.ndim != 1:  # by `fsdp_size` some ranks hold the same rows
-        return full_tensor(weight).to(hidden.device, hidden.dtype), None
-    rows = weight.to_local().to(hidden.device, hidden.dtype)
-    return rows, VocabRanks(weight.device_mesh.get_group(), hidden="data")
+
+
+def _gather_head(model: Any, *_: Any) -> None:
+    """Has FSDP2 gather a head that is a unit of its own, as verl's forward does not call it.
+
+    The end of the backward reduces its gradient and shards it again.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        head.unshard()
+
+
+def _let_go_of_head(model: Any, *_: Any) -> None:
+    """Shards the head after a forward that no backward follows."""
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule) and not torch.is_grad_enabled():
+        head.reshard()
 
 
 def _fused_linear(own: type, execution: Execution) -> type:
@@ -223,8 +237,7 @@ def _fused_linear(own: type, execution: Execution) -> type:
         ) -> tuple[Tensor, Tensor | None]:
             if self.impl_backend != NAME:
                 return super().forward(hidden_states, vocab_weights, input_ids, temperature)
-            weight, ranks = _rows_of(vocab_weights, hidden_states)
-            head = LMHead(weight, temperature=temperature, ranks=ranks)
+            head = LMHead(vocab_weights, temperature=temperature)
             out = linear_logprobs(
                 hidden_states, head, input_ids.long(), entropy=_ENTROPY.get(), execution=execution
             )

@@ -16,11 +16,11 @@ class Decoder(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = torch.nn.Linear(32, 32)
+        self.layer, self.norm = torch.nn.Linear(32, 32), torch.nn.RMSNorm(32)
         self.lm_head = torch.nn.Linear(32, V, bias=False)
 
     def forward(self, x):
-        return self.layer(x)
+        return self.norm(self.layer(x))
 
 
 def losses_of_torchtitan():
@@ -34,7 +34,7 @@ def losses_of_torchtitan():
     exec(lines_for("torchtitan"), scope)
     FusedDAPOLoss = scope["FusedDAPOLoss"]
     assert issubclass(FusedDAPOLoss, ChunkedLossWrapper)
-    loss = own(ratio_clip_low=0.2, ratio_clip_high=0.28)
+    loss = own()
     return (
         ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2, loss_fn=loss)),
         FusedDAPOLoss(FusedDAPOLoss.Config()),
@@ -59,13 +59,19 @@ def torchtitan_under_fsdp2():
     x, ids, options = batch_of_torchtitan(dist.get_rank())
     for loss in losses_of_torchtitan():
         model, mesh = Decoder(), dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for module in (model.layer, model.lm_head, model):
-            fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        for unit in (model.layer, [model.norm, model.lm_head], model):
+            wrapped = fully_shard(unit, mesh=mesh)
+            for module in wrapped if isinstance(unit, list) else [wrapped]:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         loss.set_lm_head(model.lm_head)
-        for _ in range(2):  # steps
-            model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
             value, _ = loss(model(x), ids, 23.0, **options)
             value.backward()
+            with torch.no_grad():  # leaves no weights behind that the update would miss
+                loss(model(x), ids, 23.0, **options)
+            optimizer.step()
         found.append([value.detach(), *(p.grad.full_tensor() for p in model.parameters())])
     return found

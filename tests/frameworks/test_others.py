@@ -176,7 +176,8 @@ def test_torchtitan_under_fsdp2(tmp_path):
     pytest.importorskip("spmd_types")
     file_of("torchtitan", "experiments/rl/losses/dapo.py")
     ranks = Ranks(tmp_path)
-    for found in ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2"):
+    every = ranks("tests.frameworks.others_jobs:torchtitan_under_fsdp2")
+    ranks.close()
+    for found in every:
         for theirs, mine in zip(*found, strict=True):
             assert relative_error(mine, theirs) < 1e-5
-    ranks.close()

@@ -1,15 +1,22 @@
 """What the ranks of `test_verl.py` run."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from verl.models.transformers import monkey_patch
 from verl.utils import fsdp_utils
-from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+from grpo_kernels.integrations.verl import _check_engine
 
 V, TOKENS = 301, (7, 12)
 SIZES = dict(
@@ -22,6 +29,19 @@ def model_of(tied=False, dtype=torch.float32):
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=V, tie_word_embeddings=tied, initializer_range=0.3, **SIZES)
     return Qwen2ForCausalLM(config).to(dtype)
+
+
+def qwen3_vl():
+    """Its head is not tied; verl's forward gathers it, and leaves each rank its own gradient."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text = {"vocab_size": V, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = Qwen3VLConfig(
+        text_config={**text, **SIZES}, image_token_id=V - 1, video_token_id=V - 2,
+        vision_config={**vision, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    )  # fmt: skip
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def sharded(model, strategy, mesh, dtype):
@@ -38,54 +58,76 @@ def sharded(model, strategy, mesh, dtype):
     )  # fmt: skip
 
 
-def under_fsdp(strategy, backend, tied, dtype=torch.float32, shape=(2,)):
+def under_fsdp(strategy, backend, kind, dtype=torch.float32, shape=(2,)):
     """Log-probs and entropies of this rank's tokens, and the gradients that all have then.
 
-    `strategy` None is every rank with the whole model, and the mean of their gradients.
+    Of the second of two updates by two micro-batches each, of which FSDP2 reduces the last alone,
+    as verl's engine has it. `strategy` None is every rank with the whole model, and the mean of
+    their gradients.
     """
-    rank, world, model = dist.get_rank(), dist.get_world_size(), model_of(tied)
-    own = Qwen2ForCausalLM.forward
+    rank, world, whole = dist.get_rank(), dist.get_world_size(), nullcontext()
+    model = qwen3_vl() if kind == "qwen3_vl" else model_of(kind == "tied")
+    patched, own = type(model), type(model).forward
+    monkey_patch.patch_forward_with_backends(model, True, backend)
     try:
-        monkey_patch.patch_forward_with_backends(model, True, backend)
-        if strategy is None:
-            wrapped, whole = model.to(dtype), nullcontext()
-        else:
-            names = ("ddp", "fsdp")[-len(shape) :]
-            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            wrapped, whole = sharded(model, strategy, mesh, dtype), nullcontext()
-        ids = torch.randint(V, (1, TOKENS[rank % 2]), generator=torch.Generator().manual_seed(rank))
-        out = wrapped(input_ids=ids, use_cache=False, return_dict=True, temperature=0.7)
-    finally:
-        Qwen2ForCausalLM.forward = own
-    weights = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(9 + rank))
-    ((out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()).backward()
-    if strategy == "fsdp":
-        whole = FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True)
-    gradients = {}
-    with whole:
-        for name, parameter in wrapped.named_parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor):
-                grad = grad.full_tensor()
-            grad = grad.double()
+        if strategy is not None:
+            mesh = dist.init_device_mesh(
+                "cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]
+            )
+            model = sharded(model, strategy, mesh, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in range(2):
+                if strategy == "fsdp2":
+                    model.set_requires_gradient_sync(part == 1)
+                g = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+                ids = torch.randint(V - 2, (1, TOKENS[rank] + part), generator=g)
+                weights = torch.randn(2, *ids.shape, generator=g)
+                given = {"input_ids": ids, "use_cache": False, "temperature": 0.7}
+                if kind == "qwen3_vl":
+                    given["position_ids"] = torch.arange(ids.shape[1]).expand(4, 1, -1)
+                out = model(**given, return_dict=True)
+                loss = (out.log_probs * weights[0]).sum() + (out.entropy.float() * weights[1]).sum()
+                (loss / 10).backward()
             if strategy is None:
-                dist.all_reduce(grad)
-                grad /= world
-            gradients[name.replace("_fsdp_wrapped_module.", "")] = grad
+                for parameter in trained(model).values():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= world
+            if step == 0:
+                if strategy == "fsdp2":  # leaves no weights behind that the update would miss
+                    with torch.no_grad():
+                        model(**given, return_dict=True)
+                optimizer.step()
+    finally:
+        patched.forward = own
+    if strategy == "fsdp":
+        whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with whole:
+        gradients = {
+            name.replace("_fsdp_wrapped_module.", ""): whole_gradient(parameter).double()
+            for name, parameter in trained(model).items()
+        }
     return out.log_probs.detach(), out.entropy.detach(), gradients
 
 
-def gathered(requires_grad):
-    """A weight as verl's forward of Qwen3-VL hands it on, and how far a gradient of it is off."""
-    mesh = dist.init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    weight = distribute_tensor(torch.randn(V, 8), mesh, (Shard(0),)).requires_grad_(requires_grad)
-    whole, rank = weight.full_tensor(), dist.get_rank()
-    head = FusedLinearForPPO(impl_backend="grpo_kernels")
-    logps, _ = head(torch.ones(1, 5, 8), whole.detach(), torch.full((1, 5), 7), 1.0)
-    if requires_grad:
-        (whole.sum() * (rank + 1)).backward()
-        assert weight.grad is not None
-        assert (weight.grad.to_local() == rank + 1).all()  # the mean is 1.5
-    head(torch.ones(1, 5, 8), whole, torch.full((1, 5), 7), 1.0)
-    return logps
+def trained(model):
+    """Without what is for pixels, of which there are none."""
+    return {k: x for k, x in model.named_parameters() if "visual" not in k}
+
+
+def whole_gradient(parameter):
+    grad = parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+def offloaded(tied):
+    """The check of a model whose activations are to be offloaded."""
+    model, own = model_of(tied), Qwen2ForCausalLM.forward
+    try:
+        monkey_patch.patch_forward_with_backends(model, True, "grpo_kernels")
+    finally:
+        Qwen2ForCausalLM.forward = own
+    sharded(model, "fsdp2", dist.init_device_mesh("cpu", (2,)), torch.float32)
+    for on in (False, True):
+        _check_engine(model, SimpleNamespace(enable_activation_offload=on))
