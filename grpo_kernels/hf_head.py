@@ -245,6 +245,25 @@ def register_with_zero3(module: nn.Module, weight: Tensor) -> None:
         deepspeed.zero.register_external_parameter(module, weight)
 
 
+def gather_head(model: Any) -> None:
+    """Has FSDP2 gather an output layer that is a unit of its own, for a call that does not run it.
+
+    The end of the backward reduces its gradient, as that of other units, and shards it again.
+    Without a backward, `let_go_of_head` does.
+    """
+    layer = base_model(model).get_output_embeddings()
+    # What is no part of a wrapped module has no end of a backward.
+    if hasattr(layer, "unshard") and layer._get_fsdp_state()._is_root is False:
+        layer.unshard()
+
+
+def let_go_of_head(model: Any) -> None:
+    """Shards what `gather_head` has gathered, after a forward that no backward follows."""
+    layer = base_model(model).get_output_embeddings()
+    if hasattr(layer, "reshard") and not torch.is_grad_enabled():
+        layer.reshard()
+
+
 def full_tensor(parameter: Any) -> Any:
     """Returns FSDP2's parameter gathered from all ranks; any other value as it is.
 

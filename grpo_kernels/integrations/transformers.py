@@ -34,9 +34,11 @@ from ..head import LMHead, Support
 from ..hf_head import (
     base_model,
     check_logits,
+    gather_head,
     head_of,
     is_prompt_learning,
     is_sharded,
+    let_go_of_head,
     register_with_zero3,
 )
 from ..linear_logprobs import linear_logprobs
@@ -288,6 +290,7 @@ def _fused_forward(
     labels = _Labels.pop_from(kwargs)
     _check_whole_sequences(kwargs)
     outputs = model.base_model(use_cache=False, **kwargs)
+    gather_head(model)
     head = head_of(model)
     for weight in (head.weight, *(adapter.lora_b for adapter in head.adapters)):
         register_with_zero3(model, weight)
@@ -308,6 +311,7 @@ def _fused_forward(
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
+    let_go_of_head(model)
     return out
 
 

@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import sys
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from ..config import check_choice
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
-from ..hf_head import head_of
+from ..hf_head import gather_head, head_of, let_go_of_head
 from ..linear_logprobs import linear_logprobs
 from .patching import Patch, check_version, is_ours
 from .reused import Reused
@@ -86,9 +83,10 @@ class patch_verl(Patch):
             own_forward(model, use_fused_kernels, "torch" if ours else fused_kernels_backend)
             if ours:
                 model._verl_fused_kernels_backend = NAME
+                # A head that FSDP2 has sharded by itself is not called by verl's forward.
                 self._hooks += [
-                    model.base_model.register_forward_hook(partial(_gather_head, model)),
-                    model.register_forward_hook(partial(_let_go_of_head, model)),
+                    model.base_model.register_forward_hook(lambda *_: gather_head(model)),
+                    model.register_forward_hook(lambda *_: let_go_of_head(model)),
                 ]
                 self._watch_engine()
                 print(f"Using {NAME} for the fused head of {type(model).__name__}")
@@ -196,28 +194,11 @@ def _check_engine(model: Any, config: Any) -> None:
             continue
         if getattr(module, "lora_A", None):
             raise ValueError(f"lora_adapter_path: {_NO_LORA}; got one")
-        if isinstance(module, FSDPModule) and getattr(config, "enable_activation_offload", False):
+        if hasattr(module, "unshard") and getattr(config, "enable_activation_offload", False):
             raise ValueError(
                 "enable_activation_offload: expected False under fsdp2 with an untied head, as "
                 "verl waits for a call of lm_head, and its fused forward makes none; got True"
             )
-
-
-def _gather_head(model: Any, *_: Any) -> None:
-    """Has FSDP2 gather a head that is a unit of its own, as verl's forward does not call it.
-
-    The end of the backward reduces its gradient and shards it again.
-    """
-    head = model.get_output_embeddings()
-    if isinstance(head, FSDPModule):
-        head.unshard()
-
-
-def _let_go_of_head(model: Any, *_: Any) -> None:
-    """Shards the head after a forward that no backward follows."""
-    head = model.get_output_embeddings()
-    if isinstance(head, FSDPModule) and not torch.is_grad_enabled():
-        head.reshard()
 
 
 def _fused_linear(own: type, execution: Execution) -> type:

@@ -42,8 +42,12 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
         assert rounded.dtype == torch.bfloat16 and given["old_logps"].dtype == torch.float32
     # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
     objective = Objective(**given, num_items=scored(labels) / WORLD)
-    wrapper(**inputs, fused_head=objective)
-    objective.output.loss.backward()
+    for last in (False, True) if "in parts" in kind else (True,):
+        # As accelerate accumulates gradients: of the last part alone they are reduced.
+        if kind.startswith("fsdp2"):
+            wrapper.set_requires_gradient_sync(last)
+        wrapper(**inputs, fused_head=objective)
+        (objective.output.loss / (2 if "in parts" in kind else 1)).backward()
     if "mixed" in kind:
         assert abs(objective.output.metrics["ratio_max"] - 1) < 1e-5
     gradients = {}
@@ -51,6 +55,10 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
         if parameter.grad is not None:
             grad = parameter.grad
             gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    if "apart" in kind:
+        with torch.no_grad():
+            wrapper(**inputs, fused_head=True)
+        assert hasattr(inner.get_output_embeddings().weight, "full_tensor"), "still gathered"
     return gradients
 
 
