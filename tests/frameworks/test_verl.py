@@ -314,11 +314,17 @@ import verl
 from grpo_kernels.integrations.verl import patch_verl
 from verl.models.transformers import monkey_patch as m
 from verl.utils.experimental.torch_functional import FusedLinearForPPO as F
-print(patch_verl.active(), m.patch_forward_with_backends.__module__, F.__module__)
+found = patch_verl.active(), m.patch_forward_with_backends.__module__, F.__module__
 if not patch_verl.active():
+    from tests.frameworks.verl_jobs import model_of
+    model = model_of()
     with patch_verl():
         assert patch_verl.active()
+        m.patch_forward_with_backends(model, True, "grpo_kernels")
+        assert model._forward_hooks and model.base_model._forward_hooks
     assert not patch_verl.active() and m.patch_forward_with_backends.__module__ == m.__name__
+    assert not model._forward_hooks and not model.base_model._forward_hooks
+print(*found)
 """
 
 
