@@ -265,10 +265,10 @@ def let_go_of_head(model: Any) -> None:
 
 
 def full_tensor(parameter: Any) -> Any:
-    """Returns FSDP2's parameter gathered from all ranks; any other value as it is.
+    """Returns a DTensor gathered from all ranks; any other value as it is.
 
-    FSDP2 shows a parameter that it has not gathered as this rank's shard. The gradient of the
-    gathered one is averaged over ranks, as FSDP2 averages its own.
+    So a head comes that is sharded without being part of a wrapped module, for which `gather_head`
+    does nothing. The gradient is averaged over ranks, as FSDP2 averages its own.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter

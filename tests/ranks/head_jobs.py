@@ -19,12 +19,20 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     model, inputs, labels, given = case(kind)
     half = slice(2 * rank, 2 * rank + 2)
+    inner = model.get_base_model() if "lora" in kind else model
     if kind.startswith("ddp"):
         wrapper = torch.nn.parallel.DistributedDataParallel(model)
+    elif "alone" in kind:  # of no wrapped module, as in tensor parallelism
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh, wrapper, head = dist.init_device_mesh("cpu", (WORLD,)), model, inner.lm_head
+        for name, whole in list(head.named_parameters()):
+            shard = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+            owner = head.get_submodule(name.rpartition(".")[0])
+            owner.weight = torch.nn.Parameter(shard, requires_grad=whole.requires_grad)
     else:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        inner = model.get_base_model() if "lora" in kind else model
         options = {"mesh": dist.init_device_mesh("cpu", (WORLD,))}
         if "mixed" in kind:  # as accelerate makes it
             options["mp_policy"] = MixedPrecisionPolicy(
@@ -54,6 +62,8 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad
+            if "alone" in kind and not hasattr(grad, "full_tensor"):
+                dist.all_reduce(grad.div_(WORLD))
             gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
     if "apart" in kind:
         with torch.no_grad():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 KINDS = (
     "ddp", "ddp, lora, checkpointed", "fsdp2", "fsdp2, checkpointed", "fsdp2, head apart",
     "fsdp2, lora", "fsdp2, lora, head apart", "fsdp2, mixed", "fsdp2, mixed, head apart, in parts",
-    "fsdp2, lora, mixed, head apart, in parts",
+    "fsdp2, lora, mixed, head apart, in parts", "head alone", "lora, head alone",
 )  # fmt: skip
 
 
