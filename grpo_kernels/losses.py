@@ -42,11 +42,17 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
     return field(default=default, metadata={"expected": expected, "flat": flat})
 
 
+def _place(cls: type, name: str) -> int:
+    """How far up a class has its own of this name, 0: in itself."""
+    return next(i for i, its in enumerate(cls.__mro__) if name in vars(its))
+
+
 class Loss:
     """A loss of each token, before corrections, KL and aggregation.
 
     A subclass has `per_token` and whatever else is not as here; with options it is a frozen
-    dataclass.
+    dataclass. One that overrides `per_token`, `log_ratio` or `clipped` says `token_local`,
+    `gradient_needs_advantage` and `kernel` of its own formula again: they are not inherited.
 
     Attributes:
         aggregation: the average over the tokens' losses where the config names none.
@@ -82,9 +88,11 @@ class Loss:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A kernel has the formula it was written for, and not that of a subclass.
-        if vars(cls).keys() & {"per_token", "log_ratio"} and "kernel" not in vars(cls):
-            cls.kernel = Loss.kernel  # type: ignore[method-assign]
+        # What a class says of its formula is not said of another one, of a subclass or a mixin.
+        formula = min(_place(cls, name) for name in ("per_token", "log_ratio", "clipped"))
+        for name in ("kernel", "token_local", "gradient_needs_advantage"):
+            if _place(cls, name) > formula:
+                setattr(cls, name, getattr(Loss, name))
 
     @property
     def needs_sequences(self) -> bool:
@@ -331,6 +339,9 @@ class DppoTV(Loss):
 @dataclass(frozen=True, kw_only=True)
 class DppoKL(DppoTV):
     """As `DppoTV`, where far is a binary KL: of the token and the rest, old to new, in nats."""
+
+    token_local = True
+    gradient_needs_advantage = True
 
     def clipped(self, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
         logps = tokens.logps.detach()

@@ -205,9 +205,10 @@ def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: T
     """`kl_terms` with `d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)`, KL + KL' as one.
 
     In k3's KL + KL' the terms e^d cancel, and what is left is -d: at d = 12 the product rule has
-    lost four digits. The second term is 0 where the ratio is the token's own.
+    lost four digits. The second term is 0 where the ratio is the token's own. A loss with a ratio
+    of its own has the product rule.
     """
-    if not config.use_bias_correction_kl:
+    if not config.use_bias_correction_kl or type(config.loss).log_ratio is not Loss.log_ratio:
         return kl_terms(config, tokens, log_ratio)
     assert tokens.ref_logps is not None
     d = (tokens.ref_logps - tokens.logps).detach().requires_grad_()
@@ -218,12 +219,12 @@ def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: T
     total = kl + slope
     if config.kl_estimator == "k3":
         total = torch.where(slope == 0, kl, -d)  # without a slope: clamped
-    own = tokens.logps - tokens.logps.detach()
+    own, bounded = tokens.logps - tokens.logps.detach(), log_ratio >= MAX_LOG_RATIO
+    # Beyond its bound a ratio is a constant.
     if config.ratio_level == "token" or config.loss.token_gradient:
-        # Beyond its bound a ratio is a constant.
-        return ratio * (kl + torch.where(log_ratio < MAX_LOG_RATIO, total, slope) * own)
-    moved = log_ratio - log_ratio.detach()
-    return ratio * (kl + total * moved + slope * (own - tokens.sequence_mean(own)))
+        return ratio * (kl + torch.where(bounded, slope, total) * own)
+    moved, others = log_ratio - log_ratio.detach(), tokens.sequence_mean(own)
+    return ratio * (kl + total * moved + slope * (own - torch.where(bounded, 0.0, others)))
 
 
 def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:

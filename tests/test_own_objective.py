@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
-from grpo_kernels.losses import Clip, Loss
+from grpo_kernels.losses import LOSS_TYPES, Clip, Loss
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
@@ -121,6 +121,67 @@ def test_a_trainer_trains_what_the_loss_trains(tiny_model, tmp_path):
     whole, kept, lost = (x - before for x in weights)
     assert whole.norm() > 0 and relative_error(kept, whole) < 1e-4
     assert relative_error(lost, whole) > 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRatio(Clip):
+    """A ratio that moves half as far, and within bounds."""
+
+    def log_ratio(self, tokens):
+        return (0.5 * super().log_ratio(tokens)).clamp(-0.3, 0.3)
+
+
+class Pulled:
+    """A mixin with a formula, in which advantage 0 has a gradient."""
+
+    def per_token(self, tokens):
+        return super().per_token(tokens) + 0.1 * tokens.log_ratio.square()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Pulled, Clip):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheCall(Clip):
+    """Looks at all tokens of the call."""
+
+    def per_token(self, tokens):
+        return super().per_token(tokens) * tokens.log_ratio.exp().mean()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("beta", (0.0, 0.2))
+@pytest.mark.parametrize("level", ("token", "sequence"))
+@pytest.mark.parametrize("own", (OwnRatio, Mixed, OfTheCall))
+def test_a_subclass_has_its_own_formula(own, level, beta, backend):
+    """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
+    batch = make_batch(B=6, T=11)
+    cfg = GRPOLossConfig(loss_type=own(ratio_level=level), beta=beta, use_bias_correction_kl=True)
+    options = {"config": cfg, "old_logps": True, "ref_logps": True, "backend": backend}
+    actual = expect_equal(batch, options, chunk_bytes=4 * len(batch.weight) * 5)
+    of_parent = replace(cfg, loss_type=Clip(ratio_level=level))
+    expected = run_fused(batch, exact=True, **{**options, "config": of_parent})
+    assert relative_error(actual.gradients["hidden"], expected.gradients["hidden"]) > 1e-3
+
+
+def test_what_a_class_says_of_its_formula_is_of_no_other():
+    for own in (OwnRatio, Mixed, OfTheCall):
+        assert not own().token_local and not own().gradient_needs_advantage
+        assert own().kernel() is None and Clip().kernel() is not None
+
+    class Restated(Pulled, Clip):
+        token_local = True
+
+    class Named(Clip):
+        aggregation = "bnpo"
+
+    assert Restated().token_local and not Restated().gradient_needs_advantage
+    assert Named().token_local and Named().kernel() == Clip().kernel()
+    for name in LOSS_TYPES:
+        cfg = config(loss_type=name)
+        assert cfg.one_pass == (name not in ("gspo", "gspo_token", "gmpo", "vespo")), name
 
 
 def test_a_callable_that_says_what_it_is_equals_the_class():
