@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, check_tensor
+from .checks import FLOATS, INTEGERS, check_tensor, saveable
 from .config import check_choice, check_number
 from .tokens import bounded_exp
 
@@ -69,7 +69,7 @@ def topk_kl(
     if not 0 < beta < 1:
         raise ValueError(f"beta: expected a number in (0, 1); got {beta}")
     dtype = torch.promote_types(torch.float32, logps.dtype)
-    s, t = logps.to(dtype), teacher_logps.detach().to(dtype)
+    s, t = logps.to(dtype), saveable(teacher_logps.detach()).to(dtype)
     if offsets is None:
         if logps.ndim < 2:
             raise ValueError(
@@ -82,7 +82,7 @@ def topk_kl(
             f"logps: expected shape [E], of the support's entries; got {list(logps.shape)}"
         )
     check_tensor("offsets", offsets, dtypes=INTEGERS[:2], device=logps.device)
-    offsets = offsets.long()
+    offsets = saveable(offsets).long()
     tokens = _tokens_of(offsets, len(s))
     s, t = (_renormalised(x, tokens, offsets) for x in (s, t))
     return _sums(_divergence(s, t, direction, beta), offsets)
@@ -178,6 +178,13 @@ def _weight(log_ratio: Tensor, advantages: Tensor, kind: str, low: float, high: 
 
 def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
     """The share of each outcome in the divergence, from log-probs."""
+    # An outcome that both rule out has no part: of -inf and -inf autograd would make NaN.
+    none = (s == -torch.inf) & (t == -torch.inf)
+    s, t = s.masked_fill(none, 0.0), t.masked_fill(none, 0.0)
+    return _shares(s, t, direction, beta).masked_fill(none, 0.0)
+
+
+def _shares(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
     if direction == "forward":
         return _times_log(t, t - s)
     if direction == "reverse":
@@ -193,10 +200,12 @@ def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """The log of 1 - sum of the probabilities `[..., K]`, of at least an ulp of 1."""
-    least = torch.finfo(log_p.dtype).eps
-    rest = 1 - log_p.exp().sum(-1)
-    return rest.clamp(min=least).log()
+    """The log of 1 - sum of the probabilities `[..., K]`; of an ulp of 1 where none is left."""
+    # Of the likeliest, 1 - p by expm1: as a difference a confident model's has no digits.
+    place = log_p.argmax(-1, keepdim=True)
+    others = log_p.exp().scatter(-1, place, 0.0).sum(-1)
+    rest = -log_p.gather(-1, place).squeeze(-1).expm1() - others
+    return torch.where(rest > 0, rest, torch.finfo(log_p.dtype).eps).log()
 
 
 def _tokens_of(offsets: Tensor, count: int) -> Tensor:

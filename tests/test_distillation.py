@@ -1,5 +1,7 @@
 """Divergences over some ids per token, and centred scores, against dense formulas in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -97,6 +99,48 @@ def test_ids_of_the_whole_softmax_have_a_tail(direction):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ("targets", "support"))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ids_that_both_ban_have_no_part(direction, form):
+    """As if they were not among the ids, in value and gradient; also through the head."""
+    g = torch.Generator().manual_seed(4)
+    s, t = torch.randn(2, 3, 5, generator=g, dtype=torch.float64).log_softmax(-1) - 0.5
+    banned = torch.tensor([False, True, False, True, False])
+
+    def of(s, t):
+        s = s.detach().requires_grad_()
+        count, given = s.shape[1], (s, t)
+        if form == "support":
+            given = s.flatten(), t.flatten(), torch.arange(0, 3 * count + 1, count)
+        found = topk_kl(*given, direction=direction, beta=0.3)
+        (found * torch.arange(1, 4)).sum().backward()
+        return found.detach(), s.grad
+
+    value, gradient = of(*(x.masked_fill(banned, -torch.inf) for x in (s, t)))
+    expected, of_others = of(s[:, ~banned], t[:, ~banned])
+    torch.testing.assert_close(value, expected)
+    assert of_others.norm() > 0.1 and not gradient[:, banned].any()
+    torch.testing.assert_close(gradient[:, ~banned], of_others)
+
+
+@pytest.mark.parametrize("rest", (1e-2, 1e-5, 1e-7, 1e-9))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_tail_of_a_confident_model(direction, rest):
+    """1 - p of the likeliest id has its digits, however near p is to 1."""
+    z = torch.zeros(2, 50, dtype=torch.float64)
+    z[:, 0] = math.log((1 - rest) / rest * 49)
+    z[1] = z[1].roll(2)
+    z.requires_grad_()
+    teacher = torch.linspace(3, 0, 50, dtype=torch.float64).log_softmax(-1).expand(2, -1)
+    s, t = z.log_softmax(-1), teacher
+    whole = [torch.cat([x[:, :3], x[:, 3:].logsumexp(1, keepdim=True)], 1) for x in (s, t)]
+    expected = divergence(*whole, direction, 0.3)
+    found = topk_kl(s[:, :3].float(), t[:, :3].float(), direction=direction, beta=0.3)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    mine, truth = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (found, expected))
+    assert truth.norm() > 0 and relative_error(mine, truth) < 1e-3
+
+
 @pytest.mark.parametrize("tail", ("of policy", "none"))
 @pytest.mark.parametrize("weight", CENTERING_WEIGHTS)
 def test_the_mean_score_is_zero(weight, tail):
@@ -174,6 +218,10 @@ WRONG_TARGETS = {
     "sum_sq": (
         {"targets": torch.zeros(4, dtype=torch.long), "support": FOUR, "sum_sq": True},
         "sum_sq: expected False with a support",
+    ),
+    "entries": (
+        {"targets": torch.full((4,), 999), "support": FOUR, "entries": True},
+        "targets: expected None with entries=True",
     ),
     "no support": ({"targets": None, "entries": True}, "support: expected the sets of all tokens"),
     "no set": (
