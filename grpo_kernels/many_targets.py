@@ -25,18 +25,19 @@ _PAIRS = 1 << 22
 class ManyTargets(Dense):
     """Rows `[C, V]` with K targets each; `call.targets` is `[N, K]`, a log-prob `[C, K]`."""
 
-    ids: Tensor  # of the targets of the rows in flight, [C, K]
+    ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 of those that are elsewhere
 
     def _take(self, rows: Chunk) -> None:
         super()._take(rows)
         self.ids = self.targets
         # The first of them is the one that kernels know of.
         self.targets = self.ids[:, 0].contiguous()
+        self.places = self.ids.clamp(min=0)
         self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
     def logits(self, part: slice) -> Tensor:
         found = super().logits(part)
-        self.picked[part] = found.gather(1, self.ids[part]).float()
+        self.picked[part] = found.gather(1, self.places[part]).float()
         return found
 
     def merge(self, stats: TokenStats) -> TokenStats:
@@ -63,14 +64,10 @@ class ManyTargets(Dense):
         assert d_logps is not None
         # As of one target with all of the gradient, but for what belongs to others.
         of_all = RowGrads.of(_columns(stats), d_logps.sum(1, keepdim=True), *columns)
-        d = of_all.at_target - _of_others(self.known(part), d_logps)
+        d = of_all.at_target - _of_others(self.ids[part], d_logps)
         transform = self.transform.at(part)
-        slope = transform.slope(stats.logps + stats.logsumexp[:, None])
+        slope = transform.slope(self.picked[part])
         self.set_targets(part, out, (d * slope).to(out.dtype))
-
-    def known(self, part: slice) -> Tensor:
-        """Ids of the targets, to tell apart which of them are the same."""
-        return self.ids[part]
 
     def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""

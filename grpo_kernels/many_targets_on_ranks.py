@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .many_targets import ManyTargets
-from .row_plan import Chunk
 from .vocab_parallel import VocabParallel
 
 
@@ -16,23 +15,16 @@ class ManyOnRanks(ManyTargets, VocabParallel):
     Raw logits of the targets are added up over the ranks, 4 bytes each.
     """
 
-    def _take(self, rows: Chunk) -> None:
-        super()._take(rows)
-        self.all_here, self.here = self.here, self.here[:, 0]
-
     def whole(self, picked: Tensor) -> Tensor:
-        total, work = self.shard.sum(torch.where(self.all_here, picked, 0.0), None)
+        total, work = self.shard.sum(torch.where(self.ids < 0, 0.0, picked), None)
         work.wait()
         return total
 
-    def known(self, part: slice) -> Tensor:
-        # Those elsewhere are none of those that are here.
-        return torch.where(self.all_here[part], self.ids[part], -1)
-
     def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
-        # The first column stands for targets elsewhere: its own entry goes there again.
-        ids, here = self.ids[part], self.all_here[part]
-        of_first = here & (ids == 0)
-        first = torch.where(of_first, d, 0.0).sum(1) / of_first.sum(1).clamp(min=1)
-        first = torch.where(of_first.any(1), first.to(d.dtype), out[:, 0])
-        super().set_targets(part, out, torch.where(here, d, first[:, None]))
+        # For those elsewhere an entry that is here is set once more, to what it is.
+        ids = self.ids[part]
+        first = (ids >= 0).int().argmax(1, keepdim=True)
+        place = ids.gather(1, first)
+        value = torch.where(place < 0, out[:, :1], d.gather(1, first))
+        place = place.clamp(min=0)
+        out.scatter_(1, torch.where(ids < 0, place, ids), torch.where(ids < 0, value, d))

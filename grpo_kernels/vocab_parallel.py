@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import HeadCall
-from .backends import Entries, LogitTransform, RowGrads, TokenStats
+from .backends import Entries, LogitTransform, TokenStats
 from .dense import Dense, Gradients, put_rows
 from .row_plan import Buffers, Chunk, RowPlan, buffer_rows, order_of, plan_rows
 from .support import Kept, KeptSets
@@ -135,8 +135,7 @@ class VocabParallel(Dense):
             if isinstance(transform.temperature, Tensor):
                 temperature = self._of_all(transform.temperature)
                 transform = replace(transform, temperature=temperature)
-        targets, self.here = self.shard.place(targets, self.V)
-        return xs, targets, transform
+        return xs, self.shard.place(targets), transform
 
     def _of_all(self, x: Tensor) -> Tensor:
         """The values of the rows in flight, from those of this rank's."""
@@ -149,11 +148,23 @@ class VocabParallel(Dense):
         begin = sum(self.sizes[:rank])
         return stats.at(slice(begin, begin + self.sizes[rank]))
 
+    def sweep(self, rows: Chunk) -> TokenStats:
+        self.slopes: list[Tensor] = []
+        return super().sweep(rows)
+
+    def logits(self, part: slice) -> Tensor:
+        found = super().logits(part)
+        if self.swept and self.transform.softcap is not None:
+            of_targets = found.gather(1, self.targets[part, None].clamp(min=0)).squeeze(1)
+            self.slopes.append(self.transform.at(part).softcap_slope(of_targets))  # type: ignore[arg-type]
+        return found
+
     def merge(self, stats: TokenStats) -> TokenStats:
-        whole = self.shard.merge(stats, self.here)
+        whole = self.shard.merge(stats, self.targets)
         if self.swept:
             exps = self.gradient_rows(len(self.targets))
-            self.shard.mend(exps, self.targets, self.transform, self.here, stats, whole)
+            slope = torch.cat(self.slopes) if self.slopes else None
+            self.shard.mend(exps, self.targets, slope, stats, whole)
         return whole
 
     def resume(self, rows: Chunk, stats: TokenStats) -> None:
@@ -181,11 +192,6 @@ class VocabParallel(Dense):
             if not self.swept:
                 d_logsumexp, d_entropy = found[count], found[-1] if self.entropy else None
         super().add(rows, grads, d_logps, d_entropy, d_logsumexp)
-
-    def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:
-        transform, here = self.transform.at(part), self.here[part]
-        grads = self.shard.stand_ins(grads, transform, logits, here)
-        super().logit_grads(part, logits, grads, out)
 
     def multiply(
         self, rows: Chunk, xs: Sequence[Tensor], d: Tensor, factors: Tensor | None, grads: Gradients

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .arguments import HeadCall
-from .backends import LogitTransform, RowGrads, TokenStats
+from .backends import TokenStats
 from .checks import HEAD_DTYPES, ValueChecks, name_of
 from .head import HIDDEN_LAYOUTS, LMHead, VocabRanks
 
@@ -121,21 +121,17 @@ class VocabShard:
         """The smallest of the ranks' values, 0-d, where each has rows of its own; else `x`."""
         return x if not self.own_rows else _gathered(x[None], self.group).amin()
 
-    def place(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Places of targets among this rank's columns, and whether they are there.
-
-        The first column stands for those that are not.
-        """
+    def place(self, targets: Tensor) -> Tensor:
+        """Places of targets among this rank's columns; -1 of those that other ranks have."""
         places = targets - self.start
-        here = (places >= 0) & (places < columns)
-        return torch.where(here, places, 0), here
+        return torch.where((places >= 0) & (places < self.columns), places, -1)
 
-    def merge(self, stats: TokenStats, here: Tensor) -> TokenStats:
+    def merge(self, stats: TokenStats, places: Tensor) -> TokenStats:
         """The statistics of whole rows, from those of this rank's columns.
 
         Args:
             stats: of rows `[C]` of this rank's logits.
-            here: bool `[C]`, whether the rank has the target.
+            places: of their targets, as `place` gives them.
 
         Returns:
             The statistics as one rank with all columns has them. `total` is such that p = X / total
@@ -143,7 +139,7 @@ class VocabShard:
         """
         # Columns that are -inf throughout have no share, whatever they are among themselves.
         absent = stats.logsumexp == -torch.inf
-        told = [stats.logsumexp, stats.logps.masked_fill(~here | absent, -torch.inf)]
+        told = [stats.logsumexp, stats.logps.masked_fill(absent, -torch.inf)]
         if stats.entropy is not None:
             told.append(stats.entropy.masked_fill(absent, 0.0))
         ranks = _gathered(torch.stack(told), self.group)
@@ -160,32 +156,30 @@ class VocabShard:
         log_share = log_shares[self.group.rank()]
         if stats.total is not None:
             share = log_share.exp()
-            share = torch.where(here, share.clamp(min=_LEAST_SHARE), share)
+            share = torch.where(places < 0, share, share.clamp(min=_LEAST_SHARE))
             # Where the share is 0 the total is inf, and the gradient 0.
             total = torch.where(absent, torch.inf, stats.total / share)
         return TokenStats(logps, peak + log_total, entropy, total)
 
     def mend(
-        self, exps: Tensor, places: Tensor, transform: LogitTransform, here: Tensor,
-        stats: TokenStats, whole: TokenStats,
+        self, exps: Tensor, places: Tensor, slope: Tensor | None, stats: TokenStats,
+        whole: TokenStats,
     ) -> None:  # fmt: skip
         """Sets the targets' entries in `exps [C, V]` to those of whole rows.
 
         Args:
             exps: as the sweep over this rank's columns has left it.
             places: of the targets `[C]`, as `place` gives them.
-            transform: of the logits.
-            here: bool `[C]`, whether the rank has the target.
+            slope: of the softcap at the targets `[C]`; None without one.
             stats: of this rank's columns.
             whole: those that `merge` made of them.
         """
-        assert whole.total is not None and stats.total is not None
-        elsewhere = stats.total * stats.logps.exp()
-        values = torch.where(here, whole.total * whole.logps.expm1(), elsewhere)
-        if transform.softcap is not None:
-            z = (stats.logps + stats.logsumexp) * transform.temperature
-            values = values * (1 - (z / transform.softcap).square())
-        exps.scatter_(1, places[:, None], values.to(exps.dtype)[:, None])
+        assert whole.total is not None
+        values = whole.total * whole.logps.expm1()
+        if slope is not None:
+            values = values * slope
+        mended = torch.where(places < 0, exps[:, 0], values.to(exps.dtype))
+        exps.scatter_(1, places.clamp(min=0)[:, None], mended[:, None])
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
@@ -207,26 +201,6 @@ class VocabShard:
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         work = scatter(mine, parts.flatten(0, 1), group=self.group, async_op=True)
         return mine[: sizes[self.group.rank()]], _begun(work)
-
-    def stand_ins(
-        self, grads: RowGrads, transform: LogitTransform, logits: Tensor, here: Tensor
-    ) -> RowGrads:
-        """The gradient of rows, some of whose targets other ranks have.
-
-        Args:
-            grads: of rows that have their targets here.
-            transform: of the logits.
-            logits: raw `[C, V]`; the first column stands for targets elsewhere.
-            here: bool `[C]`, whether the rank has the target.
-        """
-        first = transform.apply(logits[:, :1]).squeeze(1)
-        stats = TokenStats(first - grads.logsumexp, grads.logsumexp, grads.entropy)
-        nothing = torch.zeros_like(grads.d_logps)
-        other = RowGrads.of(stats, nothing, grads.d_entropy, -grads.d_softmax)
-        return grads._replace(
-            d_logps=torch.where(here, grads.d_logps, 0.0),
-            at_target=torch.where(here, grads.at_target, other.at_target),
-        )
 
 
 def local_parts(head: LMHead) -> LMHead:

@@ -286,6 +286,35 @@ def test_logits_that_are_all_the_same(option, device):
         assert (stats.entropy - math.log(logits.shape[1])).abs().max() <= 1e-5
 
 
+@BACKENDS
+@pytest.mark.parametrize("offset", (0.0, -300.0))
+@pytest.mark.parametrize("option", TRANSFORMS)
+def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, device="cpu"):
+    """As in rows one column wider, whose last is the target and -inf."""
+    logits, targets, transform = tile(5, 2500, device, offset=offset, options=TRANSFORMS[option])
+    targets[:3] = -1
+    logits[2, 0] = -math.inf  # no column stands for it
+    wide = torch.cat([logits, torch.full((5, 1), -math.inf)], 1)
+    placed = torch.where(targets < 0, 2500, targets)
+    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    found = []
+    for x, ids in ((logits, targets), (wide, placed)):
+        exps, d = torch.empty_like(x), torch.empty_like(x)
+        stats = backend.token_stats(x, ids, transform, entropy=True, exps=exps)
+        assert torch.equal(stats.logps[:3], torch.full((3,), -math.inf))
+        rows = RowGrads.of(stats._replace(logps=stats.logps.clamp(min=-9.0)), *weights)
+        backend.logit_grads_(x, ids, transform, rows, out=d)
+        found.append((*stats, exps[:, :2500], d[:, :2500]))
+        in_place = x.clone()
+        again = backend.token_stats(in_place, ids, transform, entropy=True, exps=in_place)
+        factors = (exps / in_place).nan_to_num(1.0)[:, :2500]  # another anchor, perhaps
+        torch.testing.assert_close(factors.amin(1), factors.amax(1), rtol=1e-4, atol=0)
+        torch.testing.assert_close(again.logps, stats.logps)
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        assert mine.abs().sum() > 0
+
+
 def policy_inputs(tokens, device):
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(8, tokens, generator=g)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from grpo_kernels import GRPOLossConfig, Support
 from tests.helpers import flat_calls
 from tests.helpers.batches import (
     config,
@@ -93,6 +94,43 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
     assert not banned.gradients["weight"][:BANNED].any() and without.gradients["weight"].any()
     for name in ("weight", "bias"):
         assert relative_error(banned.gradients[name][BANNED:], without.gradients[name]) < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lift", (-124.0, 124.0, 200.0))
+@pytest.mark.parametrize("call", ("loss", "entropy", "logprobs", "several", "entries"))
+def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, backend):
+    """Logits of 124 under a cap of 30, which models reach; the slope there is 1e-3, then 6e-6."""
+    batch = exact_batch()
+    hidden, targets, mask = batch.hidden.nan_to_num(), batch.targets, batch.mask
+    found = []
+    for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
+        leaves = [
+            x.to(dtype, copy=True).requires_grad_()
+            for x in (hidden, batch.weight, batch.bias + lift)
+        ]
+        options = {"bias": leaves[2], "softcap": 30.0, "temperature": 0.8}
+        if module is flat_calls:
+            options["backend"] = backend
+        if call in ("loss", "entropy"):
+            cfg = GRPOLossConfig(entropy_coef=0.1 * (call == "entropy"))
+            advantages = batch.advantages.to(dtype)
+            module.fused_grpo_loss(
+                *leaves[:2], targets, advantages, mask, config=cfg, **options
+            ).loss.backward()
+        else:
+            ids = targets.clamp(min=0)
+            several = torch.stack([ids, (ids * 7 + 1) % 1003, ids], -1)
+            if call == "entries":
+                ids, several = None, several[..., :2]
+                offsets = torch.arange(mask.numel() + 1) * 2
+                options |= {"support": Support(several.flatten(), offsets), "entries": True}
+            given = several if call == "several" else ids
+            logps = module.linear_logprobs(*leaves[:2], given, **options).logps
+            (logps * (torch.arange(logps.numel()) % 5).view(logps.shape)).sum().backward()
+        found.append([x.grad for x in leaves])
+    for truth, mine in zip(*found, strict=True):
+        assert truth.norm() > 0 and relative_error(mine, truth) < 2e-5
 
 
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))

@@ -52,18 +52,22 @@ class LogitTransform:
             z = z / self.per_row
         return z
 
-    def slope(self, z: Tensor) -> float | Tensor:
-        """The derivative of the logits `z [C, K]` by the raw ones."""
+    def slope(self, raw: Tensor) -> float | Tensor:
+        """The derivative of the logits by the raw ones, `[C, K]`."""
         slope = self.logit_scale / self.per_row
-        chain = self.softcap_slope(z)
+        chain = self.softcap_slope(raw)
         return slope if chain is None else chain * slope
 
-    def softcap_slope(self, z: Tensor) -> Tensor | None:
-        """The slope of the softcap at the logits `z [C, K]`; None where there is no softcap."""
+    def softcap_slope(self, raw: Tensor) -> Tensor | None:
+        """The slope of the softcap at raw logits `[C, K]`; None where there is no softcap.
+
+        `1 - tanh(x)^2 = 4 e / (1 + e)^2`, `e = exp(-2 |x|)`: of 1 and tanh(x)^2 the difference has
+        no digits left where tanh is flat.
+        """
         if self.softcap is None:
             return None
-        slope = 1 - (z * self.per_row / self.softcap).square()
-        return slope.clamp_(min=0.0)  # -inf where the logit is
+        e = (raw.float() * (2 * self.logit_scale / self.softcap)).abs_().neg_().exp_()
+        return e.mul(4).div_(e.add_(1).square_())
 
     def at(self, rows: Tensor | slice) -> LogitTransform:
         """The transform of some rows."""

@@ -42,6 +42,8 @@ def token_stats(
     The anchor `a` is at most 60 below the row's largest logit. `exps` may be `logits` itself; else
     `logits` stay as they are. `invariant`: the anchor is the largest logit in any case, so that
     statistics are the same bits with `exps` and without.
+
+    A target of -1 is none of the columns: its log-prob is -inf, and its row of X has no such entry.
     """
     if out is None:
         out = TokenStats.empty(logits, entropy=entropy, total=exps is not None)
@@ -49,7 +51,7 @@ def token_stats(
     for rows in row_blocks(logits, block_bytes):
         local, block = transform.at(rows), logits[rows]
         z = local.apply(block)
-        chain = local.softcap_slope(z) if exps is not None else None
+        chain = local.softcap_slope(block) if exps is not None else None
         if not scratch:
             scratch = [torch.empty_like(z) for _ in range(2)]
         peak = z.amax(1, keepdim=True)
@@ -64,7 +66,10 @@ def token_stats(
         # The largest of them is that factor over the sum of e^(z - peak).
         log_total = (total / p.amax(1)).log()
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
-        out.logps[rows] = shifted.gather(1, targets[rows, None]).squeeze(1) - log_total
+        target = targets[rows, None]
+        place, elsewhere = target.clamp(min=0), target < 0
+        of_target = shifted.gather(1, place).masked_fill_(elsewhere, -torch.inf).squeeze(1)
+        out.logps[rows] = of_target - log_total
         peak = peak.squeeze(1)
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if entropy:
@@ -74,7 +79,7 @@ def token_stats(
             assert out.total is not None
             out.total[rows] = total
             at_target = total * out.logps[rows].expm1()
-            p.scatter_(1, targets[rows, None], at_target[:, None])
+            p.scatter_(1, place, torch.where(elsewhere, p[:, :1], at_target[:, None]))
             if chain is not None:
                 p.mul_(chain)
             if p.data_ptr() != exps[rows].data_ptr():
@@ -113,8 +118,8 @@ def logit_grads_(
 ) -> None:
     """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
-    `out` may be `logits` itself. `column_weights`, float32 `[V]`, multiplies the columns of the
-    result.
+    `out` may be `logits` itself. A target of -1 is none of the columns. `column_weights`, float32
+    `[V]`, multiplies the columns of the result.
     """
     for rows in row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
@@ -123,7 +128,7 @@ def logit_grads_(
         # also where the result goes.
         if z.data_ptr() == block.data_ptr() and not _same_memory(target, block):
             z = z.clone()
-        chain = local.softcap_slope(z)
+        chain = local.softcap_slope(block)
         lse, d_softmax = grads.logsumexp[rows, None], grads.d_softmax[rows, None]
         if grads.d_entropy is None or grads.entropy is None:
             d_logits = z.sub_(lse).exp_().mul_(-d_softmax)
@@ -133,7 +138,9 @@ def logit_grads_(
             surprise = log_p.clamp(min=-1e4).add_(grads.entropy[rows, None])
             coef = surprise.mul_(grads.d_entropy[rows, None]).add_(d_softmax)
             d_logits = log_p.exp_().mul_(coef).neg_()
-        d_logits.scatter_(1, targets[rows, None], grads.at_target[rows, None])
+        place = targets[rows, None]
+        at_target = torch.where(place < 0, d_logits[:, :1], grads.at_target[rows, None])
+        d_logits.scatter_(1, place.clamp(min=0), at_target)
         if chain is not None:
             d_logits.mul_(chain)
         slope = local.logit_scale / local.per_row
@@ -194,7 +201,7 @@ def entry_grads(
         logit_grads_(padded, targets, LogitTransform(), grads.at(tokens), out=padded)
         real = places < len(entries)
         d_logits[places[real], 0] = padded[real]
-    return (d_logits * local.slope(z)).squeeze(1)
+    return (d_logits * local.slope(logits[:, None])).squeeze(1)
 
 
 def _by_length(z: Tensor, entries: Entries) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

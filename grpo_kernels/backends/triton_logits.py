@@ -4,7 +4,8 @@ One program owns one row of the chunk and sweeps it: whole blocks without a mask
 and store vectors whatever V is divisible by, then the rest. Raw logits u_j become
 z_j = softcap(logit_scale * u_j) / T on the way in, so that nothing but the chunk itself is read
 from memory; differences of z are taken in units of ln 2, as the hardware has exp2. Where u_j is
--inf, so is z_j, under a softcap, too, which has a slope of 0 there: the entry is banned.
+-inf, so is z_j, under a softcap, too, which has a slope of 0 there: the entry is banned. A target
+of -1 is none of the columns.
 
 Forward, with an anchor a that is known before the sweep:
 
@@ -55,12 +56,6 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _tanh(x):
-    # Written through exp, which every backend and the interpreter have; saturates at +-1.
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-
-
-@triton.jit
 def _scale(logit_scale, temperature, HAS_SOFTCAP: tl.constexpr):
     """The factor from `_load_logits` to logits; differences of these then go to units of ln 2."""
     factor = 1.0 / temperature
@@ -73,10 +68,14 @@ def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP: tl.
     u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     slope = 1.0
     if HAS_SOFTCAP:
-        tanh = _tanh(u * (logit_scale / softcap))
+        # Through e^(-2 |x|), which every backend has: 1 - tanh^2 has no digits where tanh is flat.
+        x = u * (logit_scale / softcap)
+        e = tl.exp(-2.0 * tl.abs(x))
+        part = 1.0 / (1.0 + e)
+        tanh = (1.0 - e) * part
         # -inf where u is, and above any softcap elsewhere; a choice takes more registers.
-        u = tl.minimum(softcap * tanh, u + _LARGEST)
-        slope = tl.where(u == float("-inf"), 0.0, 1.0 - tanh * tanh)
+        u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + _LARGEST)
+        slope = tl.where(u == float("-inf"), 0.0, 4.0 * e * part * part)
     return u, slope
 
 
@@ -99,7 +98,8 @@ def _anchor(
         mask_v = offs_v < last
         u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
         peaks = tl.maximum(peaks, tl.where(mask_v, u * sign, float("-inf")))
-    peak = tl.maximum(target_logit * sign, tl.max(peaks, axis=0))
+    own = tl.where(target_logit == float("-inf"), target_logit, target_logit * sign)
+    peak = tl.maximum(own, tl.max(peaks, axis=0))
     # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
     useless = (peak == float("-inf")) | (to_log2 == 0.0)
     return tl.where(useless, 0.0, peak * sign)
@@ -172,9 +172,11 @@ def token_stats_kernel(
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
     to_log2 = scale * _LOG2_E
     target = tl.load(targets_ptr + row)
+    here = target >= 0
     target_logit, target_slope = _load_logits(
-        row_ptr, target, True, logit_scale, softcap, HAS_SOFTCAP
+        row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP
     )
+    target_logit = tl.where(here, target_logit, float("-inf"))
     anchor = _anchor(
         row_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
         logit_scale, softcap, to_log2,
@@ -216,7 +218,7 @@ def token_stats_kernel(
     log_total = tl.log2(total)
     # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
     logp = (target_logit - anchor) * scale - log_total * _LN_2
-    tl.store(logps_ptr + row, logp)
+    tl.store(logps_ptr + row, tl.where(here, logp, float("-inf")))
     tl.store(logsumexp_ptr + row, anchor * scale + log_total * _LN_2)
     if HAS_ENTROPY:
         tl.store(entropy_ptr + row, (log_total - weighted / total) * _LN_2)
@@ -225,7 +227,7 @@ def token_stats_kernel(
         at_target = total * expm1(logp) * target_slope
         # After the block that holds it, which another thread stored.
         tl.debug_barrier()
-        tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty))
+        tl.store(exps_row_ptr + target, at_target.to(exps_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit

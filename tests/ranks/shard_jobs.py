@@ -105,7 +105,8 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
 
     More options: `call`, which is `"loss"`, `"verl"` or else `linear_logprobs`; `masked`, a bias
-    that makes the first columns impossible; `dtensors`; `outputs`, how many of the results each
+    that makes the first columns impossible; `banned`, ids that a bias of -inf bans, which are then
+    no targets; `lift`, added to the bias; `dtensors`; `outputs`, how many of the results each
     rank's loss is of; `several` targets per token, one of them twice.
 
     With `rank` they are those that this rank has to have, from the reference in float64 on the
@@ -121,6 +122,9 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
     mask, targets, bias = batch.mask, batch.targets, batch.bias.clone()
     hidden = torch.where(mask[..., None], batch.hidden, 0.0)
+    bias += options.pop("lift", 0.0)
+    banned = list(options.pop("banned", ()))
+    bias[banned] = -torch.inf
     if masked is not None:
         bias[:350] = masked
         targets = torch.where(mask & (targets >= 350), targets, 777)
@@ -135,8 +139,11 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
             head[name] = distribute_tensor(head[name], mesh, [Shard(0)])
         elif not exact:
             head[name] = head[name][rows_of(cuts, options.get("starts"))]
+    targets = None if entries else targets
     if several:
         targets = torch.stack([targets, targets * 7 % V, 0 * targets, targets], -1)
+    if banned:
+        targets = torch.where(torch.isin(targets, torch.tensor(banned)), 777, targets)
     if entries:
         weights = [torch.ones(()), *weights[1:]]
     dtype = torch.float64 if exact else torch.float32

@@ -203,6 +203,18 @@ def test_columns_without_a_share(ranks, bias, call):
     check_scores(ranks, UNEVEN, call=call, bias=True, masked=bias)
 
 
+@pytest.mark.parametrize("kind", ("loss", "scores", "several", "own tokens"))
+@pytest.mark.parametrize("more", ({"banned": (0, 300, 301)}, {"lift": 60.0}), ids=("ban", "flat"))
+def test_a_softcap_where_it_bans_and_where_it_is_flat(ranks, more, kind):
+    """Of ids that are the first of a rank, for one; and where the slope is 1e-3 and less."""
+    options = {
+        "loss": {"call": "loss", "chunk_bytes": CHUNK}, "scores": {"temperature": 0.8},
+        "several": {"several": True}, "own tokens": {"layout": "data", "places": PLACES["uneven"]},
+    }[kind]  # fmt: skip
+    cap = 12.0 if "lift" in more else 6.0
+    check_scores(ranks, UNEVEN, bias=True, low_rank=True, softcap=cap, **options, **more)
+
+
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("layout", ("sequence", "data"))
 @pytest.mark.parametrize("options", (
