@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from .backends import Backend, LogitTransform, select_backend
-from .checks import FLOATS, HEAD_DTYPES, INTEGERS, ValueChecks, check_tensor, flatten
+from .checks import FLOATS, HEAD_DTYPES, INTEGERS, ValueChecks, check_tensor, flatten, name_of
 from .config import GRPOLossConfig, check_number
 from .execution import Execution, check_execution
 from .head import LMHead, Term
@@ -262,7 +264,20 @@ def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
         autocast = torch.get_autocast_dtype("cuda")
         if autocast in (torch.bfloat16, torch.float16):
             return autocast
-    return hidden.dtype if hidden.dtype == weight.dtype else torch.float32
+    if hidden.dtype != weight.dtype:
+        _warn_of_float32_products(hidden.dtype, weight.dtype)
+        return torch.float32
+    return hidden.dtype
+
+
+@cache
+def _warn_of_float32_products(hidden: torch.dtype, weight: torch.dtype) -> None:
+    warnings.warn(
+        f"weight: {name_of(hidden)} hidden states and a {name_of(weight)} head are multiplied in "
+        "float32, some 15 times slower than in half precision: call under torch.autocast, or cast "
+        "one to the dtype of the other",
+        stacklevel=2,
+    )
 
 
 def _rounding(hidden: Tensor, head: LMHead) -> torch.dtype | None:

@@ -53,8 +53,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def flatten(x: Tensor) -> Tensor:
-    """Flattens to `[N]`, contiguous, as kernels address it: reshape may return a strided view."""
-    return x.reshape(-1).contiguous()
+    """Flattens to `[N]`, contiguous, as kernels address it: reshape may return a strided view.
+
+    A copy of one made in inference mode, which autograd would not save.
+    """
+    return saveable(x.reshape(-1).contiguous())
+
+
+def saveable(x: Tensor) -> Tensor:
+    """`x`, or its copy if it was made in inference mode: autograd saves no such constant."""
+    return x.clone() if x.is_inference() else x
 
 
 @dataclass

@@ -23,7 +23,7 @@ from .outputs import GRPOLossOutput
 from .selective_log_softmax import checked, gradient, sweep
 
 # Of this copy: an installed package and one of a hub are two.
-NAMESPACE = __package__
+NAMESPACE = __package__.replace(".", "_")  # a vendored one has dots
 # Rows are counted by reading from the device, which no CUDA graph can hold.
 TAGS = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not None]
 WHY_EAGER = {

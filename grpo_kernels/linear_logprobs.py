@@ -72,8 +72,8 @@ def linear_logprobs(
         support: the sets that the sampler kept for each token: results are of the softmax over
             these ids (`docs/support.md`).
         entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
-            `support.token_ids`, from these rows of the head alone. Every token needs a set, which
-            need not have its target: `targets` are not looked at, and may be None.
+            `support.token_ids`, from these rows of the head alone. Every token needs a set, and
+            `targets` are None.
         sum_sq: computes the sum of the squared probabilities of all ids, too, which has no
             gradient: 1 - 2 p + sum_sq is the squared norm of a token's score. Without a support.
         execution: how it is computed.
@@ -104,6 +104,11 @@ def linear_logprobs(
         )
     if entries and support is None:
         raise ValueError("support: expected the sets of all tokens with entries=True; got None")
+    if entries and targets is not None:
+        raise ValueError(
+            "targets: expected None with entries=True, which scores every id of the support; got "
+            f"{type(targets).__name__}"
+        )
     if torch.compiler.is_dynamo_compiling():
         from .compiled import linear_logprobs as operator
 

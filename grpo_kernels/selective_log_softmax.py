@@ -128,7 +128,7 @@ def sweep(
     """Log-probs and logsumexp, float32 `[N]`."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    logps, logsumexp = (torch.empty(len(targets), device=logits.device) for _ in range(2))
+    logps, logsumexp = (logits.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
     with torch.autocast(logits.device.type, enabled=False):
         for rows, chunk in _chunks_of(logits):
             out = TokenStats(logps[rows], logsumexp[rows])

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .arguments import HeadCall, to_device
 from .backends import Entries, RowGrads, TokenStats
-from .checks import ValueChecks, check_tensor
+from .checks import ValueChecks, check_tensor, flatten
 from .dense import Gradients, round_
 from .head import Support, Term
 from .objective import masked_quantile
@@ -315,7 +315,7 @@ def check_support(support: object, num_tokens: int, device: torch.device) -> tup
     offsets = check_tensor(
         "support.offsets", support[1], shape=(num_tokens + 1,), dtypes=integers, device=device
     )
-    return ids.detach().long(), offsets.detach().long()
+    return flatten(ids.detach()).long(), flatten(offsets.detach()).long()
 
 
 @cache

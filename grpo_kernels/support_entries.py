@@ -57,6 +57,10 @@ class _Entries(torch.autograd.Function):
         ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
+        # Dense, as kernels address them: autograd's may be expanded, or a column of another tensor.
+        d_logps, d_entropy, d_logsumexp = (
+            None if x is None else x.contiguous() for x in (d_logps, d_entropy, d_logsumexp)
+        )
         *tensors, logps, entropy = ctx.saved_tensors
         routes, sets = ctx.routes, ctx.routes.sets
         grads = Gradients(tensors, ctx.needs_input_grad[: len(tensors)], every_row=False)
@@ -87,7 +91,7 @@ def _d_logits(
     stats = TokenStats(logps, torch.zeros_like(logps), entropy[tokens])
     d = RowGrads.of(stats, of_set, *others).at_target - (of_set - g)
     local = call.transform.at(tokens)
-    raw = local.slope(local.apply(sets.logits[:, None]))
+    raw = local.slope(sets.logits[:, None])
     d = d * (raw.squeeze(1) if isinstance(raw, Tensor) else raw)
     # Tokens without a gradient have no part in any product, whatever their states hold.
     needed = _sums(ctx, (g != 0).float()) != 0

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import grpo_loss, selective_log_softmax
+from grpo_kernels import Support, grpo_loss, selective_log_softmax
 from tests.helpers.batches import make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import BACKENDS
+from tests.helpers.supports import make_support
 
 
 def head(batch, *names):
@@ -50,6 +51,118 @@ def test_outer_scale_and_accumulation(call, batch, expected):
     for factor in (0.25, 0.5, 0.25):
         (factor * CALLS[call](batch, hidden, weight)).backward()
     assert_gradients(hidden, weight, expected)
+
+
+def laid_out(x, kind):
+    """The same values, with memory beside them that is filled; expanded if all are the same."""
+    if kind == "strided":
+        return torch.stack([x, x, x], -1)[..., 1]
+    if kind == "transposed":
+        return x.movedim(-1, 0).contiguous().movedim(0, -1)
+    if kind == "expanded" and bool((x == x.flatten()[0]).all()):
+        return x.flatten()[0].expand(x.shape)
+    return x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ("strided", "transposed", "expanded"))
+@pytest.mark.parametrize("call", ("entries", "support", "logprobs", "several", "logits", "loss"))
+def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
+    """Kernels address them as if they were."""
+    batch, support = make_batch(), make_support(make_batch(), without=0.0)
+    mask, ids, shape = batch.mask, batch.targets.masked_fill(~batch.mask, 0), batch.mask.shape
+    factors = torch.linspace(0.5, 1.5, mask.numel()).view(shape)
+    found = []
+    for how in ("dense", kind):
+        leaves = [batch.hidden.nan_to_num(), batch.weight, batch.bias]
+        leaves = [laid_out(x, how).detach().requires_grad_() for x in leaves]
+        states, weight, bias = leaves
+        options = {"bias": bias, "softcap": 9.0, "temperature": laid_out(factors, how)}
+        options["backend"] = backend
+        targets, count = laid_out(ids, how), laid_out(mask, how)
+        if call == "loss":
+            constants = {"old_logps": batch.old_logps, "ref_logps": batch.old_logps + 0.1}
+            constants = {
+                n: laid_out(x, how) for n, x in {**constants, "ce_weights": factors}.items()
+            }
+            advantages = laid_out(batch.advantages[:, None] * factors, how)
+            out = fused_grpo_loss(
+                states, weight, targets, advantages, count, **constants, **options
+            )
+            results = [out.loss]
+        elif call == "logits":
+            logits, temperature = laid_out(states @ weight.T + bias, how), options["temperature"]
+            results = [
+                selective_log_softmax(logits, targets, temperature=temperature, backend=backend)
+            ]
+        else:
+            if call in ("entries", "support"):
+                options["support"] = Support(*(laid_out(x, how) for x in support))
+            if call == "entries":
+                targets, options["entries"] = None, True
+            if call == "several":
+                targets = laid_out(torch.stack([ids, ids * 7 % 1003], -1), how)
+            results = linear_logprobs(states, weight, targets, count, entropy=True, **options)[:3]
+        total = 0.0
+        for x in results:
+            weights = torch.arange(1, x.numel() + 1).view(x.shape) % 5
+            x.register_hook(lambda g, how=how: laid_out(g, how))
+            total = total + (x if kind == "expanded" else x * weights).sum()
+        total.backward()
+        found.append([x.grad for x in leaves])
+    for dense, other in zip(*found, strict=True):
+        assert dense.norm() > 0 and relative_error(other, dense) < 1e-6
+
+
+@pytest.mark.parametrize("name", ("advantages", "mask", "old_logps", "targets"))
+@pytest.mark.parametrize("call", ("fused", "loss", "logits"))
+def test_constants_made_in_inference_mode(call, name, batch):
+    """As rollouts make them."""
+    found = []
+    for mode in (False, True):
+        given = {n: getattr(batch, n) for n in ("advantages", "mask", "old_logps")}
+        given["targets"] = batch.targets.masked_fill(~batch.mask, 0)
+        with torch.inference_mode(mode):
+            given[name] = given[name].clone()
+        hidden, weight = head(batch)
+        hidden.data.nan_to_num_()
+        advantages, mask, old, targets = given.values()
+        if call == "fused":
+            loss = fused_grpo_loss(hidden, weight, targets, advantages, mask, old_logps=old).loss
+        elif call == "logits":
+            loss = selective_log_softmax(hidden @ weight.T, targets).square().sum()
+        else:
+            logps = linear_logprobs(hidden, weight, targets, mask).logps
+            loss = grpo_loss(logps, advantages, mask, old_logps=old).loss
+        loss.backward()
+        found.append((hidden.grad, weight.grad))
+    for expected, mine in zip(*found, strict=True):
+        assert expected.norm() > 0 and torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+def test_another_default_dtype_changes_nothing(dtype, backend, batch):
+    """Scripts set one for a model that they load."""
+
+    def results():
+        hidden, weight = head(batch)
+        hidden.data.nan_to_num_()
+        targets = batch.targets.masked_fill(~batch.mask, 0)
+        logps = selective_log_softmax(hidden @ weight.T, targets, backend=backend)
+        loss = call_fused(batch, hidden, weight, backend=backend) + logps[:, 0].sum()
+        out = linear_logprobs(hidden, weight, targets, batch.mask, backend=backend)
+        (loss + grpo_loss(out.logps, batch.advantages, batch.mask).loss).backward()
+        return logps.detach(), out.logps.detach(), hidden.grad, weight.grad
+
+    expected = results()
+    torch.set_default_dtype(dtype)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mine, before in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32 and mine.norm() > 0 and torch.equal(mine, before)
 
 
 @pytest.mark.parametrize("call", CALLS)

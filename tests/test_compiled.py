@@ -373,16 +373,20 @@ def test_double_backward_is_refused(backend):
         gradient.sum().backward()
 
 
-def test_two_copies(tmp_path):
-    """An installed package and one of a hub, say, whose operators are their own."""
-    shutil.copytree(Path(grpo_kernels.__file__).parent, tmp_path / "copy_of_grpo")
-    code = """
-import torch, grpo_kernels, copy_of_grpo
+@pytest.mark.parametrize("name", ("copy_of_grpo", "third.party.grpo_kernels"))
+def test_two_copies(name, tmp_path):
+    """An installed package and one of a hub or inside another, whose operators are their own."""
+    shutil.copytree(Path(grpo_kernels.__file__).parent, tmp_path / name.replace(".", "/"))
+    code = f"""
+import torch, grpo_kernels
+import {name} as copy_of_grpo
 hidden, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
 for package in (grpo_kernels, copy_of_grpo, grpo_kernels):
     torch._dynamo.reset()
     call = torch.compile(package.linear_logprobs, backend="aot_eager", fullgraph=True)
     call(hidden, weight, torch.zeros(2, 3, dtype=torch.long)).logps.sum().backward()
+    call = torch.compile(package.grpo_loss, backend="aot_eager", fullgraph=True)
+    call(hidden[..., 0], torch.ones(2)).loss.backward()
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200,

@@ -7,13 +7,14 @@ the CPU, or an operation that mixes their tensors.
 import ast
 import functools
 import random
+import warnings
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import grpo_loss, routes, selective_log_softmax
+from grpo_kernels import arguments, grpo_loss, routes, selective_log_softmax
 from grpo_kernels.backends import torch_backend
 from grpo_kernels.checks import ValueChecks
 from grpo_kernels.experimental import Sampled
@@ -248,6 +249,20 @@ def test_loss_of_log_probs_reads_nothing(objective):
             backward(out.loss, torch.ones((), device=CUDA), None, None)
 
     reads_nothing(call)
+
+
+def test_operands_of_two_dtypes_are_warned_of_once(monkeypatch):
+    """Outside autocast: their GEMMs run in float32."""
+    arguments._warn_of_float32_products.cache_clear()
+    said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
+    for how, expected in (("autocast", 0), ("", 1), ("", 0)):
+        with FakeCUDA(answer_with()), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            hidden, weight, targets = head(B, 8)
+            monkeypatch.setattr(torch, "is_autocast_enabled", lambda _, on=how == "autocast": on)
+            monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+            linear_logprobs(hidden, weight.detach().float(), targets)
+        assert [said in str(x.message) for x in warned].count(True) == expected
 
 
 def test_log_softmax_reads_nothing():
