@@ -1,6 +1,9 @@
 """Problems: where they come from, what is held out, and in which order they come."""
 
 import json
+import math
+from datetime import date, datetime
+from decimal import Decimal
 from itertools import islice
 
 import pytest
@@ -54,10 +57,10 @@ def test_made_problems_are_held_out(name, sizes):
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet"))
 def test_files(kind, tmp_path):
-    """They may have rows twice, and be sorted: no problem is in both parts."""
+    """They may be sorted, and have rows of one prompt: these all count, and are in one part."""
     import datasets
 
-    rows = [{"question": f"{i // 2}?", "answer": f"so\n#### {i // 2}", "level": i // 2}
+    rows = [{"question": f"{i // 2}?", "answer": f"so\n#### {i}", "level": i // 2}
             for i in range(40)]  # fmt: skip
     path = tmp_path / f"a.{kind}"
     if kind == "parquet":
@@ -66,27 +69,129 @@ def test_files(kind, tmp_path):
         path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     train, held_out = load_problems(config_of(dataset=str(path)))
     answers = [[int(p["answer"]) for p in part] for part in (train, held_out)]
-    assert [len(part) for part in answers] == [16, 4]
-    assert sorted(x for part in answers for x in part) == [*range(20)]
-    assert answers[1] != [0, 1, 2, 3]
-    assert all(p["level"] == int(p["answer"]) for p in (*train, *held_out))
+    assert [len(part) for part in answers] == [32, 8]
+    assert sorted(x for part in answers for x in part) == [*range(40)]
+    assert sorted(answers[1]) != [*range(8)]
+    assert all(p["level"] == int(p["answer"]) // 2 for p in (*train, *held_out))
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
     assert train[3]["prompt"].endswith(f"Question: {train[3]['level']}?\n")
     fewer = load_problems(config_of(dataset=str(path), eval_size=2))
-    assert [len(part) for part in fewer] == [18, 2]
+    assert [len(part) for part in fewer] == [38, 2]
+    whole, which = data.load_to_answer(config_of(dataset=str(path), eval_size=100))
+    assert [int(p["answer"]) for p in whole] == [*range(40)] and which.startswith("All 40 problems")
+    part, which = data.load_to_answer(config_of(dataset=str(path), eval_size=30))
+    assert part == whole[:30] and which.startswith("The first 30 problems of ")
+
+
+# What stands in the file, the answer in a file of lines, and in one of types.
+ANSWERS = (
+    ("12", "12", "12"), ("12.0", "12.0", "12"), ("1e-05", "0.00001", "0.00001"),
+    ("1e+16", "10000000000000000", "10000000000000000"), ("0.10", "0.10", "0.1"),
+    ("1e999", "1E+999", "Infinity"), ("-3", "-3", "-3"), ("true", "true", "true"), ('""', "", ""),
+    ('"2020-01-31"',) + ("2020-01-31",) * 2, ('"007"', "007", "007"), ('"so #### 7"', "7", "7"),
+    ('["a", 1.5]',) + ('["a", 1.5]',) * 2, ('"\\u0663"', "\u0663", "\u0663"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "of_line", "of_type"), ANSWERS)
+def test_an_answer_is_what_stands_in_the_file(written, of_line, of_type, tmp_path):
+    path = tmp_path / "a.jsonl"
+    text = f'{{"question": {written}, "answer": {written}, "level": 0.5, "day": "2020-01-31"}}\n'
+    path.write_text("\ufeff" + text * 2 + '\n{"question": "x", "answer": 0.5}', encoding="utf-8")
+    config = config_of(dataset=str(path), eval_size=0)
+    found = [p for p in load_problems(config)[0] if "level" in p]
+    assert [p["answer"] for p in found] == [of_line] * 2
+    assert [(p["level"], p["day"]) for p in found] == [(0.5, "2020-01-31")] * 2
+    if "####" not in written:
+        assert found[0]["prompt"].endswith(f"Question: {of_line}\n")
+    assert data.problem_of({"answer": json.loads(written)}, config) == {"answer": of_type}
+
+
+def test_types_that_are_no_text(tmp_path):
+    import datasets
+
+    path = str(tmp_path / "a.parquet")
+    config = config_of(dataset=path, eval_size=0)
+    for value, text in ((Decimal("1.50"), "1.50"), (date(2020, 1, 31), "2020-01-31")):
+        datasets.Dataset.from_list([{"prompt": "a", "answer": value}]).to_parquet(path)
+        assert load_problems(config)[0] == [{"prompt": "a", "answer": text}]
+    rows = [{"prompt": "a", "answer": datetime(2020, 1, 31)}]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    with pytest.raises(ValueError, match=r"text or a number; got datetime.* in row 1 of .*parquet"):
+        load_problems(config)
+    datasets.Dataset.from_list([{"prompt": "a", "answer": math.nan}]).to_parquet(path)
+    with pytest.raises(ValueError, match=r"an answer, .* got \['prompt'\] in row 1 of .*parquet"):
+        load_problems(config)
+
+
+def test_answers_where_nothing_needs_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": null}\n{"prompt": "b"}')
+    own = {"dataset": str(path), "rewards": ["m:f", "format"]}
+    train = load_problems(config_of(**own, eval_size=0))[0]
+    assert sorted(train, key=str) == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(ValueError, match=r"an answer, for an eval_size > 0; got .* in line 1 of"):
+        load_problems(config_of(**own))
+    with pytest.raises(ValueError, match=r"an answer, for an eval_size > 0; got .* in line 1 of"):
+        data.load_to_answer(config_of(**own))
+    path.write_text('{"prompt": "a", "rewards": "f"}\n{"prompt": "b", "rewards": ["answer"]}')
+    with pytest.raises(ValueError, match=r"an answer, for the reward answer; got .* in line 2 of"):
+        load_problems(config_of(dataset=str(path), rewards=["answer", "m:f"], eval_size=0))
+
+
+@pytest.mark.parametrize(
+    ("splits", "train", "held_out", "answered"),
+    (
+        ("train test validation", "train 0 to 29", "test 0 to 19", "split test"),
+        ("train validation", "train 0 to 29", "validation 0 to 19", "split validation"),
+        ("train", "24 of train", "6 of train", "split train"),
+        ("test", None, None, "split test"),
+        ("validation", None, None, "split validation"),
+    ),
+)
+def test_splits_go_by_their_names(splits, train, held_out, answered, tmp_path):
+    for split in splits.split():
+        rows = [
+            {"question": f"{split} {i}", "answer": i} for i in range(30 if split == "train" else 20)
+        ]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = config_of(dataset=str(tmp_path), eval_size=25)
+    if train is None:
+        with pytest.raises(
+            ValueError, match=rf"^dataset: expected a split train .* got \['{splits}"
+        ):
+            load_problems(config)
+    else:
+        for part, expected in zip(load_problems(config), (train, held_out), strict=True):
+            asked = [p["prompt"].rpartition("Question: ")[2].split() for p in part]
+            assert [int(p["answer"]) for p in part] == [int(number) for _, number in asked]
+            numbers = f"{asked[0][0]} {asked[0][1]} to {asked[-1][1]}"
+            assert expected in (numbers, f"{len(asked)} of {asked[0][0]}")
+    problems, which = data.load_to_answer(config)
+    assert f" {answered} " in which and len(problems) == (25 if splits == "train" else 20)
+    (split,) = {p["prompt"].rpartition("Question: ")[2].split()[0] for p in problems}
+    assert split == answered.split()[1]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     (
-        ('{"question": "a", "answer": "b"}\n{', "expected rows of json in .*a.jsonl"),
+        ('{"question": "a", "answer": "b"}\n\n{', "expected JSON in line 3 of .*a.jsonl"),
+        ('[{"question": "a", "answer": "b"}]', "expected an object in line 1 of .*a.jsonl"),
+        (b'{"question": "\xff", "answer": "b"}', "expected JSON in line 1 of .*a.jsonl"),
+        ('{"question": null, "answer": "b"}', r"a question .* got \['answer'\] in line 1 of"),
+        (
+            '{"question": "a", "answer": null}',
+            r"an answer, .* got \['prompt', 'question'\] in line",
+        ),
         ('{"text": "a"}', r"expected problems with a question .* got \['text'\]"),
-        ("", "expected rows of json in .*a.jsonl"),
+        ("", "expected at least one problem to train on; got none in .*a.jsonl"),
         (None, "expected a file; .*a.jsonl does not exist"),
     ),
 )
 def test_files_that_are_no_problems(text, message, tmp_path):
     if text is not None:
-        (tmp_path / "a.jsonl").write_text(text)
+        (tmp_path / "a.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0))
 

@@ -7,7 +7,9 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ from .config import TrainingConfig
 
 Problem = Mapping[str, Any]
 
-_FILES = {".jsonl": "json", ".parquet": "parquet"}
+# Rows, each with its place in messages.
+_Rows = Iterable[tuple[str, Mapping[str, Any]]]
+
+# Splits that are held out, the first that there is.
+_HELD_OUT = ("test", "validation")
+# Rewards of the library that compare with an answer.
+_COMPARE = ("answer", "math_equal")
 
 INSTRUCTION = (
     "Work the problem out between <think> and </think>, then give the answer, nothing else, "
@@ -32,25 +40,59 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
     """The problems to train on and those that are held out; no problem is in both.
 
     Raises:
-        ValueError: there is no such dataset, or it lacks a column that is needed.
+        ValueError: there is no such dataset, or none of it to train on, or a row lacks a column
+            that is needed.
         ConnectionError: the hub was not reached; the message says what works without it.
     """
     name = config.dataset
-    if ":" in name and "/" not in name.partition(":")[0]:
-        train, held_out = imported("dataset", name)(config)
+    if _is_function(name):
+        train, held_out = _of_function(config)
     else:
-        train, held_out = _split(*_parts(name, config), config.eval_size)
-    train, held_out = train[: config.train_size], held_out[: config.eval_size]
-    for problem in (*train[:1], *held_out[:1]):
-        missing = {"prompt", "answer"} - set(problem)
-        if missing:
+        splits = _splits(name)
+        split = "" if "" in splits else "train"
+        if split not in splits:
             raise ValueError(
-                f"dataset: expected problems with a question (or prompt) and an answer; got "
-                f"{sorted(problem)} in {name}"
+                f"dataset: expected a split train to train on; got {sorted(splits)} in {name}, "
+                "which `python -m grpo_kernels.training.evaluate` answers"
             )
+        test = next((x for x in _HELD_OUT if x in splits), None)
+        # Without one any row may be held out.
+        compared = test is None and config.eval_size > 0
+        most = config.train_size + config.eval_size if split else None
+        train = _problems(islice(splits[split], most), config, compared)
+        if test is None:
+            train, held_out = _split(train, config.eval_size)
+        else:
+            held_out = _problems(islice(splits[test], config.eval_size), config, True)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
-    return train, held_out
+    return train[: config.train_size], held_out[: config.eval_size]
+
+
+def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
+    """The problems that an evaluation answers, at most `eval_size`, and a text that says which.
+
+    That is the test split, else the one for validation, else all there is.
+
+    Raises:
+        ValueError, ConnectionError: as `load`.
+    """
+    name, most = config.dataset, config.eval_size
+    if _is_function(name):
+        problems, of = _of_function(config)[1], f"held out by {name}"
+    else:
+        splits = _splits(name)
+        split = next((x for x in (*_HELD_OUT, "train", "") if x in splits), None)
+        if split is None:
+            raise ValueError(
+                f"dataset: expected a split test, validation or train; got {sorted(splits)} in "
+                f"{name}"
+            )
+        problems = _problems(islice(splits[split], most + 1), config, True)
+        of = f"of split {split} of {name}" if split else f"of {name}"
+    if len(problems) > most:
+        return problems[:most], f"The first {most} problems {of}, as eval_size says"
+    return problems, f"All {len(problems)} problems {of}"
 
 
 def imported(option: str, name: str) -> Callable[..., Any]:
@@ -168,20 +210,78 @@ def final_answer(solution: str) -> str:
     return solution.rsplit("####", 1)[-1].strip()
 
 
-def _parts(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Problem] | None]:
-    """The problems of a file, or of a dataset on the hub with those of its test split."""
+def text_of(value: Any) -> str:
+    """The text of a question or an answer: of a number its digits, of a list its JSON.
+
+    Raises:
+        ValueError: it is a time, which can be written in many ways.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, datetime):
+        raise ValueError(f"dataset: expected text or a number; got {value!r}")
+    if isinstance(value, float | Decimal):
+        number = Decimal(str(value))
+        if abs(number.adjusted()) > 100:  # no digits that anybody would write
+            return str(value)
+        digits = f"{number:f}"
+        return digits.removesuffix(".0") if isinstance(value, float) else digits
+    as_json = isinstance(value, bool | list | dict)
+    return json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
+
+
+def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
+    """A row with a prompt, made from its question if it has none; an answer of None is none."""
+    told = ("prompt", "question", "answer")
+    problem = {key: x for key, x in row.items() if key not in told or not _is_missing(x)}
+    if "prompt" not in problem and "question" in problem:
+        problem["prompt"] = prompt_of(text_of(problem["question"]), config.chat)
+    elif not isinstance(problem.get("prompt", []), list | tuple):
+        problem["prompt"] = text_of(problem["prompt"])
+    if "answer" in problem:
+        problem["answer"] = final_answer(text_of(problem["answer"]))
+    return problem
+
+
+def applies(reward: str, problem: Problem) -> bool:
+    """True if a problem is judged by the reward function of this name."""
+    wanted = problem.get("rewards")
+    return wanted is None or reward == wanted or (not isinstance(wanted, str) and reward in wanted)
+
+
+def _is_missing(value: Any) -> bool:
+    """True for None, and for the NaN that some files have in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_function(name: str) -> bool:
+    return ":" in name and "/" not in name.partition(":")[0]
+
+
+def _of_function(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
+    name = config.dataset
+    train, held_out = imported("dataset", name)(config)
+    for i, problem in enumerate(train):
+        _check(problem, f"problem {i} to train on of {name}", config, False)
+    for i, problem in enumerate(held_out[: config.eval_size]):
+        _check(problem, f"problem {i} held out of {name}", config, True)
+    return train, held_out
+
+
+def _splits(name: str) -> Mapping[str, _Rows]:
+    """The rows of a dataset by split; those of a file have no split's name, but ""."""
+    if Path(name).suffix == ".jsonl":
+        return {"": _lines(_file(name))}
     import datasets
 
-    if (kind := _FILES.get(Path(name).suffix)) is not None:
-        if not Path(name).exists():
-            raise ValueError(f"dataset: expected a file; {name} does not exist")
+    if Path(name).suffix == ".parquet":
         try:
-            rows = datasets.load_dataset(kind, data_files=name, split="train")
-        except Exception as error:  # each reader raises its own, of an empty file StopIteration
+            rows = datasets.load_dataset("parquet", data_files=_file(name), split="train")
+        except Exception as error:  # the reader raises errors of its own
             raise ValueError(
-                f"dataset: expected rows of {kind} in {name}; {type(error).__name__}: {error}"
+                f"dataset: expected rows of parquet in {name}; {type(error).__name__}: {error}"
             ) from error
-        return [problem_of(row, config) for row in rows], None
+        return {"": _numbered(rows, name)}
     name, _, revision = name.partition("@")
     name, _, part = name.partition(":")
     try:
@@ -191,37 +291,77 @@ def _parts(name: str, config: TrainingConfig) -> tuple[list[Problem], list[Probl
             f"dataset: {name} was neither cached nor downloaded: {why_not_downloaded(error)}. "
             "Without the hub: a .jsonl or .parquet file, or module:function"
         ) from error
-    train, *test = (
-        [problem_of(row, config) for row in found[split].select(range(min(n, len(found[split]))))]
-        for split, n in (
-            ("train", config.train_size + config.eval_size),
-            ("test", config.eval_size),
-        )
-        if split in found
+
+    return {split: _numbered(found[split], f"split {split} of {name}") for split in found}
+
+
+def _numbered(rows: Iterable[Mapping[str, Any]], name: str) -> _Rows:
+    return ((f"row {i} of {name}", row) for i, row in enumerate(rows, 1))
+
+
+def _file(name: str) -> str:
+    if not Path(name).is_file():
+        raise ValueError(f"dataset: expected a file; {name} does not exist")
+    return name
+
+
+def _lines(name: str) -> _Rows:
+    """The rows of a file with one object of JSON per line; numbers keep their digits."""
+    with open(name, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"line {number} of {name}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"dataset: expected JSON in {where}; {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"dataset: expected an object in {where}; got {row!r:.80}")
+            for key in ("question", "answer"):
+                if isinstance(row.get(key), float):
+                    row[key] = json.loads(line, parse_float=Decimal)[key]
+            yield where, row
+
+
+def _problems(rows: _Rows, config: TrainingConfig, compared: bool) -> list[Problem]:
+    """The problems of rows, each of which has what it needs; `compared`: with an answer."""
+    problems = []
+    for where, row in rows:
+        try:
+            problem = problem_of(row, config)
+        except ValueError as error:
+            raise ValueError(f"{error} in {where}") from error
+        _check(problem, where, config, compared)
+        problems.append(problem)
+    return problems
+
+
+def _check(problem: Problem, where: str, config: TrainingConfig, compared: bool) -> None:
+    """Refuses a problem without a prompt, or without an answer that something compares with."""
+    there = sorted(key for key, value in problem.items() if value is not None)
+    by = [name for name in _COMPARE if name in config.rewards and applies(name, problem)]
+    if "prompt" in there and ("answer" in there or not (compared or by)):
+        return
+    why = [f"the reward {name}" for name in by] + ["an eval_size > 0"] * compared
+    wanted = f" and an answer, for {' and '.join(why)}" if why else ""
+    raise ValueError(
+        f"dataset: expected problems with a question (or prompt){wanted}; got {there} in {where}"
     )
-    return train, test[0] if test else None
 
 
-def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
-    """A row with a prompt, made from its question if it has none."""
-    problem = dict(row)
-    if "prompt" not in problem and "question" in problem:
-        problem["prompt"] = prompt_of(problem["question"], config.chat)
-    if "answer" in problem:
-        problem["answer"] = final_answer(str(problem["answer"]))
-    return problem
-
-
-def _split(
-    problems: list[Problem], test: list[Problem] | None, held_out: int
-) -> tuple[list[Problem], list[Problem]]:
-    """Holds out some problems if there is no test split, at most a fifth; always the same ones."""
-    if test is not None:
-        return problems, test
-    different = list({json.dumps(p["prompt"]): p for p in problems if "prompt" in p}.values())
-    random.Random(0).shuffle(different)
-    count = min(held_out, len(different) // 5)
-    return different[count:] or problems, different[:count]
+def _split(problems: list[Problem], held_out: int) -> tuple[list[Problem], list[Problem]]:
+    """Holds out some problems, at most a fifth; always the same ones, and of a prompt all."""
+    of_prompts: dict[str, list[Problem]] = {}
+    for problem in problems:
+        of_prompts.setdefault(repr(problem["prompt"]), []).append(problem)
+    groups = list(of_prompts.values())
+    random.Random(0).shuffle(groups)
+    room = min(held_out, len(problems) // 5)
+    train, test = list[Problem](), list[Problem]()
+    for group in groups:
+        (test if len(test) + len(group) <= room else train).extend(group)
+    return train, test
 
 
 def why_not_downloaded(error: BaseException | None) -> str:

@@ -118,7 +118,7 @@ def _majority(group: Sequence[dict[str, Any]]) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     from . import report
     from .command_line import parse_config
-    from .data import load
+    from .data import load_to_answer
     from .loading import check_rollout, load_model, make_rollout
     from .policy import Policy
     from .run_log import RunLog
@@ -129,11 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)
-    _, problems = load(config)
+    problems, which = load_to_answer(config)
     model, tokenizer = load_model(config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     log = RunLog(config, accelerator, tokenizer)
+    log.say(which)
     encode = PromptEncoder(tokenizer, chat=config.chat)
     problems = short_enough(problems, encode, config.max_prompt_length, log.say)
     if not problems:
