@@ -357,6 +357,8 @@ def check_number(name: str, value: object) -> float:
     return value
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
     if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}{hint}; got {value!r}")
+        raise ValueError(
+            f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
+        )

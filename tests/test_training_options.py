@@ -1,10 +1,12 @@
 """Options of a run: from Python, as flags and in files, what refuses them, and a missing extra."""
 
+import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -112,6 +114,47 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
         load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))
 
 
+# Options of one's own
+
+
+@dataclass(frozen=True)
+class Own(TrainingConfig):
+    high: float = 1.0
+    way: Literal["x", 2] = "x"
+    some: "list[int] | None" = None
+    folders: tuple[Path, ...] = (Path("a"), Path("b"))
+    either: int | str = 0
+    table: dict[str, int] = field(default_factory=dict)
+
+
+def test_options_of_ones_own(tmp_path):
+    config = Own(model="m", high=2, way=2, some=[1], either="x", steps=3)
+    assert (config.high, config.way, config.some, config.steps) == (2, 2, [1], 3)
+    told = config.as_json()
+    assert told == json.loads(json.dumps(told)) and told["folders"] == ["a", "b"]
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\nhigh: 0.5\nway: x\nsome: [3, 4]\nsteps: 5\n")
+    config = parse_config([str(path), "--either", "7"], kind=Own)
+    assert (config.high, config.way, config.some, config.either) == (0.5, "x", [3, 4], 7)
+    path.write_text("model: m\nsome: null\n")
+    assert parse_config([str(path)], kind=Own, some=[3]).some is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"high": "x"}, "high: expected a number; got str"),
+        ({"way": "y"}, "way: expected one of x, 2; got 'y'"),
+        ({"some": ["x"]}, r"some: expected a list\[int\]; got \['x'\]"),
+        ({"steps": 1.5}, "steps: expected a whole number"),
+        ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
+    ),
+)
+def test_options_of_ones_own_are_checked(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Own(model="m", **options)
+
+
 # Flags and files
 
 
@@ -126,6 +169,29 @@ def test_flags_and_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "name", "value"),
+    (
+        ("revision: 0123456", "revision", "0123456"),
+        ("revision: 1e7", "revision", "1e7"),
+        ("revision: 1.10", "revision", "1.10"),
+        ("revision: null", "revision", None),
+        ("name: 2020-01-31 10:00", "name", "2020-01-31 10:00"),
+        ("name: on", "name", "on"),
+        ("precision: no", "precision", "no"),
+        ("stop: [no, 007, '']", "stop", ["no", "007", ""]),
+        ("reward_weights: [1, .5]", "reward_weights", [1.0, 0.5]),
+        ("steps: 1_000", "steps", 1000),
+        ("chat: on", "chat", True),
+        ("beta: 1", "beta", 1.0),
+    ),
+)
+def test_an_option_in_a_file_gets_what_is_written(line, name, value, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: m\nrewards: [answer, format]\n{line}\n")
+    assert getattr(parse_config([str(path)], revision="v1"), name) == value
+
+
+@pytest.mark.parametrize(
     ("text", "flags", "messages"),
     (
         ("model: m", ["--step", "3"], ["--steps INT"]),
@@ -133,6 +199,7 @@ def test_flags_and_yaml(tmp_path):
         ("model: m\nbeta: high", [], ["--beta"]),
         ("model: m", ["--loss_type", "ppo"], ["loss_type: expected one of grpo"]),
         ("steps: 3", [], ["model: expected a hub name or a folder"]),
+        ("model: m\nname:", [], ["name: expected a value; got null"]),
         ("steps", [], ["expected options, one per line as `steps: 100`; got 'steps'"]),
         (": {", [], ["run.yaml"]),
     ),

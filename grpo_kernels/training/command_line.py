@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, overload
 
-from .config import TrainingConfig
+from .config import TrainingConfig, kinds_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
 
@@ -35,7 +36,7 @@ def parse_config(
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].endswith((".yaml", ".yml")):
-        argv[:1] = _flags_of(Path(argv[0]))
+        argv[:1] = _flags_of(Path(argv[0]), kinds_of(kind))
     default = kind(model="a model")
     # Checked once flags have changed them, not before.
     for name, value in ({"model": ""} | defaults).items():
@@ -45,20 +46,29 @@ def parse_config(
     return tyro.cli(kind, args=argv, default=default, use_underscores=True)
 
 
-def _flags_of(path: Path) -> Iterator[str]:
-    """The options in a file, as flags; exits if it holds none."""
+def _flags_of(path: Path, kinds: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """The options in a file, as flags; exits if it holds none.
+
+    An option gets what is written: 0123 and `no` are numbers and bools to those alone that are.
+    """
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        text = path.read_text()
+        values = yaml.safe_load(text) or {}
         if not isinstance(values, dict):
             raise ValueError(f"expected options, one per line as `steps: 100`; got {values!r}")
+        written = yaml.load(text, yaml.BaseLoader)
+        for name, value in values.items():
+            if value is None and NoneType not in kinds.get(name, (NoneType,)):
+                raise ValueError(f"{name}: expected a value; got null")
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         sys.exit(2)
     for name, value in values.items():
-        if isinstance(value, bool):
+        if isinstance(value, bool) and bool in kinds.get(name, (bool,)):
             yield f"--{'' if value else 'no_'}{name}"
         else:
             yield f"--{name}"
-            yield from map(str, value if isinstance(value, list) else [value])
+            given = "None" if value is None else written.get(name, value)
+            yield from map(str, given if isinstance(given, list) else [given])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..config import GRPOLossConfig, check_choice, check_number
 from ..execution import Execution
@@ -226,10 +228,9 @@ class TrainingConfig(GRPOLossConfig):
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
         options = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not isinstance(self.loss_type, str):
-            # Without an address, which is another one when the run goes on.
-            options["loss_type"] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(self.loss_type))
-        return options
+        # As they are read again: a tuple is a list.
+        as_read: dict[str, Any] = json.loads(json.dumps(options, default=_told))
+        return as_read
 
     @property
     def folder(self) -> Path:
@@ -269,20 +270,22 @@ class TrainingConfig(GRPOLossConfig):
         return self.truncates and self.replay_support
 
     def _check_types(self) -> None:
+        kinds_by_name = kinds_of(type(self))
         for its in fields(self):
             if its.name in _CHECKED_BY_THE_LOSS:
                 continue
-            value, kind = getattr(self, its.name), str(its.type).removesuffix(" | None")
-            if value is None and kind != its.type:
+            value, kinds = getattr(self, its.name), kinds_by_name[its.name]
+            if (value is None and NoneType in kinds) or len({*kinds} - {NoneType}) != 1:
                 continue
-            if kind.startswith("Literal"):
-                check_choice(its.name, value, get_args(_HINTS[its.name]))
-            elif kind in ("int", "float"):
+            kind = next(kind for kind in kinds if kind is not NoneType)
+            if get_origin(kind) is Literal:
+                check_choice(its.name, value, get_args(kind))
+            elif kind in (int, float):
                 check_number(its.name, value)
-                if kind == "int" and not isinstance(value, int):
+                if kind is int and not isinstance(value, int):
                     raise TypeError(f"{its.name}: expected a whole number; got {value!r}")
             elif not _is_a(value, kind):
-                expected = {"bool": "true or false", "str": "a string"}.get(kind, f"a {kind}")
+                expected = {bool: "true or false", str: "a string"}.get(kind, f"a {kind}")
                 raise TypeError(f"{its.name}: expected {expected}; got {value!r}")
 
     def _check(self, name: str, expected: str, ok: Any) -> None:
@@ -364,15 +367,30 @@ _WITH_CENTERING: dict[str, tuple[Any, ...]] = {
     "top_p": (1,), "min_p": (0,), "sampled_tolerance": (0,), "head": ("gathered",),
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
-_HINTS = get_type_hints(TrainingConfig)
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
-_KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "str": (str,), "list[str]": (str,), "list[int]": (int,),
-    "list[float]": (int, float),
+_KINDS: dict[Any, tuple[type, ...]] = {
+    bool: (bool,), str: (str,), int: (int,), float: (int, float),
 }  # fmt: skip
 
 
-def _is_a(value: Any, kind: str) -> bool:
-    if kind.startswith("list"):
-        return isinstance(value, list) and all(isinstance(x, _KINDS[kind]) for x in value)
-    return isinstance(value, _KINDS[kind])
+def kinds_of(config: type[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
+    """The types that each option may have: those of a union, or one."""
+    hints = get_type_hints(config)
+    unions = (Union, UnionType)
+    return {
+        name: get_args(hint) if get_origin(hint) in unions else (hint,)
+        for name, hint in hints.items()
+    }
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """False if a value is not of a kind that is known; an option of one's own may have others."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_a(x, *get_args(kind)) for x in value)
+    return isinstance(value, _KINDS.get(kind, (object,)))
+
+
+def _told(value: Any) -> str:
+    """The text of what JSON does not have, without an address, which changes from run to run."""
+    text = str(value) if isinstance(value, Path) else repr(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
