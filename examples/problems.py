@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_kernels.training import Problem, TrainingConfig, problem_of
-from grpo_kernels.training.rewards import TAGS, answer_of
+from grpo_kernels.training.rewards import TAGS, answer_of, as_text
 
 ADDITION = "Question: What is 31 + 45?\n<answer>76</answer>\n\nQuestion: What is {} + {}?\n"
 
@@ -64,13 +64,13 @@ def of_reasoning_gym(task: str, config: TrainingConfig) -> tuple[list[Problem], 
 
 
 def score(
-    prompts: Sequence[Any], completions: Sequence[str], task: Sequence[str],
+    prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str],
     entry: Sequence[Mapping[str, Any]], **_: Any,
 ) -> list[float]:  # fmt: skip
     """Twice the score, 0 to 1, that a reasoning-gym task's own judge gives the tagged answer."""
     from reasoning_gym import get_score_answer_fn
 
-    given = [answer_of(text) for text in completions]
+    given = [answer_of(as_text(completion)) for completion in completions]
     return [
         0.0 if mine is None else 2.0 * float(get_score_answer_fn(name)(mine, problem))
         for mine, name, problem in zip(given, task, entry, strict=True)

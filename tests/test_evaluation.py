@@ -64,6 +64,11 @@ def test_several_samples():
     # The same number in two ways is one answer.
     votes = [answer(True, "#### 4"), answer(True, r"\boxed{4.0}"), answer(False, wrong)]
     assert of_samples(votes, 3)["majority@3"][0] == 1.0
+    # The same expression, right or wrong, too.
+    right = [answer(True, rf"\boxed{{{x}}}") for x in ("x+1", "1+x")]
+    assert of_samples([answer(False, wrong), *right], 3)["majority@3"][0] == 1.0
+    wrong_ones = [answer(False, rf"\boxed{{{x}}}") for x in ("x-1", "-1+x", "(x-1)")]
+    assert of_samples([*right, *wrong_ones], 5)["majority@5"][0] == 0.0
     zeros = [answer(False, wrong)] + [answer(True, f"#### {zero}") for zero in ("0", "0.0")]
     assert of_samples(zeros, 3)["majority@3"][0] == 1.0
 

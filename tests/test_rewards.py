@@ -1,13 +1,20 @@
 """What a completion is worth: answers, numbers, and tables of rewards."""
 
+import contextlib
+import functools
+import inspect
 import math
+import signal
+import threading
+import time
 from fractions import Fraction
 
 import pytest
 import torch
 
 from examples import problems
-from grpo_kernels.training import rewards
+from grpo_kernels.training import Trainer, rewards
+from grpo_kernels.training.bounded import Late, TimedOut, at_most
 
 
 @pytest.mark.parametrize(
@@ -21,8 +28,9 @@ from grpo_kernels.training import rewards
         ("<answer>7 #### 7", None, None),
         ("so #### 7", None, "7"),
         (r"so \boxed{\frac{1}{2}} it is", None, r"\frac{1}{2}"),
-        # Of several there is none that counts.
-        ("<answer>7</answer> #### 7", "7", None),
+        # Tags count before other marks, of several of which there is none that counts.
+        ("<answer>7</answer> #### 8", "7", "7"),
+        (r"<answer>\boxed{7}</answer>", r"\boxed{7}", r"\boxed{7}"),
         ("#### 7\n#### 8", None, None),
         (r"\boxed{7", None, None),
         (r"\boxed{" + "1" * 200 + "}", None, None),
@@ -57,6 +65,34 @@ def test_number_of(text, expected):
 def test_all_marks_are_judged_alike(given, expected):
     for text in (f"<answer>{given}</answer>", f"x\n#### {given}", rf"\boxed{{{given}}}"):
         assert rewards.is_marked_correct(text, "7") is expected, text
+
+
+PAID = (
+    ("12", "12"), ("12.0", "12"), ("$1,234.50", "1234.5"), ("50%", "50"), (r"\frac{3}{4}", "3/4"),
+    (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}"), ("x+1", "1+x"), (r"\boxed{-3}", "-3"), (r"\$18", "18"),
+    ("<answer>7</answer> #### 8", "7"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "right"), PAID)
+def test_what_is_paid_in_full_is_counted(given, right):
+    """By a run of the trainer and by an evaluation; nothing is, for another answer."""
+    counts = inspect.signature(Trainer).parameters["is_correct"].default
+    assert counts is rewards.is_marked_correct
+    for answer, paid in ((right, 2.0), ("-77777", 0.0)):
+        text = given if "<" in given else f"<answer>{given}</answer>"
+        assert rewards.math_equal(["q"], [text], [answer]) == [paid]
+        assert counts(text, answer) is (paid > 0)
+        assert rewards.answer(["q"], [text], [answer])[0] <= paid
+
+
+@pytest.mark.parametrize("text", ("<answer></answer>", "<answer> </answer>", "#### ", r"\boxed{}"))
+@pytest.mark.parametrize("right", ("", " ", "0"))
+def test_no_answer_is_never_right(text, right):
+    assert rewards.answer(["q"], [text], [right]) == rewards.math_equal(["q"], [text], [right])
+    assert rewards.answer(["q"], [text], [right]) == [0.0]
+    assert not rewards.is_correct(text, right) and not rewards.is_marked_correct(text, right)
+    assert not rewards.is_marked_correct("#### x", right)
 
 
 def test_rewards_of_gsm8k():
@@ -116,3 +152,156 @@ def test_functions_get_the_columns_they_can_take():
     assert math.isnan(rewards.reward_table(functions, others, ["x", "y"])[0][1])
     with pytest.raises(ValueError, match=r"columns \['entry', 'task'\] for score; got"):
         rewards.reward_table({"score": problems.score}, rows, ["x", "y"])
+
+
+def by_keywords(completions, **columns):
+    assert sorted(columns) == ["answer", "level", "prompts"]
+    return [f"{c} {level}" for c, level in zip(completions, columns["level"], strict=True)]
+
+
+def by_ids(completion_ids, **columns):
+    assert sorted(columns) == ["answer", "completions", "level", "prompts"]
+    return [
+        f"{sum(ids)} {c}" for ids, c in zip(completion_ids, columns["completions"], strict=True)
+    ]
+
+
+def all_keywords(*, prompts, completions, answer, **_):
+    return [" ".join(row) for row in zip(prompts, completions, answer, strict=True)]
+
+
+class Judge:
+    def __call__(self, completions, answer):
+        return [" ".join(row) for row in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    (
+        (by_keywords, ["x None", "y 3"]),
+        (by_ids, ["3 x", "7 y"]),
+        (all_keywords, ["a x 1", "b y 2"]),
+        (Judge(), ["x 1", "y 2"]),
+        (lambda **given: given["completions"], ["x", "y"]),
+        (lambda completions, prompts: completions, ["x", "y"]),
+        (lambda p, c: c, ["x", "y"]),
+        (lambda p, c, /, **columns: c, ["x", "y"]),
+        (lambda *both: both[1], ["x", "y"]),
+        (lambda *both, answer: both[1], ["x", "y"]),
+        (lambda prompts, texts, **columns: texts, ["x", "y"]),
+        (lambda prompts, completions, transcripts, answer: transcripts, ["x6", "y6"]),
+        (lambda p, c, level=None, other=7: [f"{x} {other}" for x in level], ["None 7", "3 7"]),
+    ),
+)
+def test_functions_are_called_as_they_are_written(function, expected):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "level": 3}]
+    more, seen = {"completion_ids": [[1, 2], [3, 4]], "transcripts": ["x6", "y6"]}, []
+
+    @functools.wraps(function)
+    def noted(*args, **given):
+        seen.extend(function(*args, **given))
+        return [0.0, 0.0]
+
+    if isinstance(function, Judge):
+        noted.__wrapped__ = function.__call__
+    rewards.reward_table({"f": noted}, rows, ["x", "y"], more=more)
+    assert seen == expected
+
+
+def test_messages_are_answered_by_messages():
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": "6"},
+            {"prompt": "b", "answer": "6"}]  # fmt: skip
+    texts, seen = ["<answer>6</answer>", "<answer>6</answer>"], []
+
+    def note(prompts, completions, transcripts):
+        seen.extend([*completions, *transcripts])
+        return [0.0, 0.0]
+
+    functions = {**rewards.REWARDS, "note": note}
+    table = rewards.reward_table(functions, rows, texts, more={"transcripts": texts})
+    assert table == [[2.0, pytest.approx(0.4), 2.0, 0.0]] * 2
+    assert seen == [[{"role": "assistant", "content": texts[0]}], texts[1], *texts]
+
+
+# Time
+
+
+def in_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+HARD = r"\binom{10^9}{5\cdot 10^8}"
+
+
+@pytest.mark.parametrize("where", (lambda work: work(), in_thread))
+def test_expressions_are_compared_in_any_thread(where, monkeypatch):
+    monkeypatch.setattr(rewards, "_SECONDS", 0.3)
+    rewards._equal_expressions.cache_clear()
+    texts = [f"<answer>{x}</answer>" for x in (r"\frac{3}{4}", r"\frac{3}{5}", HARD)]
+    start = time.monotonic()
+    found = where(lambda: rewards.math_equal(["q"] * 3, texts, [r"\dfrac{6}{8}"] * 3))
+    assert found == [2.0, 0.0, 0.0] and time.monotonic() - start < 5
+    rewards._equal_expressions.cache_clear()
+
+
+def busy(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(100))
+
+
+@pytest.mark.parametrize("where", (lambda work: work(), in_thread))
+@pytest.mark.parametrize("inner", (0.1, 5.0))
+def test_a_block_in_a_bounded_block(inner, where):
+    """Each says that it was too long where it was."""
+
+    def work():
+        late = [Late(), Late()]
+        with pytest.raises(TimedOut), at_most(0.3, late[0]), at_most(inner, late[1]):
+            busy(3)
+        with at_most(0.3, Late()):
+            pass
+        busy(0.4)
+        return [one.rang for one in late]
+
+    assert where(work) == ([False, True] if inner < 0.3 else [True, False])
+
+
+@pytest.fixture
+def rang():
+    """When the alarm of a caller rang."""
+    found = []
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(time.monotonic()))
+    yield found
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("seconds", (0.0, 0.2, 5.0))
+@pytest.mark.parametrize("every", (0.0, 0.3))
+def test_an_alarm_of_the_caller_rings_when_it_is_due(seconds, every, rang):
+    """Before the block ends, in it, and after it."""
+    start = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.4, every)
+    with contextlib.suppress(rewards.RewardError):
+        rewards.reward_table(
+            {"f": lambda p, c: [busy(0.6)]}, [{"prompt": "p"}], ["x"], timeout=seconds
+        )
+    assert rewards.math_equal(["q"], [r"<answer>\frac{3}{4}</answer>"], ["0.75"]) == [2.0]
+    busy(max(0, start + 0.9 - time.monotonic()))
+    due = [0.4, 0.7] if every else [0.4]
+    assert [x - start for x in rang] == pytest.approx(due, abs=0.12)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_a_long_comparison_is_bounded_by_the_rewards_time():
+    rewards._equal_expressions.cache_clear()
+    text, start = f"<answer>{HARD}</answer>", time.monotonic()
+    rows, functions = [{"prompt": "p", "answer": "7"}], {"math_equal": rewards.math_equal}
+    with pytest.raises(rewards.RewardError, match=r"math_equal: .* within reward_timeout = 0\.3"):
+        rewards.reward_table(functions, rows, [text], timeout=0.3)
+    assert time.monotonic() - start < 4

@@ -9,7 +9,6 @@ are those of the training. A folder `evaluation` in `--output` gets the answers 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,12 +21,13 @@ from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
 from .metrics import GROUPS, Evaluation, accuracy_of, wilson_interval
 from .rewards import (
+    LONGEST,
     Reward,
+    equal,
     is_marked_correct,
     judge,
     judge_answers,
     marked_answer,
-    number_of,
     resolve_rewards,
     weighted_sum,
 )
@@ -106,13 +106,23 @@ def _mean_of(values: Sequence[float]) -> Share:
 
 def _majority(group: Sequence[dict[str, Any]]) -> bool:
     """True if the answer that is given most often is right; of equally many, the first."""
-    given = [marked_answer(answer["completion"]) for answer in group]
-    numbers = [None if text is None else number_of(text) for text in given]
-    keys = [x if n is None else n for x, n in zip(given, numbers, strict=True)]
-    counted = Counter(key for key in keys if key is not None)
-    if not counted:
-        return False
-    return bool(group[keys.index(counted.most_common(1)[0][0])]["correct"])
+    found: list[list[dict[str, Any]]] = []  # groups of equal answers
+    for answer in group:
+        if marked_answer(answer["completion"]):
+            same = next((some for some in found if _same(some[0], answer)), None)
+            if same is None:
+                found.append([answer])
+            else:
+                same.append(answer)
+    return bool(found and max(found, key=len)[0]["correct"])
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if two answers to a problem are right, or equal."""
+    if one["correct"] or other["correct"]:
+        return bool(one["correct"] and other["correct"])
+    given = [marked_answer(answer["completion"]) or "" for answer in (one, other)]
+    return given[0] == given[1] or (max(map(len, given)) <= LONGEST and equal(*given))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

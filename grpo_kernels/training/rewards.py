@@ -1,8 +1,9 @@
 """Reward functions: what a completion is worth.
 
 A reward function takes `(prompts, completions, **columns)`, lists with one entry per completion;
-the columns are those of the problems (`answer`, say). It returns a list of floats, None where it
-does not apply. A problem with a column `rewards` is judged by the functions named there alone.
+the columns are those of the problems (`answer`, say). Where a prompt is messages, so is its
+completion. It returns a list of floats, None where it does not apply. A problem with a column
+`rewards` is judged by the functions named there alone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,14 +22,18 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from . import ranks
-from .data import imported
+from .bounded import Late, TimedOut, at_most
+from .data import applies, imported
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # No number that is an answer is longer; reading one of this length takes no time.
-_LONGEST = 100
+LONGEST = 100
+# Seconds for the comparison of two expressions.
+_SECONDS = 5.0
+_INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
 
@@ -44,25 +48,21 @@ def answer_of(completion: str) -> str | None:
 
 
 def marked_answer(completion: str) -> str | None:
-    r"""The text marked as the answer by `<answer>` tags, `####` or `\boxed{}`.
+    r"""The text marked as the answer by `<answer>` tags, else by one `####` or `\boxed{}`.
 
-    None unless there is exactly one mark.
+    None where there are several pairs of tags, or no tags and several marks.
     """
-    tagged = answer_of(completion)
-    if tagged is not None:
-        completion = completion.replace("<answer>", "", 1)
-    elif "<answer>" in completion or "</answer>" in completion:
-        return None
-    found: list[str | None] = [tagged] if tagged is not None else []
-    found += [line.split("\n")[0].strip() for line in completion.split("####")[1:]]
-    found += [_in_braces(rest) for rest in completion.split(r"\boxed{")[1:]]
-    return found[0] if len(found) == 1 else None
+    if "<answer>" in completion or "</answer>" in completion:
+        return answer_of(completion)
+    found = [line.split("\n")[0].strip() for line in completion.split("####")[1:]]
+    boxed = [_in_braces(rest) for rest in completion.split(r"\boxed{")[1:]]
+    return [*found, *boxed][0] if len(found) + len(boxed) == 1 else None
 
 
 def _in_braces(text: str) -> str | None:
     """The text up to the brace that closes one before it."""
     depth = 1
-    for place, letter in enumerate(text[:_LONGEST]):
+    for place, letter in enumerate(text[:LONGEST]):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
             return text[:place].strip()
@@ -74,7 +74,7 @@ def number_of(text: str) -> Fraction | None:
 
     Only ASCII digits count: some others are exponents.
     """
-    if len(text) > _LONGEST:
+    if len(text) > LONGEST:
         return None
     match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
     if match is None or (match[1] and match[2]):
@@ -88,59 +88,82 @@ def number_of(text: str) -> Fraction | None:
 def is_correct(completion: str, answer: str) -> bool:
     """True if the tagged answer equals the right one, as text or as a number."""
     given = answer_of(completion)
-    if given is None:
+    if not given:
         return False
     number = number_of(given)
     return given == answer.strip() or (number is not None and number == number_of(answer))
 
 
+def as_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a completion, which may be messages."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
 def answer(
-    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """2.0 for the right answer in `<answer>` tags, 1.5 for one that is numerically equal."""
-    given = [answer_of(text) for text in completions]
+    texts = [as_text(completion) for completion in completions]
     return [
-        2.0 if mine == right.strip() else 1.5 * is_correct(text, right)
-        for mine, text, right in zip(given, completions, answer, strict=True)
+        (2.0 if answer_of(text) == right.strip() else 1.5) * is_correct(text, right)
+        for text, right in zip(texts, answer, strict=True)
     ]
 
 
-def format(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+def format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once."""
-    return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in completions]
+    texts = [as_text(completion) for completion in completions]
+    return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in texts]
 
 
 def math_equal(
-    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """2.0 where `math-verify` finds the tagged answer equal to the right one as an expression."""
-    try:
-        import math_verify  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "the reward 'math_equal' needs math-verify: pip install 'grpo_kernels[train]'"
-        ) from error
-
     return [
-        2.0 * _equal(answer_of(text), right)
-        for text, right in zip(completions, answer, strict=True)
+        2.0 * equal(answer_of(as_text(completion)), right)
+        for completion, right in zip(completions, answer, strict=True)
     ]
 
 
 def is_marked_correct(completion: str, answer: str) -> bool:
     """True if `marked_answer` equals the right one, as text, as a number, or for `math-verify`."""
-    return _equal(marked_answer(completion), answer)
+    return equal(marked_answer(completion), answer)
 
 
-def _equal(given: str | None, right: str) -> bool:
-    from math_verify import parse, verify
-
-    if given is None or len(given) > _LONGEST:
+def equal(given: str | None, right: str) -> bool:
+    """True if an answer equals the right one, as text, as a number, or for `math-verify`."""
+    right = right.strip()
+    if not given or len(given) > LONGEST:
         return False
     number = number_of(given)
-    if given == right.strip() or (number is not None and number == number_of(right)):
+    if given == right or (number is not None and number == number_of(right)):
         return True
-    return bool(verify(parse(f"${right}$"), parse(f"${given}$")))
+    if not right or (_INTEGER.fullmatch(given) and _INTEGER.fullmatch(right)):
+        return False
+    return _equal_expressions(given, right)
+
+
+@lru_cache(4096)  # a reward and accuracy ask for the same
+def _equal_expressions(given: str, right: str) -> bool:
+    try:
+        from math_verify import grader, parse, parser, verify
+    except ImportError as error:
+        raise ImportError(
+            "answers that are no numbers need math-verify: pip install 'grpo_kernels[train]'"
+        ) from error
+
+    # Its own bound is an alarm that the main thread alone has, and that ends one of a caller's.
+    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
+    late = Late()
+    try:
+        with at_most(_SECONDS, late):
+            sides = [parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
+            return bool(verify(*sides, timeout_seconds=None))
+    except TimedOut:
+        if not late.rang:
+            raise  # that of a block around this one
+        return False
 
 
 REWARDS: dict[str, Reward] = {"answer": answer, "format": format, "math_equal": math_equal}
@@ -164,22 +187,25 @@ def resolve_rewards(
     return found
 
 
+# What every reward function is given, and first parameters of one that takes all by name.
+_TWO = ("prompts", "completions")
+_COMPLETIONS = ("completions", "completion_ids")
+
+
 class RewardError(StepError, ValueError):
     """A reward function that failed, or returned what is no reward."""
 
 
-class _Late(BaseException):
-    """Not an Exception, which a reward function may catch."""
-
-
 def reward_table(
     rewards: Mapping[str, Reward], problems: Sequence[Mapping[str, Any]],
-    completions: Sequence[str], *, timeout: float = 0.0,
+    completions: Sequence[str], *, more: Mapping[str, Sequence[Any]] | None = None,
+    timeout: float = 0.0,
 ) -> list[list[float]]:  # fmt: skip
     """`[B][R]` rewards, one per completion and function; NaN where a function does not apply.
 
     A function sees only the completions that it judges, with every column that one of their
-    problems has, None where another lacks it. It may take `timeout` seconds; 0: any time.
+    problems has, None where another lacks it, and of `more`, lists with one entry per completion,
+    those that it names. It may take `timeout` seconds; 0: any time.
 
     Raises:
         RewardError: a function raised, took longer, or returned another number of values or one
@@ -187,14 +213,23 @@ def reward_table(
     """
     table = [[math.nan] * len(rewards) for _ in problems]
     for place, (name, function) in enumerate(rewards.items()):
-        asked = [i for i, problem in enumerate(problems) if _applies(name, problem)]
+        asked = [i for i, problem in enumerate(problems) if applies(name, problem)]
         if not asked:
             continue
         some = [problems[i] for i in asked]
-        columns = _columns(name, function, some)
-        prompts = [problem["prompt"] for problem in some]
+        texts = [completions[i] for i in asked]
+        offered = {key: [column[i] for i in asked] for key, column in (more or {}).items()}
+        offered |= {
+            "prompts": [problem["prompt"] for problem in some],
+            "completions": [
+                text if isinstance(problem["prompt"], str)
+                else [{"role": "assistant", "content": text}]
+                for text, problem in zip(texts, some, strict=True)
+            ],
+        }  # fmt: skip
+        call = _call(name, function, some, offered)
         with _asked(f"reward function {name}", timeout):
-            values = list(function(prompts, [completions[i] for i in asked], **columns))
+            values = list(call())
             numbers = [math.nan if value is None else float(value) for value in values]
         if len(values) != len(asked):
             raise RewardError(
@@ -214,6 +249,7 @@ def reward_table(
 def judge(
     accelerator: Accelerator, rewards: Mapping[str, Reward],
     problems: Sequence[Mapping[str, Any]], completions: Sequence[str], timeout: float,
+    more: Mapping[str, Sequence[Any]] | None = None,
 ) -> Tensor:  # fmt: skip
     """Makes a float64 tensor of `reward_table`. If it raises on one rank, all ranks raise.
 
@@ -221,7 +257,7 @@ def judge(
         RewardError: on every rank.
     """
     with ranks.raise_on_all_ranks(accelerator, RewardError):
-        table = reward_table(rewards, problems, completions, timeout=timeout)
+        table = reward_table(rewards, problems, completions, more=more, timeout=timeout)
     return torch.tensor(table, dtype=torch.float64)
 
 
@@ -242,10 +278,13 @@ def judge_answers(
 @contextmanager
 def _asked(what: str, timeout: float) -> Iterator[None]:
     """Raises RewardError in the name of a function that fails, or takes longer."""
+    late = Late()
     try:
-        with _at_most(timeout):
+        with at_most(timeout, late):
             yield
-    except _Late:
+    except TimedOut:
+        if not late.rang:
+            raise
         raise RewardError(
             f"{what}: expected an answer within reward_timeout = {timeout:g} seconds; got none"
         ) from None
@@ -255,54 +294,47 @@ def _asked(what: str, timeout: float) -> Iterator[None]:
         raise RewardError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises `_Late` in the block after so many seconds; 0: never.
-
-    By an alarm, so in the main thread alone. A function with an alarm of its own, as math-verify
-    has, is bounded by that.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not seconds or not main or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def late(*_: object) -> None:
-        raise _Late
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def weighted_sum(rewards: Tensor, weights: Sequence[float]) -> Tensor:
     """`[B]` weighted sums of the `[B, R]` rewards that apply; no weights: 1 each."""
     given = torch.tensor(weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
     return (rewards.nan_to_num() * given).sum(1)
 
 
-def _columns(
-    name: str, function: Reward, problems: Sequence[Mapping[str, Any]]
-) -> dict[str, list[Any]]:
-    """The columns that a function takes: all of them, or without `**columns` those it names."""
-    there = sorted(set().union(*problems) - {"prompt"})
-    parameters = list(inspect.signature(function).parameters.values())[2:]
-    kinds = inspect.Parameter
-    wanted = {p.name for p in parameters if p.kind is not kinds.VAR_KEYWORD}
-    needed = {p.name for p in parameters if p.default is kinds.empty} & wanted
-    if not needed <= set(there):
+def _call(
+    name: str, function: Reward, problems: Sequence[Mapping[str, Any]],
+    offered: Mapping[str, list[Any]],
+) -> Callable[[], Sequence[float | None]]:  # fmt: skip
+    """A call of a function, with what is `offered` and the columns of problems that it can take.
+
+    It gets them by name; prompts and completions by place where its first two parameters have
+    names of their own. What is offered beside these two it gets only where it names it.
+    """
+    columns = {
+        column: [problem.get(column) for problem in problems]
+        for column in sorted(set().union(*problems) - {"prompt", *offered})
+    }
+    known, two = {**offered, **columns}, [offered["prompts"], offered["completions"]]
+    kind = inspect.Parameter
+    parameters = list(inspect.signature(function).parameters.values())
+    places = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
+    first = [p for p in parameters if p.kind in places][:2]
+    if first and (
+        any(p.kind is not kind.POSITIONAL_OR_KEYWORD for p in first)
+        or (len(first) == 2 and first[0].name not in _COMPLETIONS
+            and not {p.name for p in first} <= set(known))
+    ):  # fmt: skip
+        parameters = [p for p in parameters if p not in first]
+        known = {name: x for name, x in known.items() if name not in _TWO}
+    else:
+        two = []
+    wanted = {p.name: p.default for p in parameters
+              if p.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)}  # fmt: skip
+    needed = {name for name, default in wanted.items() if default is kind.empty}
+    if not needed <= set(known):
         raise RewardError(
-            f"rewards: expected problems with the columns {sorted(needed)} for {name}; got {there}"
+            f"rewards: expected problems with the columns {sorted(needed - set(offered))} for "
+            f"{name}; got {list(columns)}"
         )
-    if len(wanted) == len(parameters):
-        there = [column for column in there if column in wanted]
-    return {column: [problem.get(column) for problem in problems] for column in there}
-
-
-def _applies(name: str, problem: Mapping[str, Any]) -> bool:
-    wanted = problem.get("rewards")
-    return wanted is None or name == wanted or (not isinstance(wanted, str) and name in wanted)
+    if any(p.kind is kind.VAR_KEYWORD for p in parameters):
+        wanted |= dict.fromkeys((*columns, *_TWO))
+    return partial(function, *two, **{x: known[x] for x in known if x in wanted})

@@ -36,7 +36,7 @@ class Sampling:
         self.sampler, self.rewards, self.is_correct = sampler, rewards, is_correct
         self.config, self.accelerator = sampler.config, sampler.accelerator
         self.problems = problems
-        self.has_answers = all("answer" in problem for problem in problems)
+        self.has_answers = all(problem.get("answer") is not None for problem in problems)
 
     def __call__(self, problems: Sequence[Problem], step: int, clock: Clock) -> Samples:
         """Samples this process's part of a rollout of `problems`, with rewards and advantages."""

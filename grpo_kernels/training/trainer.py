@@ -24,7 +24,7 @@ from .metrics import Evaluation
 from .micro_batches import equal_parts
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_correct, resolve_rewards
+from .rewards import Reward, is_marked_correct, resolve_rewards
 from .rollout import Rollout, Sampler, vocabulary_of
 from .run_log import RunLog
 from .samples import Samples
@@ -64,7 +64,7 @@ class Trainer:
         held_out: Sequence[Problem] = (),
         *,
         rewards: Mapping[str, Reward] | None = None,
-        is_correct: Callable[[str, str], bool] = is_correct,
+        is_correct: Callable[[str, str], bool] = is_marked_correct,
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
         check_folder(config)
@@ -83,7 +83,7 @@ class Trainer:
             short_enough(problems, self.encode, config.max_prompt_length, self.log.say)
             for problems in (train, held_out)
         )
-        if not all("answer" in problem for problem in self.held_out):
+        if any(problem.get("answer") is None for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.order = Order(self.train_problems, config.seed)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
