@@ -3,11 +3,14 @@
 Their gradients are in `test_micro_batches.py`.
 """
 
+from itertools import chain
+
 import pytest
 import torch
 
 from examples import tool_use
-from grpo_kernels.training import Completion, SamplingParams
+from grpo_kernels.training import Completion, SamplingParams, Trainer, load_model, logs
+from grpo_kernels.training.evaluate import of_samples
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, rows_of, trainer_of
 
@@ -31,12 +34,56 @@ def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, t
 
 def test_a_run_counts_what_the_policy_sampled(tiny_model, tmp_path):
     seen = []
-    config = config_of(tiny_model, tmp_path, steps=1)
+    config = config_of(tiny_model, tmp_path, steps=1, skip_untrained=False)
     trainer = trainer_of(config, rollout=lambda _: FakeRollout((6,), turns=True))
     (row,) = rows_of(trainer.train(lambda _, samples: seen.append(samples)))
     assert row["completion_length"] == 4 and row["tokens"] == 16 * 4
-    # Rewards are of the whole text.
-    assert all(len(text) == 6 for text in seen[0].texts)
+    assert all(len(text) == 4 for text in seen[0].texts)
+    assert all(len(text) == 6 for text in seen[0].transcripts)
+
+
+class Told:
+    """A rollout whose tool, or whose policy, says the answer 6."""
+
+    def __init__(self, tokenizer, by_tool):
+        self.tokenizer, self.by_tool = tokenizer, by_tool
+
+    def __call__(self, prompts, count, sampling):
+        parts = [self.tokenizer.encode(text) for text in ("so ", "<answer>6</answer>", " it is")]
+        own = [x for i, part in enumerate(parts) for x in [i != self.by_tool] * len(part)]
+        one = Completion(list(chain(*parts)), True, sampled=own)
+        return [one] * (len(prompts) * count)
+
+
+@pytest.mark.parametrize("by_tool", (0, 1))
+def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
+    """People, and functions that ask for it, see the whole."""
+    seen, written = [], ("<answer>6</answer> it is", "so  it is")[by_tool]
+
+    def noted(completions, transcripts, completion_ids, **columns):
+        seen.extend(zip(completions, transcripts, map(len, completion_ids), strict=True))
+        assert "transcripts" not in columns
+        return [0.0] * len(completions)
+
+    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40}
+    config = config_of(tiny_model, tmp_path, **options)
+    problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
+    model, tokenizer = load_model(config)
+    trainer = Trainer(
+        config, model, tokenizer, problems, problems, rewards={"noted": noted},
+        rollout=lambda _: Told(tokenizer, by_tool),
+    )  # fmt: skip
+    folder = trainer.train()
+    whole = "so <answer>6</answer> it is"
+    assert set(seen) == {(written, whole, len(written))}
+    (row,) = rows_of(folder)
+    paid = 0.0 if by_tool else 1.0
+    assert (row["reward/answer"], row["accuracy"]) == (2 * paid, paid)
+    assert row["reward/format"] == pytest.approx(0.4 * paid)
+    rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
+    assert {row["completion"] for some in rows for row in some} == {whole}
+    assert {(row["sampled"], row["correct"]) for row in rows[0]} == {(written, paid > 0)}
+    assert of_samples(rows[0][:4], 4)["majority@4"][0] == paid
 
 
 # The example

@@ -58,13 +58,16 @@ def evaluate(
         some = [problem for problem in asked for _ in range(count)]
         completions = sampler(asked, count, temperature)
         texts = sampler.texts(completions)
-        table = judge(accelerator, rewards, some, texts, config.reward_timeout)
+        more = sampler.beside(completions, texts)
+        table = judge(accelerator, rewards, some, texts, config.reward_timeout, more)
         right = judge_answers(accelerator, is_correct, some, texts, config.reward_timeout)
         totals = weighted_sum(table, config.reward_weights).tolist()
-        rows = zip(some, texts, table.tolist(), totals, completions, right, strict=True)
-        for problem, text, values, total, done, correct in rows:
+        rows = zip(some, texts, more["transcripts"], table.tolist(), totals, completions, right,
+                   strict=True)  # fmt: skip
+        for problem, text, whole, values, total, done, correct in rows:
             answers.append({
-                "prompt": problem["prompt"], "completion": text, "answer": problem["answer"],
+                "prompt": problem["prompt"], "completion": whole,
+                **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
                 "correct": correct, "ended": done.ended,
                 "reward": total, "rewards": dict(zip(rewards, values, strict=True)),
                 **{column: problem[column] for column in GROUPS if column in problem},
@@ -108,7 +111,7 @@ def _majority(group: Sequence[dict[str, Any]]) -> bool:
     """True if the answer that is given most often is right; of equally many, the first."""
     found: list[list[dict[str, Any]]] = []  # groups of equal answers
     for answer in group:
-        if marked_answer(answer["completion"]):
+        if _given(answer):
             same = next((some for some in found if _same(some[0], answer)), None)
             if same is None:
                 found.append([answer])
@@ -117,11 +120,16 @@ def _majority(group: Sequence[dict[str, Any]]) -> bool:
     return bool(found and max(found, key=len)[0]["correct"])
 
 
+def _given(answer: dict[str, Any]) -> str | None:
+    """What is marked in the policy's own part of a completion."""
+    return marked_answer(answer.get("sampled", answer["completion"]))
+
+
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if two answers to a problem are right, or equal."""
     if one["correct"] or other["correct"]:
         return bool(one["correct"] and other["correct"])
-    given = [marked_answer(answer["completion"]) or "" for answer in (one, other)]
+    given = [_given(answer) or "" for answer in (one, other)]
     return given[0] == given[1] or (max(map(len, given)) <= LONGEST and equal(*given))
 
 

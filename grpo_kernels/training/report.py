@@ -73,7 +73,7 @@ def sample_rows(samples: Any, group_size: int) -> list[dict[str, Any]]:
         problem = samples.problems[samples.prompt_of[start]]
         for i in dict.fromkeys((by_advantage[-1], by_advantage[0])):
             shown.append({
-                "prompt": problem["prompt"], "completion": samples.texts[i],
+                "prompt": problem["prompt"], "completion": samples.transcripts[i],
                 "answer": problem.get("answer"),
                 "reward": float(samples.totals[i]),
                 "advantage": float(samples.advantages[i]),

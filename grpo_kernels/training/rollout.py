@@ -278,10 +278,28 @@ class Sampler:
                 except (ValueError, TypeError) as error:
                     raise RolloutError(str(error)) from error
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
-        """Decodes completions, without special tokens."""
-        ids = [c.token_ids for c in completions]
+    def texts(self, completions: Sequence[Completion], *, whole: bool = False) -> list[str]:
+        """Decodes what the policy wrote, with `whole` what it was given between, too.
+
+        Without special tokens.
+        """
+        ids = [c.token_ids if whole else sampled_ids(c) for c in completions]
         return list(self.encode.tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+    def beside(self, completions: Sequence[Completion], texts: list[str]) -> dict[str, list[Any]]:
+        """What a reward function may name beside the texts of completions."""
+        whole = any(c.sampled is not None for c in completions)
+        return {
+            "transcripts": self.texts(completions, whole=True) if whole else texts,
+            "completion_ids": [sampled_ids(c) for c in completions],
+        }
+
+
+def sampled_ids(one: Completion) -> list[int]:
+    """The tokens of a completion that the policy sampled."""
+    if one.sampled is None:
+        return one.token_ids
+    return [token for token, own in zip(one.token_ids, one.sampled, strict=True) if own]
 
 
 def check_support(name: str, support: object, T: int) -> None:

@@ -27,12 +27,13 @@ class Samples:
     prompts: list[list[int]]  # [P], token ids
     prompt_of: list[int]  # [B], index into `prompts`
     completions: list[Completion]  # [B]
-    texts: list[str]  # [B]
+    texts: list[str]  # [B], what the policy wrote
     rewards: Tensor  # [B, R], NaN where a function does not apply
     totals: Tensor  # [B], weighted sums of the rewards
     advantages: Tensor  # [B]
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
+    transcripts: list[str]  # [B], the texts with what the policy was given between
     resampled: int = 0  # groups that were replaced, as their rewards were equal
     replay_support: bool = False  # whether log-probs are over the completions' supports
     old_logps: Tensor | None = None  # [B, T], as all that follow

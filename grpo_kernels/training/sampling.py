@@ -67,6 +67,7 @@ class Sampling:
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
             replay_support=replay_support, sampling_logps=logps, resampled=resampled,
             ce_weights=ce_weights(completions, mask),
+            transcripts=self.sampler.beside(completions, texts)["transcripts"],
             **top_of(completions, mask, config.score_centering),
         )  # fmt: skip
 
@@ -81,7 +82,9 @@ class Sampling:
         with clock("reward"):
             judged = [problem for problem in problems for _ in range(G)]
             texts = self.sampler.texts(completions)
-            table = judge(self.accelerator, self.rewards, judged, texts, config.reward_timeout)
+            more = self.sampler.beside(completions, texts)
+            asked = (self.accelerator, self.rewards, judged, texts, config.reward_timeout)
+            table = judge(*asked, more)
         return completions, texts, table
 
     def _resample(
