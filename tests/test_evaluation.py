@@ -111,6 +111,22 @@ def test_the_command(trained, tmp_path, capsys):
     assert "pass@4" in page and "6 of 6 answers" in page
 
 
+def test_a_file_is_answered_whole(trained, tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(7)))
+    flags = {"model": trained / "model", "dataset": path, "num_generations": 2, "output": tmp_path,
+             "max_completion_length": 2}  # fmt: skip
+    for size, count, said in ((500, 7, "All 7 problems of"), (5, 5, "The first 5 problems of")):
+        evaluate.main(
+            [f"--{name}={value}" for name, value in (flags | {"eval_size": size}).items()]
+        )
+        assert said in capsys.readouterr().out
+        folder = tmp_path / ("evaluation" if size == 500 else "evaluation-2")
+        answers = [json.loads(line) for line in (folder / "answers.jsonl").open()]
+        greedy = [a["answer"] for a in answers if "sample" not in a]
+        assert greedy == [str(i) for i in range(count)]
+
+
 def test_runs_are_compared(trained, tiny_model, tmp_path, capsys):
     other = trainer_of(config_of(tiny_model, tmp_path, name="<other>", eval_size=4)).train()
     report.main([str(other), str(trained)])

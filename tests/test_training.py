@@ -169,7 +169,11 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
     loaded, problems = load_model(config), load_problems(config)[0]
     with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
         Trainer(config, *loaded, problems, [{"prompt": "a"}], rewards={"noise": noise})
-    some = [{"prompt": "a", "answer": "1"}, *({"prompt": x} for x in "bcde")]
+    with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
+        none = [{"prompt": "a", "answer": None}]
+        Trainer(config, *loaded, problems, none, rewards={"noise": noise})
+    some = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None},
+            *({"prompt": x} for x in "cde")]  # fmt: skip
     folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
     assert "accuracy" not in rows_of(folder)[0]
 

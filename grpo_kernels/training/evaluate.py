@@ -2,8 +2,9 @@
 
     python -m grpo_kernels.training.evaluate --model FOLDER --dataset openai/gsm8k:main
 
-answers each held-out problem with the likeliest tokens, and by `--num_generations` samples. Options
-are those of the training. A folder `evaluation` in `--output` gets the answers and a report.
+answers problems with the likeliest tokens, and by `--num_generations` samples: those of the split
+test, else validation, else all there are, up to `--eval_size`. Options are
+those of the training. A folder `evaluation` in `--output` gets the answers and a report.
 """
 
 from __future__ import annotations
