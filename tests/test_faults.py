@@ -1,9 +1,11 @@
 """Faults of what a run is given: reward functions, rollouts, gradients, checkpoints, folders."""
 
 import contextlib
+import copy
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -13,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from tokenizers import normalizers
 
 from grpo_kernels.head import Support
-from grpo_kernels.training import Completion, checkpoint, load_model, logs, updates
+from grpo_kernels.training import Completion, Trainer, checkpoint, load_model, logs, updates
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
@@ -279,12 +282,81 @@ def test_a_run_is_not_replaced_and_not_mixed(tiny_model, tmp_path):
     trainer_of(replace(config, resume=True, steps=3)).train()
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
     options = {"steps": 3, "schedule": "linear"}
-    state = {"config": options, "processes": 1}
-    checkpoint.check_same(state, options, 1)
+    state = {"config": options, "processes": 1, "given": {}}
+    checkpoint.check_same(state, options, 1, {})
     with pytest.raises(ValueError, match="steps: expected 3, on which schedule = 'linear'"):
-        checkpoint.check_same(state, {**options, "steps": 4}, 1)
+        checkpoint.check_same(state, {**options, "steps": 4}, 1, {})
     with pytest.raises(ValueError, match=r"resume: expected 1 processes, .*; got 2"):
-        checkpoint.check_same(state, options, 2)
+        checkpoint.check_same(state, options, 2, {})
+
+
+SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "tags": {"a", "b", str(i)}} for i in range(8)]
+GIVEN = {"train": SUMS[:6], "held_out": SUMS[6:], "factor": 1.0, "minus": False}
+
+
+def given(model, tmp_path, resume=False, trainable=r"layers\.1\.", beta=0.0, **change):
+    """A run of one step, or of two, with something of `GIVEN` changed."""
+    its = {**GIVEN, **change}
+    config = config_of(model, tmp_path, eval_size=2, steps=1 + resume, resume=resume, save_every=1,
+                       trainable=trainable, beta=beta)  # fmt: skip
+    network, tokenizer = load_model(config)
+    network.register_buffer("offset", torch.ones(2))
+    if its["minus"]:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("+", "-")
+    with torch.no_grad():
+        network.model.norm.weight.mul_(its["factor"])
+        network.offset.mul_(its.get("of_buffer", 1.0))
+    trainer = Trainer(config, network, tokenizer, its["train"], its["held_out"],
+                      rewards={"noise": noise})  # fmt: skip
+    trainer.train()
+    return trainer.step
+
+
+OTHER = [*SUMS[:5], {**SUMS[5], "answer": "11"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    (
+        ({"train": SUMS[:5], "held_out": SUMS[5:]}, ["train", "held_out"]),
+        ({"train": OTHER}, ["train"]),
+        ({"train": SUMS[5::-1]}, ["train", "tokens of the prompts"]),
+        ({"held_out": SUMS[7:5:-1]}, ["held_out", "tokens of the prompts"]),
+        ({"minus": True}, ["tokens of the prompts"]),
+        ({"factor": 1.5}, ["weights of the model"]),
+        ({"of_buffer": 1.5}, ["weights of the model"]),
+        # The reference is a copy of all weights, and in no checkpoint.
+        ({"factor": 1.5, "trainable": None, "beta": 0.1}, ["weights of the model"]),
+    ),
+)
+def test_a_run_does_not_go_on_with_what_it_did_not_begin_with(change, names, tiny_model, tmp_path):
+    options = {name: change[name] for name in ("trainable", "beta") if name in change}
+    assert given(tiny_model, tmp_path, **options) == 1
+    with pytest.raises(ValueError, match="resume: expected the problems and the model") as refused:
+        given(tiny_model, tmp_path, resume=True, **change)
+    told = str(refused.value).partition("got others: ")[2].split("; ")
+    assert [one.partition(": was ")[0] for one in told] == names
+    assert all(re.search("was .*sha256 [0-9a-f]{12}, is .*sha256 [0-9a-f]{12}$", x) for x in told)
+    if len(change.get("train", SUMS[:6])) == 5:
+        assert "train: was 6 problems, " in told[0] and ", is 5 problems, " in told[0]
+
+
+@pytest.mark.parametrize(
+    "change", ({}, {"train": copy.deepcopy(SUMS[:6])}, {"factor": 1.5, "trainable": None})
+)
+def test_a_run_goes_on_with_what_it_began_with(change, tiny_model, tmp_path):
+    """The weights that are trained come from the checkpoint, whatever they were."""
+    given(tiny_model, tmp_path, trainable=change.get("trainable", r"layers\.1\."))
+    assert given(tiny_model, tmp_path, resume=True, **change) == 2
+
+
+def test_problems_are_the_same_in_every_process():
+    """Whatever the order of a set, and wherever an object is."""
+    first, again = {0, 8}, {8, 0}
+    assert [*first] != [*again]
+    rows = [{"b": {"w": some, "v": object()}, "a": (1, 2.5, None)} for some in (first, again)]
+    assert checkpoint._as_text(rows[0]) == checkpoint._as_text(rows[1])
+    assert checkpoint._as_text(rows[0]) != checkpoint._as_text({**rows[0], "a": [1, 2.5, 0]})
 
 
 # Disks and folders

@@ -11,15 +11,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from . import ranks
+from .data import Problem, PromptEncoder
 
 # Options that may change when a run goes on: how long, how often something is logged or saved, and
 # how the work is cut into pieces.
@@ -31,6 +33,8 @@ MAY_CHANGE = {
 }  # fmt: skip
 _STATE, _WEIGHTS = "state.json", "trained.pt"
 _HASHES = "sha256.json"
+# Numbers of each weight that its digest is of.
+_SAMPLED = 4096
 
 
 def trained_weights_only(accelerator: Accelerator) -> None:
@@ -64,6 +68,61 @@ def trained_weights_only(accelerator: Accelerator) -> None:
 
 def _named(accelerator: Accelerator, model: Any) -> Any:
     return accelerator.unwrap_model(model).named_parameters()
+
+
+def digests(
+    train: Iterable[Problem], held_out: Iterable[Problem], encode: PromptEncoder, model: nn.Module,
+    *, trained: bool,
+) -> dict[str, str]:  # fmt: skip
+    """What a run is given besides its options, by name: by it a run that goes on is the same.
+
+    `trained`: of the weights that are trained as well, which are no checkpoint's where the
+    reference is a copy of them.
+    """
+    parts = {"train": list(train), "held_out": list(held_out)}
+    found = {
+        name: f"{len(problems)} problems, sha256 {_digest(map(_as_text, problems))}"
+        for name, problems in parts.items()
+    }
+    ids = (str(encode(problem)) for problems in parts.values() for problem in problems)
+    found["tokens of the prompts"] = f"sha256 {_digest(ids)}"
+    weights = (
+        f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
+        for name, x in model.state_dict(keep_vars=True).items()
+        if isinstance(x, Tensor) and (trained or not x.requires_grad)
+    )
+    found["weights of the model"] = f"sha256 {_digest(weights)}"
+    return found
+
+
+def _digest(texts: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(f"{len(text)} {text}".encode(errors="replace"))
+    return found.hexdigest()[:12]
+
+
+def _as_text(problem: Problem) -> str:
+    """A text that is the same in every process, whatever the problem has in its columns."""
+    return repr([(name, _plain(problem[name])) for name in sorted(problem)])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return sorted((repr(key), repr(_plain(x))) for key, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    if isinstance(value, (set, frozenset)):  # whose order changes
+        return sorted(repr(_plain(x)) for x in value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))  # an address, which changes
+
+
+def _some_numbers(x: Tensor) -> str:
+    """The bytes of some numbers of a weight; nothing of one that is elsewhere, or no plain one."""
+    if type(x) is not Tensor or x.is_meta:
+        return ""
+    step = x.numel() // _SAMPLED | 1  # odd, or it might see a single column
+    return x.flatten()[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes().hex()
 
 
 def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
@@ -182,7 +241,7 @@ def state_of(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         state = None
     kinds = {"step": int, "problems": int, "config": dict, "processes": int, "best": dict,
-             "watch": dict}  # fmt: skip
+             "watch": dict, "given": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()
     ):
@@ -193,11 +252,13 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: int) -> None:
-    """Refuses to go on with options other than the checkpoint's.
+def check_same(
+    state: Mapping[str, Any], config: Mapping[str, Any], processes: int, given: Mapping[str, str]
+) -> None:
+    """Refuses to go on with options, problems or weights other than the checkpoint's.
 
     Raises:
-        ValueError: names each such option with both values.
+        ValueError: names each that has changed, with both values.
     """
     before: Mapping[str, Any] = state["config"]
     names = [n for n in config if n not in MAY_CHANGE and config[n] != before.get(n)]
@@ -213,6 +274,15 @@ def check_same(state: Mapping[str, Any], config: Mapping[str, Any], processes: i
         raise ValueError(
             f"resume: expected {state['processes']} processes, as the checkpoint has; "
             f"got {processes}"
+        )
+    was: Mapping[str, str] = state["given"]
+    if was != given:
+        changed = "; ".join(
+            f"{n}: was {was.get(n)}, is {x}" for n, x in given.items() if x != was.get(n)
+        )
+        raise ValueError(
+            f"resume: expected the problems and the model that the run began with; got others: "
+            f"{changed}"
         )
 
 

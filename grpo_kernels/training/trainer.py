@@ -87,6 +87,10 @@ class Trainer:
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.order = Order(self.train_problems, config.seed)
         self.reference = ReferenceModel(self.accelerator, model, config) if config.beta else None
+        self.given = checkpoint.digests(
+            self.train_problems, self.held_out, self.encode, model,
+            trained=self.reference is not None and self.reference.copy is not None,
+        )  # fmt: skip
         self.policy, optimizer = self._prepare(model)
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
@@ -245,7 +249,8 @@ class Trainer:
         if found is not None:
             checkpoint.verify(self.accelerator, config.folder, found)
             state = checkpoint.state_of(found)
-            checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes)
+            given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
+            checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes, given)
         self.accelerator.wait_for_everyone()
         self.log.open(state.get("step", -1))
         sampler = getattr(self.sampler.rollout, "description", None)
@@ -283,7 +288,7 @@ class Trainer:
         state = {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "problems": self.order.done, "watch": self.log.watch.state(),
+            "problems": self.order.done, "watch": self.log.watch.state(), "given": self.given,
             "memory": self.scorer.memory(), "sampling_memory": self.sampler.memory(),
         }  # fmt: skip
         folder = self.config.folder
