@@ -196,6 +196,25 @@ def test_files_that_are_no_problems(text, message, tmp_path):
         load_problems(config_of(dataset=str(tmp_path / "a.jsonl"), eval_size=0))
 
 
+def test_prompts_have_tokens_and_not_too_many():
+    def kept(*prompts):
+        problems = [{"prompt": prompt} for prompt in prompts]
+        some = data.short_enough(problems, lambda problem: [*problem["prompt"]], 3, said.append)
+        return [problem["prompt"] for problem in some]
+
+    said = []
+    assert kept("abc", "", "abcd", "a", "abcde") == ["abc", "a"]
+    assert said == [
+        "2 of 5 problems are left out: their prompts have more than max_prompt_length = 3 tokens",
+        "1 of 5 problems are left out: their prompts have no token",
+    ]
+    said = []
+    assert kept("abc", "a") == ["abc", "a"] and kept() == [] and said == []
+    for none in (("", "abcd"), ("", "")):
+        with pytest.raises(ValueError, match=r"expected room for .* prompt with a token; got 3"):
+            kept(*none)
+
+
 def test_every_problem_once_an_epoch():
     order = list(islice(data.shuffled_epochs(7, seed=3), 21))
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3

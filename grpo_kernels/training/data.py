@@ -138,19 +138,22 @@ class PromptEncoder:
 def short_enough(
     problems: Sequence[Problem], encode: PromptEncoder, longest: int, say: Callable[[str], None]
 ) -> list[Problem]:
-    """The problems whose prompts have at most `longest` tokens; says how many have more.
+    """The problems whose prompts have 1 to `longest` tokens; says how many have more, or none.
 
     Raises:
-        ValueError: all of them have more.
+        ValueError: no problem is left.
     """
-    kept = [problem for problem in problems if len(encode(problem)) <= longest]
-    if len(kept) < len(problems):
-        say(
-            f"{len(problems) - len(kept)} of {len(problems)} problems are left out: their prompts "
-            f"have more than max_prompt_length = {longest} tokens"
-        )
+    lengths = [len(encode(problem)) for problem in problems]
+    kept = [p for p, length in zip(problems, lengths, strict=True) if 0 < length <= longest]
+    empty, left_out = lengths.count(0), f"of {len(problems)} problems are left out: their prompts"
+    if more := len(problems) - len(kept) - empty:
+        say(f"{more} {left_out} have more than max_prompt_length = {longest} tokens")
+    if empty:
+        say(f"{empty} {left_out} have no token")
     if problems and not kept:
-        raise ValueError(f"max_prompt_length: expected room for at least one prompt; got {longest}")
+        raise ValueError(
+            f"max_prompt_length: expected room for at least one prompt with a token; got {longest}"
+        )
     return kept
 
 
