@@ -12,13 +12,22 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
 from tokenizers import normalizers
 
 from grpo_kernels.head import Support
-from grpo_kernels.training import Completion, Trainer, checkpoint, load_model, logs, updates
+from grpo_kernels.training import (
+    Completion,
+    Trainer,
+    checkpoint,
+    load_model,
+    logs,
+    samples,
+    updates,
+)
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
@@ -136,12 +145,19 @@ def sampler(tiny_model, tmp_path_factory):
         ({"token_ids": [-1] * 2}, r"\.token_ids: expected ints from 0 to 256; got -1"),
         ({"token_ids": [5.0] * 2}, r"\.token_ids: expected ints from 0 to 256; got 5\.0"),
         ({"logps": [-1.0] * 9}, r"\.logps: expected 2 finite numbers, .* got \[-1"),
-        ({"logps": [-1.0, math.nan]}, r"\.logps: expected 2 finite numbers"),
+        ({"token_ids": [True] * 2}, r"\.token_ids: expected ints from 0 to 256; got True"),
+        ({"token_ids": [5] * 7}, r"\.token_ids: expected at most max_completion_length = 6, .* 7$"),
+        ({"logps": [-1.0, math.nan]}, r"\.logps: expected 2 finite numbers, .*; got \[nan\], 2"),
+        ({"logps": [-1.0, None]}, r"\.logps: expected 2 finite numbers, .*; got \[None\], 2"),
+        ({"logps": [-1.0, "-1.0"]}, r"\.logps: expected 2 finite numbers, .*; got \['-1.0'\], 2"),
+        ({"logps": [True, -1.0]}, r"\.logps: expected 2 finite numbers, .*; got \[True\], 2"),
         ({"sampled": [True]}, r"\.sampled: expected 2 bools, .*; got \[True\], 1"),
         ({"sampled": [False] * 2}, r"\.sampled: expected 2 bools, .* one that is true"),
         ({"sampled": [1] * 2}, r"\.sampled: expected 2 bools, .*; got \[1, 1\]"),
         ({"ce_weights": [1.0]}, r"\.ce_weights: expected 2 finite numbers, .*; got \[1.0"),
         ({"ce_weights": [math.nan] * 2}, r"\.ce_weights: expected 2 finite numbers"),
+        ({"ce_weights": [0.0, None]}, r"\.ce_weights: expected 2 finite numbers, .* \[None\], 2"),
+        ({"ce_weights": ["1", 0.0]}, r"\.ce_weights: expected 2 finite numbers, .* \['1'\], 2"),
         ({"support": ([1], [0])}, r"\.support: expected a Support; got tuple"),
         ({"support": Support([1], [0])}, r"\.support\.token_ids: expected a tensor; got list"),
         (kept([[1]], [0, 1, 1]), r"\.support\.token_ids: expected shape \[K\]; got \[1, 1\]"),
@@ -158,6 +174,30 @@ def test_what_is_no_completion_is_refused(change, message, sampler):
     sampler.rollout = lambda *_: [good, other] if change else [good]
     with pytest.raises(RolloutError, match=rf"^rollout: (completions\[1\].*)?{message}"):
         sampler(problems, 2, 1.0)
+
+
+@pytest.mark.parametrize("number", (None, "-1.0", True, math.nan, math.inf))
+def test_likeliest_ids_have_log_probs(number, sampler, monkeypatch):
+    sampler, problems = sampler
+    monkeypatch.setattr(sampler, "config", replace(sampler.config, loss_type="reinforce",
+                                                   score_centering=1))  # fmt: skip
+    for top in ([{3: -1.0}, {4: number}], [{3: -1.0}, None], [{3: -1.0}, {True: -1.0}]):
+        sampler.rollout = lambda *_, top=top: [Completion([5, 6], True, top=top)]
+        with pytest.raises(RolloutError, match=r"completions\[0\]\.top: expected 1 ids from 0 to"):
+            sampler(problems, 1, 1.0)
+
+
+def test_numbers_of_any_kind_are_taken(sampler):
+    sampler, problems = sampler
+    logps = [-1, numpy.float32(-1.5), torch.tensor(-2.0), -3.0]
+    weights = [0, numpy.float64(0.5), torch.tensor(1.0), -0.0]
+    ids = [5, numpy.int64(6), torch.tensor(7), 8]
+    one = Completion(ids, True, logps, ce_weights=weights)
+    sampler.rollout = lambda *_: [one]
+    assert sampler(problems, 1, 1.0) == [one]
+    mask = torch.ones(1, 4)
+    assert samples.sampling_logps([one], mask).tolist() == [[-1.0, -1.5, -2.0, -3.0]]
+    assert samples.ce_weights([one], mask).tolist() == [[0.0, 0.5, 1.0, 0.0]]
 
 
 # Gradients

@@ -238,13 +238,21 @@ class Sampler:
                     f"{name}.token_ids: expected ints from 0 to {self.vocabulary - 1}; got "
                     f"{wrong!r}"
                 )
-            if one.logps is not None and (
-                len(one.logps) != len(ids) or not all(map(math.isfinite, one.logps))
-            ):
+            most = self.config.max_completion_length
+            if len(ids) > most:
                 raise RolloutError(
-                    f"{name}.logps: expected {len(ids)} finite numbers, one per token; got "
-                    f"{list(one.logps)[:5]}, {len(one.logps)} in all"
+                    f"{name}.token_ids: expected at most max_completion_length = {most}, whoever "
+                    f"they are from; got {len(ids)}"
                 )
+            for what, numbers in (("logps", one.logps), ("ce_weights", one.ce_weights)):
+                if numbers is not None and (
+                    len(numbers) != len(ids) or not all(map(_is_finite, numbers))
+                ):
+                    raise RolloutError(
+                        f"{name}.{what}: expected {len(ids)} finite numbers, one per token; got "
+                        f"{[x for x in numbers if not _is_finite(x)][:5] or numbers[:5]}, "
+                        f"{len(numbers)} in all"
+                    )
             flags = one.sampled
             if flags is not None and (
                 len(flags) != len(ids) or not any(flags) or not {*map(type, flags)} <= {bool}
@@ -253,20 +261,14 @@ class Sampler:
                     f"{name}.sampled: expected {len(ids)} bools, one per token, and one that is "
                     f"true; got {list(flags)[:5]}, {len(flags)} in all"
                 )
-            weights = one.ce_weights
-            if weights is not None and (
-                len(weights) != len(ids) or not all(map(math.isfinite, weights))
-            ):
-                raise RolloutError(
-                    f"{name}.ce_weights: expected {len(ids)} finite numbers, one per token; got "
-                    f"{list(weights)[:5]}, {len(weights)} in all"
-                )
             top, K = one.top, self.config.score_centering
             if top is not None and (
                 len(top) != len(ids)
-                or any(len(of_token) != K for of_token in top)
+                or any(not isinstance(of_token, dict) or len(of_token) != K for of_token in top)
                 or not all(_is_below(x, self.vocabulary) for of_token in top for x in of_token)
-                or not all(x < math.inf for of_token in top for x in of_token.values())
+                or not all(
+                    _is_finite(x) or x == -math.inf for of_token in top for x in of_token.values()
+                )
             ):
                 raise RolloutError(
                     f"{name}.top: expected {K} ids from 0 to {self.vocabulary - 1} with "
@@ -333,8 +335,15 @@ def vocabulary_of(model: Any) -> int:
 
 def _is_below(token: Any, count: int) -> bool:
     try:
-        return 0 <= index(token) < count
+        return not isinstance(token, bool) and 0 <= index(token) < count
     except TypeError:
+        return False
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return not isinstance(number, bool) and math.isfinite(number)
+    except (TypeError, ValueError):
         return False
 
 
