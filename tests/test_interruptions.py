@@ -163,6 +163,19 @@ def test_a_limit_of_the_system():
     assert done.stdout == "True\n", done.stderr
 
 
+class Forwards:
+    """A rollout around another one, whose attributes seem to be its own."""
+
+    def __init__(self, rollout):
+        self.rollout = rollout
+
+    def __getattr__(self, name):
+        return getattr(self.rollout, name)
+
+    def __call__(self, *args):
+        return self.rollout(*args)
+
+
 def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
     """Also how many prompts are sampled at a time, which changes what is drawn."""
     whole, cut = (config_of(tiny_model, tmp_path / name, **STEPS | {"steps": 2}) for name in "ab")
@@ -175,6 +188,15 @@ def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
     again.train()
     assert again.scorer.micro_batch_size == 2 and again.sampler.rollout.most_prompts == 1
     assert rows_of(cut.folder) == rows_of(whole.folder)
+    # The rollout of the library within another one has it, as who samples.
+    for around in (lambda inner: lambda *args: inner(*args), Forwards):
+        around_it = trainer_of(replace(cut, resume=True))
+        inner = around_it.rollout
+        around_it.rollout = around(inner)
+        around_it.train()
+        assert inner.most_prompts == 1 and around_it.sampler.memory() == [1]
+        inner.most_prompts = 3
+        assert around_it.sampler.memory() == [3]
     # Another option is taken as given.
     given = trainer_of(replace(cut, resume=True, micro_batch_size=8, steps=3))
     given.train()

@@ -174,19 +174,29 @@ class Sampler:
         accelerator: Accelerator, vocabulary: int,
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
+        self._inner = rollout  # whatever is put around it later
         self.accelerator, self.vocabulary = accelerator, vocabulary
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
 
     def memory(self) -> list[int | None]:
         """Prompts that each process samples at a time, once its memory has run out."""
-        own = [getattr(self.rollout, "most_prompts", None)]
+        own = [getattr(self._limited, "most_prompts", None)]
         return ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
 
     def restore_memory(self, memory: list[int | None]) -> None:
         """Goes on with what a run had left of it."""
-        if hasattr(self.rollout, "most_prompts"):
-            self.rollout.most_prompts = memory[self.accelerator.process_index]
+        if (limited := self._limited) is not None:
+            limited.most_prompts = memory[self.accelerator.process_index]
+
+    @property
+    def _limited(self) -> Any:
+        """Who samples fewer prompts at a time once memory has run out, if anyone.
+
+        Not who only forwards the attributes of one, on whom setting them has no effect.
+        """
+        known = (self.rollout, self._inner)
+        return next((x for x in known if "most_prompts" in getattr(x, "__dict__", ())), None)
 
     def weights_changed(self) -> None:
         """Notes that a rollout with a copy of the weights needs them again."""
