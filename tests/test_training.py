@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import time
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 
 from grpo_kernels.experimental import column_draw
 from grpo_kernels.losses import Sapo
-from grpo_kernels.training import Trainer, data, load_model, load_problems, metrics
+from grpo_kernels.training import Trainer, data, evaluate, load_model, load_problems, metrics
 from grpo_kernels.training.policy import Policy
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
@@ -176,6 +177,30 @@ def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
             *({"prompt": x} for x in "cde")]  # fmt: skip
     folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
     assert "accuracy" not in rows_of(folder)[0]
+
+
+@pytest.mark.parametrize("pad_token", (None, "[PAD]"))
+def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model, tmp_path):
+    """Users add one, and no row of the embedding."""
+    config = config_of(tiny_model, tmp_path)
+    model, tokenizer = load_model(config)
+    problems, rewards = load_problems(config)[0], {"noise": noise}
+    tokenizer.pad_token = None
+    Trainer(config, model, tokenizer, problems, rewards=rewards)
+    assert tokenizer.pad_token == "<eos>"
+    tokenizer.eos_token = tokenizer.pad_token = None
+    if pad_token is not None:
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    tokenizer.save_pretrained(folder)
+    told = rf"tokenizer: expected a pad_token, or .* 257 tokens of the model; got {pad_token!r} \("
+    told = told.replace("[", r"\[")
+    with pytest.raises(ValueError, match=told):
+        Trainer(config, model, tokenizer, problems, rewards=rewards)
+    with pytest.raises(ValueError, match=told):
+        evaluate.main(
+            ["--model", str(folder), "--dataset", config.dataset, "--output", config.output]
+        )
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):

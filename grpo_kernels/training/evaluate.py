@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from . import report
     from .command_line import parse_config
     from .data import load_to_answer
-    from .loading import check_rollout, load_model, make_rollout
+    from .loading import check_rollout, load_model, make_rollout, set_pad_token
     from .policy import Policy
     from .run_log import RunLog
 
@@ -150,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rewards = resolve_rewards(config.rewards)
     problems, which = load_to_answer(config)
     model, tokenizer = load_model(config)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    set_pad_token(tokenizer, model)
     log = RunLog(config, accelerator, tokenizer)
     log.say(which)
     encode = PromptEncoder(tokenizer, chat=config.chat)

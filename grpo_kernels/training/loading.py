@@ -16,7 +16,7 @@ from torch import nn
 from . import checkpoint, ranks
 from .config import DTYPES, TrainingConfig
 from .data import why_not_downloaded
-from .rollout import GenerateRollout, Rollout
+from .rollout import GenerateRollout, Rollout, vocabulary_of
 
 
 def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
@@ -95,6 +95,23 @@ def _with_adapters(model: nn.Module, config: TrainingConfig) -> nn.Module:
         target_modules=config.lora_target, task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(model, lora)
+
+
+def set_pad_token(tokenizer: Any, model: Any) -> None:
+    """Pads with the end token where there is no pad token.
+
+    Raises:
+        ValueError: the tokenizer has neither, or the model knows no such token.
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    vocabulary, found = vocabulary_of(model), tokenizer.pad_token_id
+    if found is None or found >= vocabulary:
+        raise ValueError(
+            f"tokenizer: expected a pad_token, or an eos_token, among the {vocabulary} tokens of "
+            f"the model; got {tokenizer.pad_token!r} ({found}) in {type(tokenizer).__name__}: set "
+            "tokenizer.pad_token"
+        )
 
 
 def check_folder(config: TrainingConfig) -> None:

@@ -19,7 +19,7 @@ from .config import TrainingConfig
 from .data import Order, Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
 from .interruptions import Interruptions, Preempted, StepError
-from .loading import check_folder, check_rollout, make_rollout
+from .loading import check_folder, check_rollout, make_rollout, set_pad_token
 from .metrics import Evaluation
 from .micro_batches import equal_parts
 from .policy import Policy, without_dropout
@@ -69,8 +69,7 @@ class Trainer:
     ) -> None:
         check_folder(config)
         self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        set_pad_token(tokenizer, model)
         self.rewards = resolve_rewards(config.rewards, rewards)
         self.accelerator = ranks.make_accelerator(config)
         self._gather = partial(ranks.gather, self.accelerator)
