@@ -12,7 +12,15 @@ import torch
 
 from grpo_kernels.experimental import column_draw
 from grpo_kernels.losses import Sapo
-from grpo_kernels.training import Trainer, data, evaluate, load_model, load_problems, metrics
+from grpo_kernels.training import (
+    Completion,
+    Trainer,
+    data,
+    evaluate,
+    load_model,
+    load_problems,
+    metrics,
+)
 from grpo_kernels.training.policy import Policy
 from tests.helpers.tiny_models import make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
@@ -246,6 +254,23 @@ def test_every_step_is_handed_out(tiny_model, tmp_path, monkeypatch):
     assert samples.prompt_of == [i // 4 for i in range(16)]
     assert samples.logps.shape == samples.mask.shape
     assert not (folder / "checkpoints").exists()
+
+
+def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model, tmp_path):
+    """Here `#` is a tag, and `~` an end of the model that the tokenizer knows nothing of."""
+    config = config_of(tiny_model, tmp_path, max_completion_length=9)
+    model, tokenizer = load_model(config)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["#", "~", "|"], "pad_token": "_", "bos_token": "^"}
+    )
+    end = tokenizer.convert_tokens_to_ids("~")
+    model.generation_config.eos_token_id = [0, end, tokenizer.convert_tokens_to_ids("!")]
+    trainer = Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+    texts = ("^#4#2|~", "#_42#<eos>", "~42", "#a\n!", "<eos>")
+    done = [Completion(tokenizer(text).input_ids, True) for text in texts]
+    assert [len(one.token_ids) for one in done] == [7, 6, 3, 4, 1]
+    # An end that is no special token is text.
+    assert trainer.sampler.texts(done) == ["#4#2|", "#42#", "42", "#a\n!", ""]
 
 
 def test_prompts_are_tokenized_once(tiny_model, tmp_path):

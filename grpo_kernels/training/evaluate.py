@@ -32,7 +32,7 @@ from .rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .rollout import Sampler, vocabulary_of
+from .rollout import Sampler, end_tokens, vocabulary_of
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy.of_run(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model))
+    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model), end_tokens(model))
     log.open(-1)
 
     def ask(count: int) -> Evaluation:

@@ -166,16 +166,18 @@ class GenerateRollout:
 class Sampler:
     """Samples completions of problems by a rollout, and checks what comes back.
 
-    `vocabulary`: its size, below which a token's id is.
+    `vocabulary`: its size, below which a token's id is. `ends`: the policy's end tokens.
     """
+
+    ends: Sequence[int] = ()
 
     def __init__(
         self, rollout: Rollout, encode: PromptEncoder, config: TrainingConfig,
-        accelerator: Accelerator, vocabulary: int,
+        accelerator: Accelerator, vocabulary: int, ends: Sequence[int],
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
         self._inner = rollout  # whatever is put around it later
-        self.accelerator, self.vocabulary = accelerator, vocabulary
+        self.accelerator, self.vocabulary, self.ends = accelerator, vocabulary, ends
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
 
@@ -293,10 +295,18 @@ class Sampler:
     def texts(self, completions: Sequence[Completion], *, whole: bool = False) -> list[str]:
         """Decodes what the policy wrote, with `whole` what it was given between, too.
 
-        Without special tokens.
+        Without special tokens that end, begin or pad it. Others are text: a tokenizer may have
+        `<think>` among them.
         """
-        ids = [c.token_ids if whole else sampled_ids(c) for c in completions]
-        return list(self.encode.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        tokenizer = self.encode.tokenizer
+        known = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *self.ends)
+        left_out = {
+            x
+            for x in known
+            if x is not None and not tokenizer.decode([x], skip_special_tokens=True)
+        }
+        rows = [c.token_ids if whole else sampled_ids(c) for c in completions]
+        return list(tokenizer.batch_decode([[x for x in row if x not in left_out] for row in rows]))
 
     def beside(self, completions: Sequence[Completion], texts: list[str]) -> dict[str, list[Any]]:
         """What a reward function may name beside the texts of completions."""

@@ -25,7 +25,7 @@ from .micro_batches import equal_parts
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_marked_correct, resolve_rewards
-from .rollout import Rollout, Sampler, vocabulary_of
+from .rollout import Rollout, Sampler, end_tokens, vocabulary_of
 from .run_log import RunLog
 from .samples import Samples
 from .sampling import Sampling
@@ -94,7 +94,7 @@ class Trainer:
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
-            self.encode, config, self.accelerator, vocabulary_of(model),
+            self.encode, config, self.accelerator, vocabulary_of(model), end_tokens(model),
         )  # fmt: skip
         self.sampling = Sampling(self.sampler, self.rewards, is_correct, self.train_problems)
         self.interruptions = Interruptions(self.accelerator)
