@@ -35,11 +35,13 @@ def completions_of(
 ) -> tuple[Tensor, Tensor]:
     """Tokens `[B, T]` after the bare questions, and their mask up to the end of the line."""
     prompts = tokenizer([SUM.format(a, b) for a, b in sums], return_tensors="pt", padding=True)
-    ids = model.generate(**prompts.to(model.device), max_new_tokens=LENGTH, **options)
-    tokens = ids[:, prompts.input_ids.shape[1] :]
-    lines = [["\n" in tokenizer.decode(token) for token in row] for row in tokens.tolist()]
-    ends = torch.tensor(lines, device=ids.device) | (tokens == tokenizer.eos_token_id)
-    return tokens, ends.cumsum(1) - ends.long() == 0
+    eos = model.generation_config.eos_token_id  # one, several, or None
+    eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
+    options |= {"max_new_tokens": LENGTH, "eos_token_id": eos}
+    tokens = model.generate(**prompts.to(model.device), **options)[:, prompts.input_ids.shape[1] :]
+    ends = [[i in eos or "\n" in tokenizer.decode(i) for i in row] for row in tokens.tolist()]
+    ended = torch.tensor(ends, device=tokens.device)
+    return tokens, ended.cumsum(1) - ended.long() == 0
 
 
 def states_of(
@@ -58,8 +60,7 @@ def states_of(
 def accuracy(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]]) -> float:
     """The share of sums whose likeliest completion begins with the right number."""
     tokens, _ = completions_of(model, tokenizer, sums, do_sample=False)
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    given = [re.match(r"\s*(\d+)", text) for text in texts]
+    given = [re.match(r"\s*(\d+)", text) for text in tokenizer.batch_decode(tokens)]
     right = [x is not None and int(x[1]) == a + b for x, (a, b) in zip(given, sums, strict=True)]
     return sum(right) / len(right)
 

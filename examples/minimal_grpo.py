@@ -70,25 +70,25 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         parameter.requires_grad_(False)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     config = GRPOLossConfig(epsilon=0.2)
+    eos = model.generation_config.eos_token_id  # one, several, or None
+    eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
     sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": LENGTH}
     history: list[float] = []
 
     for step in range(1, args.steps + 1):
         start = time.perf_counter()
-
         # 1. Sample a group of completions per prompt, from the policy as it is now.
         pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(PROMPTS)]
         pairs = [pair for pair in pairs for _ in range(GROUP)]
-        texts = [PROMPT.format(a, b) for a, b in pairs]
-        prompts = tokenizer(texts, return_tensors="pt", padding=True).to(device)
-        ids = model.generate(**prompts, **sampling)
+        prompts = tokenizer([PROMPT.format(*x) for x in pairs], return_tensors="pt", padding=True)
+        ids = model.generate(**prompts.to(device), **sampling, eos_token_id=eos)
         tokens = ids[:, prompts.input_ids.shape[1] :]  # [B, T]
-        ends = (tokens == tokenizer.eos_token_id).long()
+        ends = torch.isin(tokens, torch.tensor(eos, device=device)).long()
         mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
         attention = torch.cat([prompts.attention_mask, mask], 1)
 
         # 2. Judge them, and compare each with its group.
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = [tokenizer.decode(row[own]) for row, own in zip(tokens, mask > ends, strict=True)]
         rewards = torch.tensor([reward(t, a + b) for t, (a, b) in zip(texts, pairs, strict=True)])
         advantages = group_advantages(rewards, GROUP).to(device)  # [B]
 
