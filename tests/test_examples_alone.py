@@ -1,6 +1,7 @@
 """Examples are files of one folder, which can be copied out of the checkout."""
 
 import ast
+import json
 import os
 import runpy
 import shutil
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -89,3 +91,53 @@ def test_the_distilling_one_comes_closer(flags, tiny_model, capsys):
     history = runpy.run_path(str(path))["main"](options)
     assert len(history) == 12 and 0 < sum(history[-3:]) < 0.7 * sum(history[:3])
     assert capsys.readouterr().out.count("held-out accuracy") == 3
+
+
+@pytest.fixture
+def many_ends(tiny_model, tmp_path):
+    """A model that ends at every second token, of which its tokenizer knows one; and these ends."""
+    shutil.copytree(tiny_model, folder := tmp_path / "many_ends")
+    path = folder / "generation_config.json"
+    ends = [*range(2, 257, 2)]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    return folder, torch.tensor([0, *ends])
+
+
+def counted_after_an_end(tokens, mask, ends):
+    """The tokens that the mask keeps after an end; also checks that it keeps all before."""
+    ended = torch.isin(tokens, ends).long()
+    after = ended.cumsum(1) - ended > 0
+    assert int(after.sum()) > 0 and mask[~after].all()
+    return int((after & (mask != 0)).sum())
+
+
+def test_the_minimal_one_ends_at_every_end(many_ends):
+    folder, ends = many_ends
+    run = runpy.run_path(str(ROOT / "examples" / "minimal_grpo.py"))
+    loss, seen, texts = run["fused_grpo_loss"], [], []
+
+    def spy(states, head, tokens, advantages, mask, **more):
+        seen.append(counted_after_an_end(tokens, mask, ends))
+        return loss(states, head, tokens, advantages, mask, **more)
+
+    def reward(text, total):
+        texts.append(text)
+        return float(len(text) % 2)
+
+    run["main"].__globals__.update(fused_grpo_loss=spy, reward=reward)
+    run["main"](["--model", str(folder), "--steps", "1"])
+    assert seen == [0, 0]
+    # Neither the end nor what is after it is judged.
+    assert len(texts) == 32 and not any("<eos>" in text for text in texts)
+
+
+def test_the_distilling_one_ends_at_every_end(many_ends):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, ends = many_ends
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    run = runpy.run_path(str(ROOT / "examples" / "distill.py"))
+    torch.manual_seed(0)
+    tokens, mask = run["completions_of"](model, tokenizer, [(1, 2)] * 16, do_sample=True)
+    assert counted_after_an_end(tokens, mask, ends) == 0

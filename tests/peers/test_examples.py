@@ -4,8 +4,10 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import examples
 from benchmarks import training_studies as studies
@@ -120,6 +122,49 @@ def test_with_lightning(tiny_model, monkeypatch):
     assert ratios[0] == pytest.approx(1.0, abs=1e-4) == ratios[4]
     assert max(ratios[1:4]) > 1.001 < max(ratios[5:])
     assert abs(float(steps[0][1]["kl"])) < 1e-6 < float(steps[-1][1]["kl"])
+
+
+def test_the_one_of_lightning_ends_at_every_end(tiny_model, monkeypatch):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    from transformers import AutoTokenizer
+
+    from examples import lightning_grpo
+
+    policy = lightning_grpo.GRPO(str(tiny_model))
+    ends = [*range(2, 257, 2)]  # the tokenizer knows another one
+    policy.model.generation_config.eos_token_id = ends
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    data = lightning_grpo.Rollouts(
+        policy, tokenizer, [], lambda prompts, texts: [float(len(text)) for text in texts], count=1
+    )
+    torch.manual_seed(0)
+    batch = data.sample([{"prompt": "1 + 1 ="}] * 16)
+    mask = batch["mask"][:, 7:] != 0
+    ended = torch.isin(batch["ids"][:, 7:], torch.tensor([0, *ends])).long()
+    after = ended.cumsum(1) - ended > 0
+    assert after.any() and torch.equal(mask, ~after)
+
+
+def test_devices_of_lightning_draw_their_own(monkeypatch):
+    """Other problems, and other completions of the same."""
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    from examples import lightning_grpo
+
+    given = [{"prompt": str(i)} for i in range(16)]
+    asked, drawn = [], []
+
+    def sample(self, problems):
+        asked.append([int(problem["prompt"]) for problem in problems])
+        drawn.append(torch.rand(1).item())
+        return {"ids": torch.zeros(len(problems), 1)}
+
+    monkeypatch.setattr(lightning_grpo.Rollouts, "sample", sample)
+    for rank in range(2):
+        torch.manual_seed(0)  # as lightning.seed_everything does in each process
+        policy = SimpleNamespace(global_rank=rank, trainer=SimpleNamespace(world_size=2))
+        data = lightning_grpo.Rollouts(policy, None, given, None, count=2, prompts=2, group=1)
+        assert len([*data]) == len(data) == 4
+    assert asked == [[0, 1], [4, 5], [2, 3], [6, 7]] and len({*drawn}) == 4
 
 
 def test_the_head_is_trained_if_asked_for(tiny_model):
