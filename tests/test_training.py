@@ -211,6 +211,15 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
         )
 
 
+def test_parameters_in_shards_are_counted_whole(tiny_model, tmp_path, capsys):
+    trainer = trainer_of(config_of(tiny_model, tmp_path, trainable="norm"))
+    assert sum(p.requires_grad for p in trainer.policy.parameters()) == 5
+    for p in trainer.policy.parameters():  # as ZeRO-3 has them
+        p.ds_numel, p.data = 250_000, torch.empty(0)
+    trainer.log.introduce(trainer.policy, 1, 0)
+    assert "1.2M parameters trained; 1 problems" in capsys.readouterr().out
+
+
 def test_trackers_get_every_step(tiny_model, tmp_path):
     from accelerate import tracking
 

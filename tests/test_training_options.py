@@ -109,6 +109,17 @@ def test_what_does_not_fit_is_refused(options, message, tiny_model, tmp_path, re
         trainer_of(trainer_runs.config_of(tiny_model, tmp_path, **options)).train()
 
 
+def test_processes_that_would_train_apart_are_refused(monkeypatch, tmp_path):
+    """As torchrun starts them, of which accelerate takes no notice on a CPU."""
+    config = config_of(output=str(tmp_path))
+    for value in ("", "1"):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        assert make_accelerator(config).num_processes == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE: expected 1, .* got 2: .*ACCELERATE_USE_CPU"):
+        make_accelerator(config)
+
+
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(OSError, match=r"model: .*nowhere' is no folder with a model, and the hub"):
         load_model(trainer_runs.config_of(tmp_path / "nowhere", tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +43,12 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     if missing:
         raise ImportError(f"trackers: {missing[0]} is not installed: pip install {missing[0]}")
     world = accelerator.num_processes
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1 and launched > 1:
+        raise ValueError(
+            f"WORLD_SIZE: expected 1, as accelerate sees one process; got {launched}: each would "
+            "train by itself. On CPUs set ACCELERATE_USE_CPU=true"
+        )
     if config.prompts_per_step % (world * config.minibatches):
         raise ValueError(
             f"prompts_per_step: expected a multiple of processes times minibatches, {world} * "

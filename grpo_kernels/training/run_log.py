@@ -75,7 +75,9 @@ class RunLog:
         """
         config, accelerator = self.config, self.accelerator
         policy = accelerator.unwrap_model(policy)
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        # ZeRO-3 leaves parameters of 0 numbers, and says how many there are.
+        parameters = [p for p in policy.parameters() if p.requires_grad]
+        trained = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         self.say(
             f"{config.model} on {accelerator.device}, {accelerator.num_processes} process(es): "
             f"{trained / 1e6:,.1f}M parameters trained; {problems:,} problems, {held_out:,} held "
