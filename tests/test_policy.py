@@ -6,11 +6,13 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import Trainer, load_model, load_problems
 from grpo_kernels.training.policy import Batch, Policy
-from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion
+from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
+from tests.helpers.model_families import family_model
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads, config_of, noise
 
@@ -71,6 +73,59 @@ def test_generation_goes_on_from_a_shared_prompt(family):
     assert together[0] == together[1] == together[2] != together[3]
     alone = [GenerateRollout(Policy(model), tokenizer)([p], 1, sampling)[0] for p in prompts]
     assert alone == [together[0], together[3]]
+
+
+@pytest.mark.parametrize("name", (None, "dynamic", "static", "offloaded", "quantized"), ids=str)
+@pytest.mark.parametrize("use_cache", (False, True))
+def test_a_shared_prompt_overrules_what_a_config_says_of_caches(use_cache, name):
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
+    expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
+    model.config.use_cache = model.generation_config.use_cache = use_cache
+    model.generation_config.cache_implementation = name
+    policy = Policy(model)
+    assert policy.shares_prompts
+    assert GenerateRollout(policy, tokenizer)(prompts, 2, sampling) == expected
+    assert model.generation_config.cache_implementation == name
+
+
+def test_mpt_that_keeps_no_cache_by_default():
+    model, tokenizer = family_model("mpt"), make_tokenizer()
+    assert model.generation_config.use_cache is False
+    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
+    together, apart = (
+        GenerateRollout(Policy(model, share_prompts=share), tokenizer)(prompts, 2, sampling)
+        for share in (True, False)
+    )
+    assert together == apart
+
+
+def test_a_model_without_a_key_value_cache_shares_no_prompts():
+    config = OpenAIGPTConfig(vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    torch.manual_seed(0)
+    policy = Policy(AutoModelForCausalLM.from_config(config))
+    assert policy.why_not_shared == "OpenAIGPTLMHeadModel has no key-value cache"
+    done = GenerateRollout(policy, make_tokenizer())([[7, 8]], 2, SamplingParams(3, 0.0))
+    assert [len(c.token_ids) for c in done] == [3, 3]
+
+
+@pytest.mark.parametrize("of_model", (None, 250, [250, 251]), ids=str)
+def test_completions_end_at_the_tokenizers_end_and_at_the_models(of_model):
+    model, tokenizer = make_model("gpt2"), make_tokenizer()
+    model.generation_config.eos_token_id = None
+    rollout, sampling = GenerateRollout(Policy(model), tokenizer), SamplingParams(6, 0.0)
+    full = rollout([[7, 8, 9]], 2, sampling)[0].token_ids
+    at = 2
+    assert full[at] not in full[:at]
+    model.generation_config.eos_token_id = of_model
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(full[at])
+    own = [] if of_model is None else [of_model] if of_model == 250 else of_model
+    assert end_tokens(model, tokenizer) == [*own, full[at]]
+    for count in (1, 2):
+        done = rollout([[7, 8, 9]], count, sampling)[0]
+        assert (done.token_ids, done.ended) == (full[: at + 1], True)
+    tokenizer.eos_token, model.generation_config.eos_token_id = "<eos>", full[at]
+    assert rollout([[7, 8, 9]], 2, sampling)[0] == done
 
 
 def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from grpo_kernels.integrations import vllm as extension
-from grpo_kernels.training import vllm_server
+from grpo_kernels.training import load_model, vllm_server
 from grpo_kernels.training.rollout import RolloutError
-from grpo_kernels.training.vllm_server import server_command
+from grpo_kernels.training.vllm_rollout import VLLMRollout
+from grpo_kernels.training.vllm_server import Sampled, server_command
 from tests.helpers.recorded_vllm import (
     COMPLETIONS,
     MASKED,
@@ -130,6 +132,16 @@ def test_stop_strings_cut_log_probs_too(ready):
     cut = rollout._completion(one, replace(SAMPLING, stop=(text,)))
     n = len(cut.token_ids)
     assert n <= 3 and cut.ended and (cut.token_ids, cut.logps) == (one[0][:n], one[1][:n])
+
+
+def test_completions_end_at_the_tokenizers_end_too(serve):
+    _, config = serve()
+    model, tokenizer = load_model(config)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
+    rollout = VLLMRollout(config, model, tokenizer, Accelerator())
+    assert rollout._request(4, SAMPLING)["stop_token_ids"] == [0, 40]
+    one = rollout._completion(Sampled([9, 40, 8], [-1.0, -2.0, -3.0], None, None), SAMPLING)
+    assert (one.token_ids, one.ended, one.logps) == ([9, 40], True, [-1.0, -2.0])
 
 
 def test_kept_sets_reach_the_completions(ready):

@@ -6,6 +6,7 @@ and nowhere else. So everything that needs the weights happens inside this one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ class Policy(nn.Module):
         return out.logps, out.entropy
 
     def generate(
-        self, ids: Tensor, mask: Tensor, count: int, options: dict[str, Any]
+        self, ids: Tensor, mask: Tensor, count: int, options: dict[str, Any], tokenizer: Any
     ) -> tuple[Tensor, list[int]]:
         """`[U * count, P + T]` tokens of `model.generate`, and the ids that end a completion."""
         inputs: dict[str, Any] = {
@@ -145,8 +146,10 @@ class Policy(nn.Module):
             # All but the last token of each prompt, encoded once; generate goes on from there.
             cache = self._encode(ids[:, :-1], mask[:, :-1]).past_key_values
             cache.batch_repeat_interleave(count)
-            inputs["past_key_values"] = cache
-        eos = end_tokens(self.model)
+            # Overrules a config that says no cache, or another: generate would start without this.
+            inputs |= {"past_key_values": cache, "use_cache": True, "cache_implementation": None}
+        eos = end_tokens(self.model, tokenizer)
+        inputs["eos_token_id"] = eos or None
         with _sampling_as_is(self.model, base_model(self.model)):
             return self.model.generate(**inputs, **options), eos  # type: ignore[operator]
 
@@ -262,6 +265,8 @@ def why_not_shared(model: Any) -> str | None:
         return "gradient checkpointing keeps no cache"
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} keeps a recurrent state"
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        return f"{type(model).__name__} has no key-value cache"
     layers = DynamicCache(config=model.config.get_text_config()).layers
     other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), "")
     return f"{type(model).__name__} has a {other} in its cache" if other else None

@@ -154,7 +154,7 @@ class GenerateRollout:
             )
             options |= recorder.generate_options() | {"logits_processor": [recorder]}
         with evaluating(self.policy):
-            output, eos = self.policy("generate", ids, mask, count, options)
+            output, eos = self.policy("generate", ids, mask, count, options, self.tokenizer)
         rows = output[:, ids.shape[1] :].tolist()
         done = [completion(row, eos, sampling, self.tokenizer) for row in rows]
         if recorder is None:
@@ -367,10 +367,15 @@ def _is_finite(number: Any) -> bool:
         return False
 
 
-def end_tokens(model: Any) -> list[int]:
-    """The tokens that end a completion; a model may have several."""
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a completion: the model's, which may have several, and the tokenizer's.
+
+    A chat template may end a turn with a token that the model's `generation_config` lacks.
+    """
+    found: list[int] = []
+    for eos in (model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
+        found += [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return [*dict.fromkeys(found)]
 
 
 def completion(

@@ -55,7 +55,7 @@ class VLLMRollout:
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.accelerator = accelerator
-        self.eos, self.tag = end_tokens(model), ""
+        self.eos, self.tag = end_tokens(model, tokenizer), ""
         main, colocated = accelerator.is_main_process, config.vllm_mode == "colocate"
         self.say: Callable[[str], None] = tqdm.write if main else lambda text: None
         # Who hands over weights: every process to its own engine, or the first one to the server.
@@ -135,7 +135,7 @@ class VLLMRollout:
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
             "max_tokens": sampling.max_new_tokens,
             "logprobs": None if greedy else sampling.top_logps,
-            # At the policy's ends alone: a tokenizer may have another.
+            # At these alone: what vLLM takes for the end may be another token.
             "stop_token_ids": self.eos, "ignore_eos": True, "stop": list(sampling.stop),
             "skip_special_tokens": False,
         }  # fmt: skip
