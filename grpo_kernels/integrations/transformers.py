@@ -33,6 +33,8 @@ from ..fused_grpo_loss import fused_grpo_loss
 from ..head import LMHead, Support
 from ..hf_head import (
     base_model,
+    body_of,
+    check_is_loaded,
     check_logits,
     gather_head,
     head_of,
@@ -289,9 +291,10 @@ def _fused_forward(
         kwargs.setdefault("output_router_logits", True)
     labels = _Labels.pop_from(kwargs)
     _check_whole_sequences(kwargs)
-    outputs = model.base_model(use_cache=False, **kwargs)
+    outputs = body_of(model)(use_cache=False, **kwargs)
     gather_head(model)
     head = head_of(model)
+    check_is_loaded(head.weight)
     for weight in (head.weight, *(adapter.lora_b for adapter in head.adapters)):
         register_with_zero3(model, weight)
     # A model that is spread over devices may have its head on another one than its last layer.
@@ -317,7 +320,7 @@ def _fused_forward(
 
 def _check_names(model: Any, attached: _Attached, kwargs: dict[str, Any]) -> None:
     """Refuses unknown arguments, which a model's forward takes and ignores."""
-    body = inspect.signature(type(model.base_model).forward).parameters
+    body = inspect.signature(type(body_of(model)).forward).parameters
     unknown = sorted(kwargs.keys() - {*attached.argument_names, *body} - _COMMON)
     if unknown:
         raise TypeError(

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config import check_choice
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
-from ..hf_head import gather_head, head_of, let_go_of_head
+from ..hf_head import body_of, gather_head, head_of, let_go_of_head
 from ..linear_logprobs import linear_logprobs
 from .patching import Patch, check_version, is_ours
 from .reused import Reused
@@ -85,7 +85,7 @@ class patch_verl(Patch):
                 model._verl_fused_kernels_backend = NAME
                 # A head that FSDP2 has sharded by itself is not called by verl's forward.
                 self._hooks += [
-                    model.base_model.register_forward_hook(lambda *_: gather_head(model)),
+                    body_of(model).register_forward_hook(lambda *_: gather_head(model)),
                     model.register_forward_hook(lambda *_: let_go_of_head(model)),
                 ]
                 self._watch_engine()

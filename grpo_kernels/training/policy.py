@@ -19,7 +19,7 @@ from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
 from ..arguments import to_device
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
-from ..hf_head import base_model, head_of, register_with_zero3
+from ..hf_head import base_model, body_of, head_of, register_with_zero3
 from .centering import centred_loss
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
@@ -205,7 +205,7 @@ class Policy(nn.Module):
 
     @property
     def _body(self) -> Any:
-        return base_model(self.model).base_model
+        return body_of(base_model(self.model))
 
 
 @contextmanager

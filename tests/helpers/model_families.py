@@ -40,6 +40,9 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "output_router_logits": True}),
     "mixtral": ("MixtralConfig", {**EXPERTS, "output_router_logits": True}),
     "olmo2": ("Olmo2Config", {}),
+    # Its `base_model` is the model itself.
+    "llama4": ("Llama4TextConfig", {"num_key_value_heads": 2, "intermediate_size_mlp": 64,
+                                    "num_local_experts": 2, "num_experts_per_tok": 1}),
 }  # fmt: skip
 
 

@@ -11,13 +11,13 @@ import transformers
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.execution import Execution
 from grpo_kernels.experimental import Sampled
-from grpo_kernels.hf_head import head_of
+from grpo_kernels.hf_head import check_logits, head_of
 from grpo_kernels.integrations.transformers import (
     Objective,
     attach_fused_head,
     detach_fused_head,
 )
-from tests.helpers.model_families import FAMILIES, LORAS, family_model, llava, with_lora
+from tests.helpers.model_families import COMMON, FAMILIES, LORAS, family_model, llava, with_lora
 from tests.helpers.tiny_models import V, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -99,6 +99,12 @@ def test_families_differ_from_a_plain_head():
     capped = {name for name in FAMILIES if head_of(family_model(name)).softcap is not None}
     assert scaled == {"cohere", "cohere2", "granite", "granitemoe", "hyperclovax", "falcon_h1"}
     assert capped == {"gemma2", "gemma3", "recurrent_gemma", "nanochat"}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_reason_to_refuse(family, dtype):
+    attach_fused_head(family_model(family).to(dtype))
 
 
 @pytest.mark.parametrize("objective", ("dapo", "gspo"))
@@ -232,6 +238,36 @@ def test_accelerate_leaves_it_alone():
         assert unwrapped(**inputs, labels=labels, fused_head=True).logps is not None
 
 
+def test_a_softcap_of_a_model_without_a_mask():
+    """Of xLSTM, at 30: small logits do not show it."""
+    config = transformers.xLSTMConfig(
+        vocab_size=V, hidden_size=32, embedding_dim=32, num_hidden_layers=2, num_blocks=2,
+        num_heads=2, chunk_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    attach_fused_head(model)
+    inputs, labels = batch_of()
+    ids = {"input_ids": inputs["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60.0 / model(**ids).logits.abs().max())
+        assert model(**ids).logits.abs().max() > 20.0
+        wanted, _, _ = expected(model, {"input_ids": ids["input_ids"]}, labels)
+        out = model(input_ids=ids["input_ids"], labels=labels, fused_head=True)
+    torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_body_by_another_name_than_the_model_says():
+    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**COMMON, cross_attention_layers=[], rope_parameters=rope)
+    torch.manual_seed(0)
+    model = MllamaForCausalLM(config).float().eval()
+    assert model.base_model is model
+    check_scores(model)
+
+
 def test_vision_language_model():
     ids = batch_of()[0]["input_ids"]
     ids[:, 2:6] = 3  # four patches
@@ -269,6 +305,54 @@ def test_two_loras_on_the_head():
         model.base_model.lm_head.lora_B["other"].weight.normal_(std=0.3)
     model.base_model.set_adapter(["default", "other"])
     check_scores(model)
+
+
+def test_an_adapter_per_row_is_refused_on_the_head_alone():
+    """PEFT puts it into hooks of the layers, which a head that is not called does not run."""
+    inputs, labels = batch_of()
+    names = ["default", "__base__", "default"]
+    model = with_lora(family_model("qwen2"), **LORAS["body"]).eval()
+    check_scores(model)
+    with torch.no_grad():
+        wanted, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
+        out = model(**inputs, labels=labels, fused_head=True, adapter_names=names)
+        assert not torch.allclose(wanted, expected(model, inputs, labels)[0], atol=1e-3)
+    torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
+    for kind in ("head", "head_copied"):
+        model = with_lora(family_model("qwen2"), **LORAS[kind]).eval()
+        attach_fused_head(model)
+        with pytest.raises(ValueError, match=r"without hooks .* \(PEFT's adapter_names\)"):
+            model(**inputs, labels=labels, fused_head=True, adapter_names=names)
+
+
+def test_what_only_a_call_of_the_head_would_run_is_refused():
+    model, inputs, labels = with_head(family_model("qwen2"))
+    hooked(model)
+    with pytest.raises(ValueError, match=r"model: expected .* without hooks .*; got .*double"):
+        model(**inputs, labels=labels, fused_head=True)
+    model, inputs, labels = with_head(family_model("qwen2"))
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * own(states)
+    with pytest.raises(ValueError, match=r"without a forward of its own, .*; got .*lambda"):
+        model(**inputs, labels=labels, fused_head=True)
+
+
+def test_accelerates_hooks_on_the_head():
+    """They move states to where a layer is; weights that they load for a call alone are refused."""
+    from accelerate import cpu_offload
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = family_model("qwen2")
+    add_hook_to_module(model.lm_head, AlignDevicesHook("cpu", io_same_device=True))
+    check_scores(model)
+    model = family_model("qwen2")
+    cpu_offload(model)
+    inputs, labels = batch_of()
+    attach_fused_head(model)
+    with pytest.raises(ValueError, match=r"model: expected .* in memory; .*cpu_offload"):
+        model(**inputs, labels=labels, fused_head=True)
+    with pytest.raises(ValueError, match=r"model: expected .* in memory; .*cpu_offload"):
+        check_logits(model)
 
 
 def test_lora_on_the_head_makes_no_weight(monkeypatch):
@@ -316,17 +400,35 @@ def virtual_tokens(kind, model):
     return get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
-def with_logits_of_another_kind():
-    model = make_model("llama")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "change",
+    (
+        torch.sinh,
+        lambda x: 0.96 * x,
+        lambda x: x.clamp(-50.0, 50.0),
+        lambda x: 30.0 * (x / 30.0).tanh(),
+        lambda x: x - 9.0 * (x > 60.0),
+        lambda x: x[..., :-1],
+    ),
+    ids=("sinh", "factor", "clamp", "softcap", "large", "fewer"),
+)
+def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
+    model = family_model("qwen2").to(dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.05)
     own = model.forward
 
     def forward(*args, **kwargs):
         out = own(*args, **kwargs)
-        out.logits = out.logits.sinh()
+        out.logits = change(out.logits)
         return out
 
     model.forward = forward
-    return model
+    inputs, _ = batch_of()
+    assert own(**inputs).logits.abs().max() < 2
+    with pytest.raises(ValueError, match="scaled and capped as the config says; those of Qwen2"):
+        attach_fused_head(model)
 
 
 def encoder_and_decoder():
@@ -336,17 +438,51 @@ def encoder_and_decoder():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def adalora():
+    from peft import AdaLoraConfig, get_peft_model
+
+    config = AdaLoraConfig(target_modules=["lm_head"], total_step=10, task_type="CAUSAL_LM")
+    return get_peft_model(family_model("qwen2"), config)
+
+
+def kosmos():
+    text = {"vocab_size": V, "embed_dim": 16, "layers": 1, "ffn_dim": 16, "attention_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "head_dim": 8}  # fmt: skip
+    return transformers.Kosmos2_5ForConditionalGeneration(
+        transformers.Kosmos2_5Config(text_config=text, vision_config=vision)
+    )
+
+
+def electra():
+    config = transformers.ElectraConfig(
+        vocab_size=V, embedding_size=16, hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=32, is_decoder=True,
+    )  # fmt: skip
+    return transformers.ElectraForCausalLM(config)
+
+
+def hooked(model):
+    def double(layer, args, output):
+        return 2 * output
+
+    model.lm_head.register_forward_hook(double)
+    return model
+
+
 # id: (a model, options of `attach_fused_head`, the error)
 NOT_ATTACHED = {
     "twice": (lambda: with_head()[0], {}, "without a fused head"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
-    "another kind of logits": (
-        with_logits_of_another_kind, {}, "scaled and capped as the config says"),
     "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
     **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
               "virtual tokens before the prompt") for kind in ("prompt", "prefix")},
     "dora": (lambda: with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True),
              {}, "without variants such as DoRA"),
+    "adalora": (adalora, {}, r"without variants such as DoRA; got .*adalora\.layer\.SVDLinear"),
+    "body": (kosmos, {}, "body in one module, .*; got Kosmos2_5ForConditionalGeneration"),
+    "head of a transform": (electra, {}, "those of ElectraForCausalLM are off by inf"),
+    "hook": (lambda: hooked(family_model("qwen2")), {}, "without hooks .*; got .*double"),
     "temperature": (None, {"temperature": 0.0}, "temperature: expected a number > 0; got 0.0"),
     "logits_dtype": (None, {"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
     "execution": (None, {"execution": "torch"}, "execution: expected an Execution; got 'torch'"),

@@ -42,7 +42,10 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
             assert parts == 3 + sharded_head
             if sharded_head:
                 # FSDP gathers a module's weights around its forward.
-                part.model.lm_head.register_forward_pre_hook(refuse)
+                head = part.model.lm_head
+                torch.nn.modules.module.register_module_forward_pre_hook(
+                    lambda layer, _, head=head: refuse() if layer is head else None
+                )
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
     with no_curves():
