@@ -199,6 +199,13 @@ def test_another_engine_is_refused(about, options, message, serve):
         assert rollout_of(replace(config, replay_support=False)).why_gap is None
 
 
+def test_adapters_that_vllm_cannot_have_are_refused_before_it_is_asked(serve):
+    server, config = serve(lora_rank=2, lora_target=r".*(q_proj|lm_head)")
+    with pytest.raises(ValueError, match="model: expected no adapter on a tied output layer"):
+        rollout_of(config)
+    assert server.requests == []
+
+
 def test_a_server_without_the_extension_is_refused(serve):
     server, config = serve()
     server.faults["/collective_rpc"] = [lambda _: (404, "Not Found")]

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -106,6 +107,92 @@ def test_other_adapters_are_refused(option, kind):
         ValueError, match=rf"model: expected plain LoRA, .*; got ({kind}) in .*q_proj"
     ):
         list(names_and_weights(model))
+
+
+TIED = {
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "head_copied": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "embedding_copied": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_an_adapter_on_a_tied_weight_is_refused(name):
+    """For vLLM has one weight: the head's adapter would be lost, the embedding's doubled."""
+    model = adapted(make_model("llama", tie_word_embeddings=True), **TIED[name])
+    message = "model: expected no adapter on a tied output layer or embedding .*; got one on the"
+    with pytest.raises(ValueError, match=message):
+        list(names_and_weights(model))
+
+
+@pytest.mark.skipif(
+    "ensure_weight_tying" not in LoraConfig.__dataclass_fields__, reason="PEFT has no such option"
+)
+@pytest.mark.parametrize("name", TIED)
+def test_adapters_that_are_tied_as_the_weights_are_sent(name):
+    tied = {"tie_word_embeddings": True}
+    model = adapted(make_model("llama", **tied), ensure_weight_tying=True, **TIED[name]).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".modules_to_save." in parameter_name:
+                parameter.mul_(1.3)
+    weights = sent(model)
+    weights.pop("lm_head.weight", None)  # vLLM ties it again
+    sampler = make_model("llama", **tied).eval()
+    before = sampler.model.embed_tokens.weight.clone()
+    sampler.load_state_dict(weights, strict=False)
+    assert sampler.lm_head.weight is sampler.model.embed_tokens.weight
+    assert not torch.equal(sampler.lm_head.weight, before)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(sampler(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+OTHERS = {
+    "TrainableTokensLayer": lambda: LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[1, 2]
+    ),
+    "ia3": lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[]
+    ),
+    "vera": lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    "ln_tuning": lambda: peft.LNTuningConfig(
+        task_type="CAUSAL_LM", target_modules=["input_layernorm"]
+    ),
+    "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+
+
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_adapters_that_are_no_product_are_refused(name, tied):
+    model = get_peft_model(make_model("llama", tie_word_embeddings=tied), OTHERS[name]())
+    with pytest.raises(ValueError, match=rf"model: expected plain LoRA, .*; got .*{name}"):
+        list(names_and_weights(model))
+
+
+def test_a_quantized_weight_is_refused_under_an_adapter():
+    model = adapted(make_model("llama"), target_modules=["q_proj"])
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"plain LoRA, .*; got a weight in torch.uint8"):
+        list(names_and_weights(model))
+
+
+def test_adalora_is_merged_and_its_ranks_stay_here():
+    config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
+    model = get_peft_model(make_model("llama"), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.3)
+    weights = sent(model)
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf_head import beyond_lora
+from ..hf_head import base_model, beyond_lora, is_prompt_learning
 
 # What the two sides say to each other; they may be of different versions.
 PROTOCOL = 1
@@ -159,8 +159,52 @@ def names_of(model: Any) -> list[str]:
     prefix = model.prefix if hasattr(model, "peft_config") else None
     return [
         name for name, _ in model.named_parameters()
-        if prefix is None or not (f".{prefix}" in name or ".original_module." in name)
+        if prefix is None
+        or not any(x in name for x in (f".{prefix}", ".original_module.", ".ranknum."))
     ]  # fmt: skip
+
+
+_PLAIN = "model: expected plain LoRA, which can be merged on the way to vLLM"
+
+
+def check_can_be_sent(model: Any) -> None:
+    """Refuses adapters that the weights which are sent would lack, or have twice.
+
+    Raises:
+        ValueError: one that cannot be merged into a weight, or one on a tied head or embedding
+            that makes them two weights, of which vLLM has one.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    if is_prompt_learning(model):
+        raise ValueError(f"{_PLAIN}; got {model.active_peft_config.peft_type.value}")
+    for name, layer in model.named_modules():
+        if "base_layer" in layer._modules and (kind := _beyond_merging(layer)) is not None:
+            raise ValueError(f"{_PLAIN}; got {kind} in {name}")
+    base = base_model(model)
+    if not base.config.get_text_config().tie_word_embeddings:
+        return
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    adapted = [hasattr(x, "base_layer") or hasattr(x, "modules_to_save") for x in layers]
+    tied = (getattr(x, "ensure_weight_tying", False) for x in model.peft_config.values())
+    if any(adapted) and not (all(adapted) and all(tied)):
+        raise ValueError(
+            "model: expected no adapter on a tied output layer or embedding (lora_target), of "
+            "which vLLM has one weight, unless PEFT ties it too (ensure_weight_tying); got one on "
+            f"the {'embedding' if adapted[0] else 'output layer'}"
+        )
+
+
+def _beyond_merging(layer: Any) -> str | None:
+    """Names what an adapted layer has that no sum of its weight and a product is; None: nothing."""
+    weight = getattr(layer.base_layer, "weight", None)
+    merges = hasattr(layer, "scaling") and hasattr(layer, "get_delta_weight")
+    if weight is None or not merges:
+        return f"{type(layer).__module__}.{type(layer).__name__}"
+    if not weight.is_floating_point():
+        return f"a weight in {weight.dtype}"
+    kinds = (beyond_lora(layer, a) for a in layer.active_adapters if a in layer.scaling)
+    return next(filter(None, kinds), None)
 
 
 def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -173,8 +217,9 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         model: a transformers or PEFT model, its parameters sharded or not.
 
     Raises:
-        ValueError: an adapter that is no plain LoRA.
+        ValueError: as in `check_can_be_sent`.
     """
+    check_can_be_sent(model)
     layers: dict[str, Any] = dict(model.named_modules()) if hasattr(model, "peft_config") else {}
     parameters = dict(model.named_parameters())
     for name in names_of(model):
@@ -184,11 +229,6 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         with _gathered([parameter, *(layer.parameters() if adapters else ())]):
             weight = _whole(parameter.detach())
             for adapter in adapters:
-                if (kind := beyond_lora(layer, adapter)) is not None:
-                    raise ValueError(
-                        f"model: expected plain LoRA, which can be merged on the way to vLLM; got "
-                        f"{kind} in {name}"
-                    )
                 weight = weight + _whole(layer.get_delta_weight(adapter)).to(weight)
             yield _plain(name) if layers else name, weight
 

@@ -48,11 +48,13 @@ class VLLMRollout:
 
     Raises:
         RolloutError: no engine, or one that would not sample from this policy.
+        ValueError: the model has adapters that vLLM cannot have.
     """
 
     def __init__(
         self, config: TrainingConfig, model: Any, tokenizer: Any, accelerator: Accelerator
     ) -> None:
+        extension.check_can_be_sent(model)
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.accelerator = accelerator
         self.eos, self.tag = end_tokens(model, tokenizer), ""
