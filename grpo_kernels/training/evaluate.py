@@ -159,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy.of_run(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
-    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model), end_tokens(model, tokenizer))
+    ends = end_tokens(model, tokenizer)
+    sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model), ends)
     log.open(-1)
 
     def ask(count: int) -> Evaluation:

@@ -94,7 +94,8 @@ class Trainer:
         self.sampler = Sampler(
             rollout(self.policy) if rollout is not None
             else make_rollout(config, self.policy, tokenizer, self.accelerator),
-            self.encode, config, self.accelerator, vocabulary_of(model), end_tokens(model, tokenizer),
+            self.encode, config, self.accelerator, vocabulary_of(model),
+            end_tokens(model, tokenizer),
         )  # fmt: skip
         self.sampling = Sampling(self.sampler, self.rewards, is_correct, self.train_problems)
         self.interruptions = Interruptions(self.accelerator)
