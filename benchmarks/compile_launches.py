@@ -22,7 +22,6 @@ from grpo_kernels.backends import (
     Entries,
     LogitTransform,
     RowGrads,
-    TokenStats,
     triton_backend,
     triton_entries,
     triton_logits,
@@ -145,27 +144,17 @@ def head_launches() -> None:
 
 def entry_launches() -> None:
     """Launches the kernels on entries: of a head of 4,096 columns, a LoRA's and the bias."""
-    entries, tokens = some_entries(), torch.ones(2)
+    entries = some_entries()
     # So many that a segment can be long.
     many = some_entries(2 * triton_entries.PART + 1)
-    temperatures: tuple[float | torch.Tensor, ...] = (1.0, tokens)
-    for softcap, temperature, of_entropy in itertools.product(
-        (None, 30.0), temperatures, (None, tokens)
-    ):
-        transform, logits = LogitTransform(1.0, softcap, temperature), torch.ones(len(entries))
-        stats = TokenStats(tokens, tokens, of_entropy)
-        triton_backend.entry_stats(logits, entries, transform, stats)
-        grads = RowGrads(tokens, tokens, tokens, tokens, of_entropy, of_entropy)
-        triton_backend.entry_grads(logits, entries, transform, grads)
     half_and_float = [(a, b) for a, b in itertools.product(DTYPES, repeat=2) if a.is_floating_point
                       and b.is_floating_point and (a == b or torch.float32 in (a, b))]  # fmt: skip
     for (dtype, other), K in itertools.product(half_and_float, (4096, 16)):
         rows = torch.empty(2, K, dtype=dtype)
         triton_backend.entry_dots(rows, rows.to(other), entries, torch.ones(len(entries)))
-        for out in (None, rows.to(other)):
-            sum_entries(many, rows, other, out)
-    for dtype, out in ((torch.float32, torch.ones(2, 1)), *((half, None) for half in HALVES)):
-        sum_entries(many, torch.ones(1, 1), dtype, out)
+        sum_entries(many, rows, other)
+    for dtype in (torch.float32, *HALVES):
+        sum_entries(many, torch.ones(1, 1), dtype)
 
 
 def some_entries(count: int = 5) -> Entries:
@@ -173,12 +162,10 @@ def some_entries(count: int = 5) -> Entries:
     return Entries(of_entry, of_entry, of_token, of_token[1:], of_entry)
 
 
-def sum_entries(
-    entries: Entries, rows: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None
-) -> None:
+def sum_entries(entries: Entries, rows: torch.Tensor, dtype: torch.dtype) -> None:
     """Launches the sums over tokens."""
     factors = torch.ones(len(entries))
-    triton_backend.segment_sums(factors, entries.ids, entries.offsets, rows, dtype, out)
+    triton_backend.segment_sums(factors, entries.ids, entries.offsets, rows, dtype)
 
 
 def padded(rows: int, V: int, dtype: torch.dtype) -> torch.Tensor:

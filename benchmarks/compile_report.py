@@ -157,8 +157,6 @@ def judged(usage: Usage, arch: str, launch: KernelLaunch, ptx: str | None = None
 
 def _rows_divide(launch: KernelLaunch) -> bool:
     """Returns True if the kernel reads rows and is compiled for strides that 16 divides."""
-    if dict(launch.constants).get("RAGGED"):
-        return False  # Rows lie one behind the other.
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
     return bool(strides) and strides <= set(launch.divisible)
 

@@ -65,7 +65,7 @@ def budgeted() -> dict[str, KernelLaunch]:
         "entry_dots": lambda: triton_backend.entry_dots(
             rows, rows, entries, torch.ones(len(entries))
         ),
-        "segment_sums": lambda: sum_entries(entries, rows, rows.dtype, None),
+        "segment_sums": lambda: sum_entries(entries, rows, rows.dtype),
     }
     return {name: recorded(call).pop() for name, call in calls.items()}
 

@@ -75,7 +75,7 @@ def cases() -> dict[str, Case]:
         len(entries) * K,
     )
     made["segment_sums"] = (
-        lambda: sum_entries(entries_of_one(entries), rows, rows.dtype, None),
+        lambda: sum_entries(entries_of_one(entries), rows, rows.dtype),
         len(entries) * K,
     )
     made["policy_loss"] = (policy, TOKENS)

@@ -103,9 +103,9 @@ def kernels(hidden: Tensor, weight: Tensor, support: Support) -> Iterator[tuple[
     factors, dtype, sums = torch.rand(ids.shape, device=ids.device), weight.dtype, ids.numel() * row
     z, by_id = torch.zeros_like(factors), entries.tokens_by_id
     yield "forward", lambda: backend.entry_dots(hidden, weight, entries, z), sums + N * row
-    dh = partial(backend.segment_sums, factors, ids, offsets, weight, dtype, None)
+    dh = partial(backend.segment_sums, factors, ids, offsets, weight, dtype)
     yield "dh", dh, sums + N * row
-    dW = partial(backend.segment_sums, factors[order], by_id, begins, hidden, dtype, None)
+    dW = partial(backend.segment_sums, factors[order], by_id, begins, hidden, dtype)
     yield "dW", dW, sums + V * row
 
 

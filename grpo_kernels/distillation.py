@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .checks import FLOATS, INTEGERS, check_tensor, saveable
 from .config import check_choice, check_number
+from .segments import RowsLogSoftmax, row_sums
 from .tokens import bounded_exp
 
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -83,9 +84,9 @@ def topk_kl(
         )
     check_tensor("offsets", offsets, dtypes=INTEGERS[:2], device=logps.device)
     offsets = saveable(offsets).long()
-    tokens = _tokens_of(offsets, len(s))
-    s, t = (_renormalised(x, tokens, offsets) for x in (s, t))
-    return _sums(_divergence(s, t, direction, beta), offsets)
+    tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
+    s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
+    return row_sums(_divergence(s, t, direction, beta), offsets)
 
 
 def score_centering(
@@ -206,22 +207,3 @@ def _log_rest(log_p: Tensor) -> Tensor:
     others = log_p.exp().scatter(-1, place, 0.0).sum(-1)
     rest = -log_p.gather(-1, place).squeeze(-1).expm1() - others
     return torch.where(rest > 0, rest, torch.finfo(log_p.dtype).eps).log()
-
-
-def _tokens_of(offsets: Tensor, count: int) -> Tensor:
-    """The token of each entry."""
-    return torch.repeat_interleave(offsets.diff(), output_size=count)
-
-
-def _sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """The sums of entries over each set; 0 of none."""
-    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0)
-
-
-def _renormalised(log_p: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
-    """Log-probs of entries under their set's own softmax."""
-    with torch.no_grad():
-        peak = torch.segment_reduce(log_p, "max", offsets=offsets, initial=-torch.inf)
-        peak = torch.where(peak == -torch.inf, 0.0, peak)
-    shifted = log_p - peak[tokens]
-    return shifted - _sums(shifted.exp(), offsets).log()[tokens]

@@ -30,18 +30,13 @@ import torch
 from torch import Tensor
 
 from .arguments import head_call, loss_inputs, rows_of_loss
-from .autograd import (
-    dtypes_of,
-    power_of_two_scale,
-    refuse_double_backward,
-    scaled_gradient,
-)
+from .autograd import dtypes_of, power_of_two_scale, refuse_double_backward, scaled_gradient
 from .config import GRPOLossConfig
 from .dense import Gradients
 from .execution import Execution
 from .grpo_loss import flat_loss, policy_loss
 from .head import LMHead, Support
-from .linear_logprobs import flat_logprobs
+from .linear_logprobs import scored
 from .metrics import loss_metrics
 from .objective import LossInputs, token_local
 from .outputs import GRPOLossOutput
@@ -157,7 +152,8 @@ def fused_grpo_loss(
         ce_weights=ce_weights,
         num_items=num_items,
     )
-    one_pass, wanted = token_local(config, inputs), call.wants_grad()
+    one_pass = support is None and token_local(config, inputs)
+    wanted = call.wants_grad()
     # A factor per row makes the gradient of the logits, unless it is beyond float16.
     keeps = not config.entropy_has_gradient and call.dtype != torch.float16
     keep = not one_pass and not config.entropy_has_gradient and keeps_gradients(call)
@@ -169,14 +165,14 @@ def fused_grpo_loss(
         keeps=keeps and any(wanted),
         agreed={"one pass": one_pass, "entropy_coef": config.entropy_coef, "keep_gradients": keep},
     )
-    if one_pass and routes.makes_logits:
+    if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, inputs, routes, keeps, wanted)
         loss, logps, entropy, *d_stats, metrics = with_fewer_rows(
             run, routes.plan, **routes.limits()
         )
         metrics = loss_metrics(config, inputs, logps, entropy, *d_stats) | metrics
-    else:  # without logits a second pass costs nothing
-        logps, entropy, _ = flat_logprobs(call.tensors, routes, entropy=True, keep=keep)
+    else:
+        logps, entropy, _ = scored(call, routes, entropy=True, keep=keep)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
     shape = call.layout.shape
     values = (x.detach().reshape(shape) for x in (logps, entropy))
@@ -202,39 +198,37 @@ class _OnePass(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             scale = routes.agreed(power_of_two_scale(_largest_weight(config, inputs)))
             grads = Gradients(tensors, wanted, every_row=plan.num_grad_rows == N)
-            metrics: dict[str, Tensor] = {}
-            for route in routes.of(
+            route = routes.of(
                 tensors, plan, entropy=True, keeps=keeps and any_wanted, draws=any_wanted
-            ):
-                for rows in route.chunks():
-                    index = rows.index
-                    stats = route.sweep(rows)  # GEMM 1
-                    policy = policy_loss(
-                        config,
-                        inputs.at(index, masked=masked),
-                        stats.logps,
-                        stats.entropy,
-                        routes.call.backend,
-                        grad=rows.needs_grad and any_wanted,
-                    )
-                    losses.append(policy.loss)
-                    logps[index], entropy[index] = stats.logps, stats.entropy
-                    if policy.d_logps is None:
-                        continue
-                    g, e = scale * policy.d_logps, None
-                    d_logps[index] = g
-                    if policy.d_entropy is not None:
-                        e = d_entropy[index] = scale * policy.d_entropy
-                    route.add(rows, grads, g, e)  # GEMMs 2 and 3
-                route.finish(grads)
-                metrics |= route.metrics()
+            )
+            for rows in route.chunks():
+                index = rows.index
+                stats = route.sweep(rows)  # GEMM 1
+                policy = policy_loss(
+                    config,
+                    inputs.at(index, masked=masked),
+                    stats.logps,
+                    stats.entropy,
+                    routes.call.backend,
+                    grad=rows.needs_grad and any_wanted,
+                )
+                losses.append(policy.loss)
+                logps[index], entropy[index] = stats.logps, stats.entropy
+                if policy.d_logps is None:
+                    continue
+                g, e = scale * policy.d_logps, None
+                d_logps[index] = g
+                if policy.d_entropy is not None:
+                    e = d_entropy[index] = scale * policy.d_entropy
+                route.add(rows, grads, g, e)  # GEMMs 2 and 3
+            route.finish(grads)
             if plan.has_masked and routes.tokens is not None:
                 per_token[:2].masked_fill_(~routes.tokens, 0.0)
         ctx.save_for_backward(scale, *grads.all())
         ctx.dtypes, ctx.factors = dtypes_of(*tensors), routes.factors
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
-        return torch.stack(losses).sum(), logps, entropy, *d_stats, metrics
+        return torch.stack(losses).sum(), logps, entropy, *d_stats, route.metrics()
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -22,13 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import head_call, selected
-from .autograd import (
-    dtypes_of,
-    power_of_two_scale,
-    refuse_double_backward,
-    scaled_gradient,
-)
+from .arguments import HeadCall, head_call, selected
+from .autograd import dtypes_of, power_of_two_scale, refuse_double_backward, scaled_gradient
 from .backends import TokenStats
 from .checks import check_bool
 from .dense import Gradients
@@ -142,16 +137,34 @@ def linear_logprobs(
             "keep_gradients": keep,
         },
     )
-    if entries:
-        from .support_entries import entry_logprobs
-
-        return entry_logprobs(call, routes, entropy=entropy)
-    logps, *others = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
     shape = call.layout.shape
+    logps, *others = scored(call, routes, entropy=entropy, keep=keep, entries=entries)
+    if not entries:
+        logps = logps.reshape(shape if each is None else each.shape)
     return LogprobOutput(
-        logps.reshape(shape if each is None else each.shape),
+        logps,
         *(None if x is None else x.reshape(shape) for x in (*others, routes.squares)),  # type: ignore[arg-type]
     )
+
+
+def scored(
+    call: HeadCall, routes: Routes, *, entropy: bool, keep: bool = False, entries: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and logsumexp, flat: of rows of logits, and of kept sets."""
+    sets = routes.sets
+    if sets is None:
+        return flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+    log_p, of_sets, lse = sets.log_softmax(call)
+    if entries:
+        everywhere = log_p.new_zeros(sets.size)
+        everywhere[sets.places] = log_p
+        return everywhere, of_sets if entropy else None, lse
+    found = sets.logps(log_p), of_sets, lse
+    if routes.plan.num_rows:
+        logps, of_rows, of_lse = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+        others = logps, of_sets if of_rows is None else of_rows, of_lse
+        found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
+    return found[0], found[1] if entropy else None, found[2]
 
 
 def _first_of(targets: Tensor) -> Tensor:
@@ -222,14 +235,14 @@ def first_pass(
         kept = Gradients(tensors, keep_for, every_row=plan.num_rows == N)
     keeps = kept is not None and routes.call.dtype != torch.float16
     with torch.autocast(like.device.type, enabled=False):
-        for route in routes.of(tensors, plan, entropy=entropy, keeps=keeps, draws=False):
-            for rows in route.chunks():
-                stats = route.sweep(rows)
-                logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
-                if stats.entropy is not None:
-                    of_entropy[rows.index] = stats.entropy
-                if kept is not None:
-                    route.add(rows, kept, torch.ones_like(stats.logps))
+        route = routes.of(tensors, plan, entropy=entropy, keeps=keeps, draws=False)
+        for rows in route.chunks():
+            stats = route.sweep(rows)
+            logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
+            if stats.entropy is not None:
+                of_entropy[rows.index] = stats.entropy
+            if kept is not None:
+                route.add(rows, kept, torch.ones_like(stats.logps))
     return per_token, [] if kept is None else kept.all()
 
 
@@ -257,16 +270,12 @@ def second_pass(
         given = [None if x is None else selected(needed, x, 0.0) for x in given]
     if kept and all(x is None for x in others):
         return [_rows_times(u, d_logps, needed) for u in kept]
-    scale, plan = None, routes.plan
-    if routes.makes_logits:
-        scale = routes.agreed(_power_of_two_scale_of(given, needed))
-        given = [None if x is None else scale * x for x in given]
-        plan = routes.again(needed, tensors[1])
+    scale = routes.agreed(_power_of_two_scale_of(given, needed))
+    given = [None if x is None else scale * x for x in given]
+    plan = routes.again(needed, tensors[1])
     run = partial(_gradients, tensors, routes, stats, given, wanted)
     with torch.autocast(d_logps.device.type, enabled=False):
         gradients = with_fewer_rows(run, plan, **routes.limits())
-    if scale is None:
-        return gradients
     factors = routes.shares(1 / scale, len(gradients))
     return [
         scaled_gradient(gradient, factor, dtype, fresh=True)
@@ -285,12 +294,12 @@ def _gradients(
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     grads = Gradients(tensors, wanted, every_row=plan.num_rows == len(tensors[0]))
     entropy = stats.entropy is not None
-    for route in routes.of(tensors, plan, entropy=entropy, keeps=False, draws=True):
-        for rows in route.chunks():
-            of_rows = [None if x is None else x[rows.index] for x in given]
-            route.resume(rows, stats.at(rows.index))
-            route.add(rows, grads, *of_rows)  # type: ignore[arg-type]
-        route.finish(grads)
+    route = routes.of(tensors, plan, entropy=entropy, keeps=False, draws=True)
+    for rows in route.chunks():
+        of_rows = [None if x is None else x[rows.index] for x in given]
+        route.resume(rows, stats.at(rows.index))
+        route.add(rows, grads, *of_rows)  # type: ignore[arg-type]
+    route.finish(grads)
     return grads.all()
 
 

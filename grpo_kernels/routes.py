@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from .products import INVARIANT_ROWS
 from .row_plan import Buffers, RowPlan, every_row, plan_rows
 
 if TYPE_CHECKING:
-    from .support import Kept, KeptSets
+    from .support import KeptSets
     from .vocab_shard import VocabShard
 
 
@@ -49,8 +48,8 @@ class Routes:
 
     def of(
         self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool, draws: bool
-    ) -> list[Dense | Kept]:
-        """The routes over `tensors`, those of the call's terms; see `Dense` for the rest.
+    ) -> Dense:
+        """The route over `tensors`, those of the call's terms; see `Dense` for the rest.
 
         `draws`: whether a sampled backward that is asked for is to be made.
         """
@@ -71,28 +70,11 @@ class Routes:
             from .squares import with_squares
 
             dense, given = with_squares(dense), [self.squares, *given]
-        routes: list[Dense | Kept] = [dense(*given, call, plan, entropy=entropy, keeps=keeps)]
-        if self.sets is None:
-            return routes
-        from .support import Kept
-
-        kept = Kept
-        if self.shard is not None:
-            from .vocab_parallel import KeptOnRanks
-
-            kept = partial(KeptOnRanks, self.shard)  # type: ignore[assignment]
-        return [*routes, kept(call, self.sets, entropy=entropy)]
-
-    @property
-    def makes_logits(self) -> bool:
-        """True if there are tokens that are scored over the whole vocabulary."""
-        return self.sets is None or self.plan.num_rows > 0
+        return dense(*given, call, plan, entropy=entropy, keeps=keeps)
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         call = replace(self.call, checks=ValueChecks())
-        if self.sets is not None:
-            needed = needed & ~self.sets.tokens
         return _plan(call, self.shard, weight, needed, None, _buffers(call, weight, True, True))
 
     @property

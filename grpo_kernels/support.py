@@ -5,7 +5,7 @@ each token. It comes as CSR (`head.Support`); an *entry* is one pair of a token 
 set. A token without a set is scored over the whole vocabulary, by `dense.py`.
 
     z_tj = logits of token t at the ids j of its set S_t, and of no others
-    l, E = token_stats over S_t
+    l, E = of their softmax (`segments.py`)
     D_tj = their gradient, as of any softmax
     dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
 
@@ -18,19 +18,21 @@ device; the number of entries is read together with the checks, in the one trans
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import HeadCall, to_device
-from .backends import Entries, RowGrads, TokenStats
+from .autograd import refuse_double_backward
+from .backends import Entries
 from .checks import ValueChecks, check_tensor, flatten
-from .dense import Gradients, round_
+from .dense import round_
 from .head import Support, Term
 from .objective import masked_quantile
-from .row_plan import Chunk
+from .segments import RowsLogSoftmax
 
 # A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
 # are faster then.
@@ -137,13 +139,6 @@ class KeptSets:
         self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
         self._takes_part = counts >= (1 if logsumexp else 2)
         self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
-        self.logits: Tensor | None = None  # of the entries, between two passes
-
-    @cached_property
-    def index(self) -> slice | Tensor:
-        """The tokens that have a set."""
-        count, N = self._sizes.numbers[1], len(self.tokens)
-        return slice(0, N) if count == N else indices(self.tokens, count)
 
     @property
     def count(self) -> int:
@@ -184,92 +179,12 @@ class KeptSets:
             ),
         }
 
-
-class Kept:
-    """The route of tokens that have a kept set, all in one chunk; see `Dense` for its methods."""
-
-    def __init__(self, call: HeadCall, sets: KeptSets, *, entropy: bool) -> None:
-        self.call, self.sets, self.backend, self.entropy = call, sets, call.backend, entropy
-        # Products are float32 whatever the operands are.
-        self.terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.terms]
-
-    def chunks(self) -> Iterator[Chunk]:
-        if self.sets.count:
-            yield Chunk(self.sets.index, self.sets.count, True)
-
-    def sweep(self, rows: Chunk) -> TokenStats:
-        if self.sets.logits is None:
-            self.sets.logits = self.logits()
-        N, like = len(self.sets.tokens), self.sets.logits
-        values = like.new_zeros((3 if self.entropy else 2, N)).unbind()
-        self.stats = TokenStats(*values)
-        if len(self.sets.entries):
-            self.backend.entry_stats(
-                self.sets.logits, self.sets.entries, self.call.transform, self.stats
-            )
-        return self.stats.at(rows.index)
-
-    def resume(self, rows: Chunk, stats: TokenStats) -> None:
-        N = len(self.sets.tokens)
-        self.stats = TokenStats(*(None if x is None else _spread(x, rows, N) for x in stats))  # type: ignore[arg-type]
-
-    def add(
-        self,
-        rows: Chunk,
-        grads: Gradients,
-        d_logps: Tensor,
-        d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None,
-    ) -> None:
-        entries, N = self.sets.entries, len(self.sets.tokens)
-        if not len(entries):
-            return
-        assert self.sets.logits is not None
-        given = [
-            None if x is None else _spread(x, rows, N) for x in (d_logps, d_entropy, d_logsumexp)
-        ]
-        row_grads = RowGrads.of(self.stats, *given)  # type: ignore[arg-type]
-        d = self.backend.entry_grads(self.sets.logits, entries, self.call.transform, row_grads)
-        needed = torch.stack([x != 0 for x in given if x is not None]).any(0)
-        # Tokens without a gradient have no part in any product, whatever their states hold.
-        self.add_products(torch.where(needed[entries.tokens], d, 0.0), grads)
-
-    def add_products(self, d: Tensor, grads: Gradients) -> None:
-        """Adds the products of the entries' gradients `d [E]`, those of x by tokens, of y by id."""
-        entries, d = self.here, self.own(d)
-        of_ids: tuple[Tensor, Tensor, Tensor] | None = None
-        for k, (x, y) in enumerate(self.terms):
-            if grads.wanted[2 * k]:
-                self.put(grads, 2 * k, (d, entries.ids, entries.offsets), y)
-            if grads.wanted[2 * k + 1]:
-                if of_ids is None:
-                    begins = entries.begins_of(torch.arange(len(y) + 1, device=y.device))
-                    of_ids = (d[entries.order], entries.tokens_by_id, begins)
-                found, dtype = grads.found[2 * k + 1], grads.tensors[2 * k + 1].dtype
-                grads.found[2 * k + 1] = self.backend.segment_sums(*of_ids, x, dtype, found)
-
-    def put(
-        self, grads: Gradients, place: int, group: tuple[Tensor, Tensor, Tensor], y: Tensor
-    ) -> None:
-        """Adds the sums over each token's entries to the gradient of an x."""
-        found, dtype = grads.found[place], grads.tensors[place].dtype
-        grads.found[place] = self.backend.segment_sums(*group, y, dtype, found)
-
-    def logits(self) -> Tensor:
-        """The raw logits of the entries, float32 `[E]`."""
-        entries = self.here
-        z = self.terms[0].y.new_zeros(len(entries), dtype=torch.float32)
-        if len(entries):
-            for x, y in self.terms:
-                self.backend.entry_dots(x, y, entries, z)
-            if self.call.rounding is not None:
-                round_(z, self.call.rounding)
-        return self.whole(z)
+    # What ranks that share the vocabulary do otherwise (`vocab_parallel.py`).
 
     @property
     def here(self) -> Entries:
         """The entries whose rows of the head are here."""
-        return self.sets.entries
+        return self.entries
 
     def own(self, d: Tensor) -> Tensor:
         """The values of the entries that are here, from those of all."""
@@ -279,11 +194,67 @@ class Kept:
         """The values of all entries, from those of the entries that are here."""
         return z
 
-    def finish(self, grads: Gradients) -> None:
-        pass
+    def whole_rows(self, d_x: Tensor) -> Tensor:
+        """The gradient of an x, from that by the entries that are here."""
+        return d_x
 
-    def metrics(self) -> dict[str, Tensor]:
-        return {}
+    def log_softmax(self, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs `[E]` of the entries, entropy and logsumexp `[N]`, differentiable."""
+        with torch.autocast(call.layout.device.type, enabled=False):
+            z = _EntryLogits.apply(*call.tensors, self, call.without_tensors())
+            entries = self.entries
+            return RowsLogSoftmax.apply(z, entries.tokens, entries.offsets)
+
+    def logps(self, log_p: Tensor) -> Tensor:
+        """Those of the targets `[N]`, 0 where there is no set."""
+        if not len(self.entries):
+            return log_p.new_zeros(len(self.tokens))
+        places = self.entries.offsets[:-1] + self.entries.positions
+        found = log_p[places.clamp(0, len(log_p) - 1)]
+        return torch.where(self.entries.offsets.diff() > 0, found, 0.0)
+
+
+class _EntryLogits(torch.autograd.Function):
+    """The logits `[E]` of the entries, from the tensors of the call's terms."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, sets, call = args
+        here, backend = sets.here, call.backend
+        # Products are float32 whatever the operands are.
+        terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.of(tensors).terms]
+        z = tensors[0].new_zeros(len(here), dtype=torch.float32)
+        if len(here):
+            for x, y in terms:
+                backend.entry_dots(x, y, here, z)
+            if call.rounding is not None:
+                round_(z, call.rounding)
+        raw = sets.whole(z)[:, None]
+        transform = call.transform.at(sets.entries.tokens)
+        ctx.save_for_backward(*tensors, raw)
+        ctx.sets, ctx.call, ctx.transform = sets, call, transform
+        return transform.apply(raw).squeeze(1).clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_logprobs, fused_grpo_loss")
+        *tensors, raw = ctx.saved_tensors
+        sets, call = ctx.sets, ctx.call
+        here, sums = sets.here, call.backend.segment_sums
+        d = sets.own((d[:, None] * ctx.transform.slope(raw)).squeeze(1))
+        grads: list[Tensor | None] = [None] * len(tensors)
+        of_ids = None
+        for k, (x, y) in enumerate(call.of(tensors).terms):
+            x, y = _by_rows(x), _by_rows(y)
+            if ctx.needs_input_grad[2 * k]:
+                d_x = sums(d, here.ids, here.offsets, y, torch.float32)
+                grads[2 * k] = sets.whole_rows(d_x).to(x.dtype)
+            if ctx.needs_input_grad[2 * k + 1]:
+                if of_ids is None:
+                    begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))
+                    of_ids = (d[here.order], here.tokens_by_id, begins)
+                grads[2 * k + 1] = sums(*of_ids, x, y.dtype)
+        return (*grads, None, None)
 
 
 def refuse_with(call: HeadCall) -> None:
@@ -326,13 +297,6 @@ def _warn_of_wide_sets() -> None:
         "much is kept",
         stacklevel=2,
     )
-
-
-def _spread(x: Tensor, rows: Chunk, N: int) -> Tensor:
-    """Values `[C]` of some rows among all `[N]`, 0 elsewhere."""
-    if rows.size == N:
-        return x
-    return x.new_zeros(N).index_copy_(0, rows.index, x)  # type: ignore[arg-type]
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .arguments import HeadCall
 from .backends import Entries, LogitTransform, TokenStats
 from .dense import Dense, Gradients, put_rows
 from .row_plan import Buffers, Chunk, RowPlan, buffer_rows, order_of, plan_rows
-from .support import Kept, KeptSets
+from .support import KeptSets
 from .vocab_shard import Counts, VocabShard
 
 
@@ -212,21 +213,19 @@ class VocabParallel(Dense):
         self.sums.append((grad, rows, *self.shard.sum(share, self.sizes)))
 
 
-class KeptOnRanks(Kept):
+class SharedSets(KeptSets):
     """Kept sets of which each rank has the entries of its rows of the head.
 
     Each makes the logits of its own, which are added up: 4 bytes per entry. Statistics and D are
     then the same on all ranks, dy is each rank's own, and dx is added up once.
     """
 
-    def __init__(self, shard: VocabShard, call: HeadCall, sets: KeptSets, *, entropy: bool) -> None:
-        super().__init__(call, sets, entropy=entropy)
-        self.shard = shard
-        self._here, self._places = self._entries_here()
+    shard: VocabShard
 
-    def _entries_here(self) -> tuple[Entries, Tensor]:
+    @cached_property
+    def _mine(self) -> tuple[Entries, Tensor]:
         """This rank's entries, with the ids of its columns; and which of all they are."""
-        entries, shard = self.sets.entries, self.shard
+        entries, shard = self.entries, self.shard
         places = entries.ids - shard.start
         here = (places >= 0) & (places < shard.columns)
         which = here.nonzero().squeeze(1)
@@ -237,28 +236,23 @@ class KeptOnRanks(Kept):
 
     @property
     def here(self) -> Entries:
-        return self._here
+        return self._mine[0]
 
     def own(self, d: Tensor) -> Tensor:
-        return d[self._places]
+        return d[self._mine[1]]
 
     def whole(self, z: Tensor) -> Tensor:
-        if not len(self.sets.entries):
-            return z
-        everyone = z.new_zeros(len(self.sets.entries)).index_put_((self._places,), z)
-        everyone, work = self.shard.sum(everyone, None)
-        work.wait()
-        return everyone
+        everyone = z.new_zeros(len(self.entries)).index_put_((self._mine[1],), z)
+        return self._sum(everyone)
 
-    def put(
-        self, grads: Gradients, place: int, group: tuple[Tensor, Tensor, Tensor], y: Tensor
-    ) -> None:
-        share = self.backend.segment_sums(*group, y, torch.float32, None)
-        if self.shard.layout != "partial":
+    def whole_rows(self, d_x: Tensor) -> Tensor:
+        return d_x if self.shard.layout == "partial" else self._sum(d_x)
+
+    def _sum(self, share: Tensor) -> Tensor:
+        if share.numel():
             share, work = self.shard.sum(share, None)
             work.wait()
-        found, dtype = grads.found[place], grads.tensors[place].dtype
-        grads.found[place] = share.to(dtype) if found is None else found.add_(share)
+        return share
 
 
 def kept_sets_of_ranks(
@@ -270,7 +264,8 @@ def kept_sets_of_ranks(
             "support: expected None where ranks with tokens of their own share the vocabulary, "
             f"ranks.hidden={shard.layout!r}; got a support"
         )
-    sets = KeptSets(call, support, targets, shard.size, logsumexp=logsumexp)
+    sets = SharedSets(call, support, targets, shard.size, logsumexp=logsumexp)
+    sets.shard = shard
     shard.check_equal(
         call.checks,
         "support: expected the same on all ranks that share the vocabulary; got others",

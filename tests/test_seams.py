@@ -13,13 +13,11 @@ import pytest
 
 import grpo_kernels
 from grpo_kernels import Execution, LMHead, reference
-from grpo_kernels.dense import Dense
 from grpo_kernels.fused_grpo_loss import _OnePass
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy, patch_verl
 from grpo_kernels.linear_logprobs import _gradients, first_pass, second_pass
-from grpo_kernels.support import Kept
 
 PACKAGE = Path(grpo_kernels.__file__).parent
 CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
@@ -70,12 +68,6 @@ def test_routes_alone_know_the_capabilities():
                 # The package's `__getattr__` asks for what is public.
                 assert path.stem in ("routes", "__init__"), path
                 assert node.col_offset > 0, path
-
-
-def test_a_second_route_has_the_methods_of_the_first():
-    for name in ("chunks", "sweep", "resume", "add", "finish", "metrics"):
-        ours, theirs = (inspect.signature(getattr(x, name)) for x in (Dense, Kept))
-        assert str(ours) == str(theirs), name
 
 
 @pytest.mark.parametrize(

@@ -185,8 +185,6 @@ if TYPE_CHECKING:
         token_stats = staticmethod(torch_backend.token_stats)
         logit_grads_ = staticmethod(torch_backend.logit_grads_)
         entry_dots = staticmethod(torch_backend.entry_dots)
-        entry_stats = staticmethod(torch_backend.entry_stats)
-        entry_grads = staticmethod(torch_backend.entry_grads)
         segment_sums = staticmethod(torch_backend.segment_sums)
 else:
     Backend = ModuleType

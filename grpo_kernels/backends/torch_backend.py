@@ -172,91 +172,33 @@ def entry_dots(x: Tensor, rows: Tensor, entries: Entries, out: Tensor) -> None:
         out[part] += factors.mul_(rows[entries.ids[part]]).sum(1)
 
 
-def entry_stats(
-    logits: Tensor, entries: Entries, transform: LogitTransform, out: TokenStats
-) -> None:
-    """Reduces raw logits `[E]` to statistics of each token, in `out [N]`.
-
-    Tokens without entries keep what is there. `out.entropy` may be None.
-    """
-    z = transform.at(entries.tokens).apply(logits[:, None])
-    for tokens, padded, _ in _by_length(z, entries):
-        stats = token_stats(
-            padded, entries.positions[tokens], LogitTransform(), entropy=out.entropy is not None
-        )
-        for to, x in zip(out, stats, strict=True):
-            if to is not None and x is not None:
-                to[tokens] = x
-
-
-def entry_grads(
-    logits: Tensor, entries: Entries, transform: LogitTransform, grads: RowGrads
-) -> Tensor:
-    """The gradient of raw logits `[E]`, from those of each token `[N]`; float32."""
-    local = transform.at(entries.tokens)
-    z = local.apply(logits[:, None])
-    d_logits = torch.empty_like(z)
-    for tokens, padded, places in _by_length(z, entries):
-        targets = entries.positions[tokens]
-        logit_grads_(padded, targets, LogitTransform(), grads.at(tokens), out=padded)
-        real = places < len(entries)
-        d_logits[places[real], 0] = padded[real]
-    return (d_logits * local.slope(logits[:, None])).squeeze(1)
-
-
-def _by_length(z: Tensor, entries: Entries) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens of about as many entries, their logits `[C, K]`, padded with -inf, and the places.
-
-    So that the functions on rows of logits take them: rows are at most twice as long as need be.
-    The places are indices of entries, `len(entries)` where padded.
-    """
-    begins, counts = entries.offsets[:-1], entries.offsets.diff()
-    padded = torch.nn.functional.pad(z.squeeze(1), (0, 1), value=-torch.inf)
-    # The number of bits of count - 1: lengths up to 1, 2, 4, ...
-    bits = torch.frexp((counts - 1).double()).exponent
-    for width in bits[counts > 0].unique().tolist():
-        tokens = ((counts > 0) & (bits == width)).nonzero().squeeze(1)
-        steps = torch.arange(2 ** max(width, 0), device=z.device)
-        places = begins[tokens, None] + steps
-        places = torch.where(steps < counts[tokens, None], places, len(entries))
-        yield tokens, padded[places], places
-
-
 def segment_sums(
     factors: Tensor,
     index: Tensor,
     offsets: Tensor,
     rows: Tensor,
     dtype: torch.dtype,
-    out: Tensor | None,
 ) -> Tensor:
     """Sums `factors[e] * rows[index[e]]` over e of each segment, `[S, K]` in `dtype`.
 
-    Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. `out`, in any dtype, is added to
-    and returned. Each sum is taken in float32, always in the same order, and rounded once. Rows
-    whose factor is 0 are not read.
+    Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. Each sum is taken in float32,
+    always in the same order, and rounded once. Rows whose factor is 0 are not read.
     """
     kept = factors != 0
     if not bool(kept.all()):
         offsets = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
         factors, index = factors[kept], index[kept]
-    whole = rows.dtype == torch.float32
-    if whole and out is None:
+    if rows.dtype == torch.float32:
         return _bags(factors, index, offsets, rows).to(dtype)
-    result = rows.new_empty((len(offsets) - 1, rows.shape[1]), dtype=dtype) if out is None else out
+    result = rows.new_empty((len(offsets) - 1, rows.shape[1]), dtype=dtype)
     # Slices whose entries, or sums, are a few megabytes at a time.
     step = max(1, CPU_BLOCK_BYTES // (4 * rows.shape[1]))
     for part in _segment_slices(offsets, step):
         bounds = offsets[part.start : part.stop + 1]
         entries = slice(int(bounds[0]), int(bounds[-1]))
-        at, matrix = index[entries], rows
-        if not whole:
-            matrix, at = rows[at].float(), torch.arange(len(at), device=at.device)
-        sums = _bags(factors[entries], at, bounds - bounds[0], matrix)
-        if out is None:
-            result[part] = sums.to(dtype)
-        else:
-            result[part] += sums
+        some = rows[index[entries]].float()
+        each = torch.arange(len(some), device=index.device)
+        result[part] = _bags(factors[entries], each, bounds - bounds[0], some).to(dtype)
     return result
 
 

@@ -1,10 +1,7 @@
 """Triton kernels: CUDA, ROCm and XPU, and any CPU under `TRITON_INTERPRET=1`."""
 
-from .triton_entries import entry_dots, entry_grads, entry_stats, segment_sums
+from .triton_entries import entry_dots, segment_sums
 from .triton_logits import logit_grads_, token_stats
 from .triton_policy_loss import policy_loss
 
-__all__ = [
-    "entry_dots", "entry_grads", "entry_stats", "logit_grads_", "policy_loss", "segment_sums",
-    "token_stats",
-]  # fmt: skip
+__all__ = ["entry_dots", "logit_grads_", "policy_loss", "segment_sums", "token_stats"]

@@ -11,8 +11,7 @@ segment, of more than 2 P entries, is cut at the multiples of P into parts of fe
 program and a sum of its own; `sum_parts_kernel` adds them up. Between two multiples of P no long
 segment lies, so E / P parts hold them all, and no size is read from the device.
 
-Statistics and gradients of a token's z are those of any row of logits, by the kernels of
-`triton_logits.py`.
+Statistics and gradients of a token's z are `segments.py`'s.
 """
 
 from __future__ import annotations
@@ -22,20 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import Entries, LogitTransform, RowGrads, TokenStats
-from .triton_common import (
-    Launch,
-    build,
-    device_of,
-    gradient_pointers,
-    temperature_pointer,
-    transform_flags,
-    transform_scalars,
-)
-from .triton_logits import logit_grads_kernel, token_stats_kernel
+from . import Entries
+from .triton_common import Launch, build, device_of
 
-# Logits of a kept set: most have fewer than a warp has lanes.
-ENTRY_LAUNCH = Launch(128, 1)
 # Elements of a tile of gathered rows. Where rows are long, one of dots is as wide as a warp's
 # vectors, so that the warp sums an entry by itself; one of sums is wider than those of all warps: a
 # thread loads few ids, adds up columns of its own, and few programs meet an id without entries.
@@ -98,19 +86,12 @@ def _sum_of_entries(
     return sums
 
 
-@triton.jit
-def _store_sums(sums, out_ptrs, mask_k, ADDS: tl.constexpr):
-    if ADDS:
-        sums += tl.load(out_ptrs, mask=mask_k, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty), mask=mask_k)
-
-
 @triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
 def segment_sums_kernel(
     factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
     K,
     stride_rows_m, stride_out_s,
-    ADDS: tl.constexpr, PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0).to(tl.int64)
     offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -118,7 +99,7 @@ def segment_sums_kernel(
     begin = tl.load(offsets_ptr + segment)
     end = tl.load(offsets_ptr + segment + 1)
     # Long ones are those of `sum_parts_kernel`.
-    if (end - begin > 2 * PART) | (ADDS & (begin == end)):
+    if end - begin > 2 * PART:
         return
     sums = _sum_of_entries(
         factors_ptr, index_ptr, rows_ptr,
@@ -126,7 +107,8 @@ def segment_sums_kernel(
         stride_rows_m,
         BLOCK_E, BLOCK_K,
     )  # fmt: skip
-    _store_sums(sums, out_ptr + segment * stride_out_s + offs_k, mask_k, ADDS)
+    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
 
 
 # Part p is what a long segment has around entry p * PART: up to the next multiple of PART, and from
@@ -155,7 +137,7 @@ def part_sums_kernel(
         stride_rows_m,
         BLOCK_E, BLOCK_K,
     )  # fmt: skip
-    _store_sums(sums, out_ptr + part * stride_out_p + offs_k, mask_k, ADDS=False)
+    tl.store(out_ptr + part * stride_out_p + offs_k, sums, mask=mask_k)
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"])
@@ -163,7 +145,7 @@ def sum_parts_kernel(
     offsets_ptr, segments_ptr, parts_ptr, out_ptr,
     K,
     stride_parts_p, stride_out_s,
-    ADDS: tl.constexpr, PART: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -183,7 +165,8 @@ def sum_parts_kernel(
             mask=(offs_p < end_part)[:, None] & mask_k[None, :], other=0.0,
         )  # fmt: skip
         sums += tl.sum(parts, axis=0)
-    _store_sums(sums, out_ptr + segment * stride_out_s + offs_k, mask_k, ADDS)
+    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
 
 
 def entry_dots(
@@ -201,80 +184,30 @@ def entry_dots(
         )  # fmt: skip
 
 
-def entry_stats(
-    logits: Tensor,
-    entries: Entries,
-    transform: LogitTransform,
-    out: TokenStats,
-    *,
-    launch: Launch = ENTRY_LAUNCH,
-) -> None:
-    unused = out.logps
-    pointers = (unused if x is None else x for x in out)
-    with device_of(logits):
-        token_stats_kernel[(len(entries.positions),)](
-            logits, entries.positions, temperature_pointer(transform, logits),
-            *pointers, logits, entries.offsets,
-            launch.block,
-            launch.block, launch.block,
-            *transform_scalars(transform),
-            **transform_flags(transform),
-            HAS_ENTROPY=out.entropy is not None, KEEPS_EXPS=False, INVARIANT=False, RAGGED=True,
-            BLOCK_V=launch.block, **build(launch.num_warps),
-        )  # fmt: skip
-
-
-def entry_grads(
-    logits: Tensor,
-    entries: Entries,
-    transform: LogitTransform,
-    grads: RowGrads,
-    *,
-    launch: Launch = ENTRY_LAUNCH,
-) -> Tensor:
-    out = torch.empty_like(logits)
-    with device_of(logits):
-        logit_grads_kernel[(len(entries.positions),)](
-            logits, entries.positions, temperature_pointer(transform, logits),
-            *gradient_pointers(grads, logits),
-            logits, out, entries.offsets,
-            launch.block,
-            launch.block, launch.block,
-            *transform_scalars(transform),
-            **transform_flags(transform),
-            HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=False, RAGGED=True,
-            BLOCK_V=launch.block, **build(launch.num_warps),
-        )  # fmt: skip
-    return out
-
-
 def segment_sums(
     factors: Tensor,
     index: Tensor,
     offsets: Tensor,
     rows: Tensor,
     dtype: torch.dtype,
-    out: Tensor | None,
     *,
     launch: Launch = SUMS_LAUNCH,
 ) -> Tensor:
     S, K = len(offsets) - 1, rows.shape[1]
-    result = rows.new_empty((S, K), dtype=dtype) if out is None else out
-    assert K == 1 or rows.stride(1) == result.stride(1) == 1
-    # With what is added to, wide rows would not fit the registers of every GPU.
-    most = _SUMS_COLUMNS if out is None else _SUMS_COLUMNS // 2
-    block_e, block_k, num_warps = _sums_tile(launch, K, most)
+    result = rows.new_empty((S, K), dtype=dtype)
+    assert K == 1 or rows.stride(1) == 1
+    block_e, block_k, num_warps = _sums_tile(launch, K, _SUMS_COLUMNS)
     if S:
         with device_of(rows):
             segment_sums_kernel[(S, triton.cdiv(K, block_k))](
                 factors, index, offsets, rows, result,
                 K,
                 rows.stride(0), result.stride(0),
-                ADDS=out is not None, PART=PART, BLOCK_E=block_e, BLOCK_K=block_k,
+                PART=PART, BLOCK_E=block_e, BLOCK_K=block_k,
                 **build(num_warps),
             )  # fmt: skip
             if len(factors) > 2 * PART:
-                _sum_long_segments(factors, index, offsets, rows, result, adds=out is not None)
+                _sum_long_segments(factors, index, offsets, rows, result)
     return result
 
 
@@ -284,10 +217,8 @@ def _sum_long_segments(
     offsets: Tensor,
     rows: Tensor,
     out: Tensor,
-    *,
-    adds: bool,
 ) -> None:
-    """Writes the sums of segments of more than 2 * PART entries, or adds them, to `out`."""
+    """Writes the sums of segments of more than 2 * PART entries to `out`."""
     K = rows.shape[1]
     cuts = torch.arange(0, len(factors), PART, device=offsets.device)
     # The first to end behind the entry: the one that has it.
@@ -305,7 +236,7 @@ def _sum_long_segments(
         offsets, segments, parts, out,
         K,
         parts.stride(0), out.stride(0),
-        ADDS=adds, PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, **build(num_warps),
+        PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, **build(num_warps),
     )  # fmt: skip
 
 

@@ -149,24 +149,17 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
 @per_row
 def token_stats_kernel(
     logits_ptr, targets_ptr, temperature_ptr,
-    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr, offsets_ptr,
+    logps_ptr, logsumexp_ptr, entropy_ptr, total_ptr, exps_ptr,
     V,
     stride_logits_n, stride_exps_n,
     logit_scale, softcap, temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    KEEPS_EXPS: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # A chunk passes 2^31 elements: row offsets need 64 bits.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
     exps_row_ptr = exps_ptr + row * stride_exps_n
-    if RAGGED:
-        begin = tl.load(offsets_ptr + row)
-        row_ptr = logits_ptr + begin
-        V = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
-        if V == 0:
-            return
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
@@ -288,23 +281,16 @@ def _store_logit_grads(
 def logit_grads_kernel(
     logits_ptr, targets_ptr, temperature_ptr,
     logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
-    weights_ptr, out_ptr, offsets_ptr,
+    weights_ptr, out_ptr,
     V,
     stride_logits_n, stride_out_n,
     logit_scale, softcap, temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, RAGGED: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n
     out_row_ptr = out_ptr + row * stride_out_n
-    if RAGGED:
-        begin = tl.load(offsets_ptr + row)
-        row_ptr = logits_ptr + begin
-        out_row_ptr = out_ptr + begin
-        V = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
-        if V == 0:
-            return
     row_grads = load_row_grads(
         row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
         entropy_ptr, d_entropy_ptr, logit_scale, temperature,
@@ -345,14 +331,14 @@ def token_stats(
         with device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),
-                *pointers, kept, unused,
+                *pointers, kept,
                 V,
                 logits.stride(0), kept.stride(0),
                 *transform_scalars(transform),
                 **transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
                 # In place there are no logits left to sweep from another anchor.
-                INVARIANT=in_place or invariant, RAGGED=False,
+                INVARIANT=in_place or invariant,
                 **block_of(launch, V),
             )  # fmt: skip
     return out
@@ -374,11 +360,11 @@ def logit_grads_(
             logit_grads_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),
                 *gradient_pointers(grads, logits),
-                logits if column_weights is None else column_weights, out, logits,
+                logits if column_weights is None else column_weights, out,
                 V,
                 logits.stride(0), out.stride(0),
                 *transform_scalars(transform),
                 **transform_flags(transform),
                 HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
-                RAGGED=False, **block_of(launch, V),
+                **block_of(launch, V),
             )  # fmt: skip

@@ -349,6 +349,39 @@ def backward(output: Tensor, *gradients: Tensor | None) -> Any:
         return node.apply(*(gradients or (torch.ones_like(output),)))
 
 
+def backward_of_all(*outputs: Tensor) -> None:
+    """Runs the whole graph of the outputs by hand, each with a gradient of 1."""
+    given: dict[Any, dict[int, Tensor]] = {}
+    order: list[Any] = []
+
+    def visit(node: Any) -> None:
+        if node not in given:
+            given[node] = {}
+            for before, _ in node.next_functions:
+                if before is not None:
+                    visit(before)
+            order.append(node)
+
+    for output in outputs:
+        visit(output.grad_fn)
+        given[output.grad_fn][output.output_nr] = torch.ones_like(output)
+    with torch.no_grad():
+        for node in reversed(order):
+            own = hasattr(node, "_forward_cls")
+            if not given[node] or not (own or node.next_functions):
+                continue
+            last = max(given[node])
+            # Of a Function all of its outputs are asked for.
+            count = max(last + 1, len(node._input_metadata) if own else 0)
+            gradients = [given[node].get(i) for i in range(count)]
+            found = node.apply(*gradients) if own else node(*gradients)
+            found = found if isinstance(found, tuple) else (found,)
+            for (before, place), x in zip(node.next_functions, found, strict=False):
+                if before is not None and x is not None:
+                    sums = given[before]
+                    sums[place] = x if place not in sums else sums[place] + x
+
+
 def _transfers(func: Any, devices: set[str], inputs: list[Tensor]) -> bool:
     """True if an operation waits for the device, copies between it and the CPU, or mixes them."""
     if func is torch.ops.aten.fill_.Tensor and inputs[0].device.type == "cuda":

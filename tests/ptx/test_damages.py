@@ -48,7 +48,7 @@ def launches(pad=0):
         torch.manual_seed(1)
         factors = torch.randn(len(entries))
         return (triton_backend.segment_sums(
-            factors, entries.ids, entries.offsets, W.to(dtype), dtype, None),)  # fmt: skip
+            factors, entries.ids, entries.offsets, W.to(dtype), dtype),)  # fmt: skip
 
     def to_half():
         triton_backend.logit_grads_(x, y, PLAIN, grads, half.zero_())

@@ -6,7 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends import Entries, LogitTransform, RowGrads, torch_backend, triton_backend
+from grpo_kernels.backends import (
+    Entries,
+    LogitTransform,
+    RowGrads,
+    torch_backend,
+    triton_backend,
+    triton_entries,
+)
+from grpo_kernels.backends.triton_common import build
 from grpo_kernels.experimental import torch_column_scores, triton_column_scores
 from tests.helpers.batches import relative_error
 from tests.ptx import EmulatedDriver, SanitizerError
@@ -94,7 +102,11 @@ def test_entries_of_a_large_head(blocks):
     blocks(*[(s, c) for s in segments.tolist() for c in range(K // 1024)])
     sums = untouched(count, K, dtype=torch.bfloat16)
     sums[segments] = 0.0
-    triton_backend.segment_sums(factors, ids, offsets, W, torch.bfloat16, sums)
+    block_e, block_k, warps = triton_entries._sums_tile(triton_entries.SUMS_LAUNCH, K, 1024)
+    triton_entries.segment_sums_kernel[(count, K // 1024)](
+        factors, ids, offsets, W, sums, K, K, K,
+        PART=triton_entries.PART, BLOCK_E=block_e, BLOCK_K=block_k, **build(warps),
+    )  # fmt: skip
     expected = torch.zeros(len(segments), K, dtype=torch.float64)
     places = torch.searchsorted(segments, tokens)
     expected.index_add_(0, places, factors[:, None].double() * W[ids].double())
