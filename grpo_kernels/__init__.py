@@ -15,7 +15,7 @@ from .selective_log_softmax import selective_log_softmax
 from .sequences import gather_tokens
 
 if TYPE_CHECKING:
-    from .distillation import score_centering, topk_kl
+    from .distillation import topk_kl
     from .sampler_check import SamplerCheck, check_sampler
     from .support import batch_support
 
@@ -38,7 +38,6 @@ __all__ = [
     "grpo_loss",
     "linear_logprobs",
     "per_token_kl",
-    "score_centering",
     "selective_log_softmax",
     "topk_kl",
 ]
@@ -49,7 +48,6 @@ _NOT_OF_A_CALL = {
     "SamplerCheck": "sampler_check",
     "check_sampler": "sampler_check",
     "topk_kl": "distillation",
-    "score_centering": "distillation",
 }
 
 

@@ -11,7 +11,7 @@ needed: `linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` 
 probabilities of the whole softmax, and what is left of it is one outcome more, the tail.
 
 References: generalised JSD, arXiv:2306.13649; on-policy distillation from a teacher's top k,
-arXiv:2306.13649 and the trainers of verl and TRL; score centering, arXiv:2609.20807.
+arXiv:2306.13649 and the trainers of verl and TRL.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ from torch import Tensor
 from .checks import FLOATS, INTEGERS, check_tensor, saveable
 from .config import check_choice, check_number
 from .segments import RowsLogSoftmax, row_sums
-from .tokens import bounded_exp
 
 DIRECTIONS = ("forward", "reverse", "jsd")
-CENTERING_WEIGHTS = ("none", "truncate", "mask", "ppo")
-# The largest ratio of negative advantages (https://arxiv.org/abs/1912.09729).
-DUAL_CLIP = 3.0
 
 
 def topk_kl(
@@ -87,94 +83,6 @@ def topk_kl(
     tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
     s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
     return row_sums(_divergence(s, t, direction, beta), offsets)
-
-
-def score_centering(
-    logps: Tensor,
-    head_logps: Tensor,
-    advantages: Tensor,
-    sampling_logps: Tensor,
-    sampler_head_logps: Tensor,
-    *,
-    weight: str = "none",
-    low: float = 0.0,
-    high: float = math.inf,
-) -> Tensor:
-    """The loss of each token whose score is centred: its expectation under the sampler is 0.
-
-    With p the policy, q the sampler, K the ids of the head, w the weight of p / q, and beyond the
-    head q = rho p, rho = (1 - sum_K q) / (1 - sum_K p), a = rho w(1 / rho), all constants:
-
-        loss = -A (w_y l_y - sum_K (q_j w_j - a p_j) l_j)
-
-    Subtracting the mean of the score under q, here of the head exactly and of the tail in
-    proportion to p, changes no expected gradient where w = p / q, and lowers its variance; where
-    w = 1 it removes the drift from the mean score of another policy. With all of the vocabulary in
-    the head it is exact.
-
-    Args:
-        logps: `[...]`, of the sampled token.
-        head_logps: `[..., K]`, of the head's ids, none of which repeats. With `logps` from one call
-            of `linear_logprobs` with targets `[..., 1 + K]`.
-        advantages: `[...]`.
-        sampling_logps: `[...]`, of the sampled token under the sampler.
-        sampler_head_logps: `[..., K]`, of the head's ids under the sampler; -inf where it has none.
-        weight: of w, for the ratio r = p / q: `"none"` (1), `"truncate"` (min(r, high)), `"mask"`
-            (r within [low, high], else 0) or `"ppo"` (r; 0 where A > 0 and r > high, or A < 0 and
-            r is outside [low, 3], as the gradient of a dual clip).
-        low: lower bound of the ratio.
-        high: upper bound of the ratio.
-
-    Returns:
-        float32 (float64 of float64), `[...]`, with gradients for `logps` and `head_logps`.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came.
-    """
-    check_tensor("logps", logps, dtypes=FLOATS)
-    shape = logps.shape
-    check_tensor("head_logps", head_logps, dtypes=FLOATS, device=logps.device)
-    if head_logps.shape[:-1] != shape or not head_logps.shape[-1]:
-        raise ValueError(
-            f"head_logps: expected shape [{', '.join(map(str, shape))}, K]; got "
-            f"{list(head_logps.shape)}"
-        )
-    check_tensor("advantages", advantages, shape=shape, device=logps.device)
-    check_tensor("sampling_logps", sampling_logps, shape=shape, device=logps.device)
-    check_tensor(
-        "sampler_head_logps", sampler_head_logps, shape=head_logps.shape, device=logps.device
-    )
-    check_choice("weight", weight, CENTERING_WEIGHTS)
-    for name, bound in (("low", low), ("high", high)):
-        if not isinstance(bound, (int, float)) or isinstance(bound, bool) or bound < 0:
-            raise ValueError(f"{name}: expected a number >= 0; got {bound!r}")
-    dtype = torch.promote_types(torch.float32, logps.dtype)
-    l_y, l_head = logps.to(dtype), head_logps.to(dtype)
-    with torch.no_grad():
-        A = advantages.to(dtype)
-        log_q_y, log_q = sampling_logps.to(dtype), sampler_head_logps.to(dtype)
-        log_rho = _log_rest(log_q) - _log_rest(l_head.detach())
-        bounds = (weight, low, high)
-        w_y = _weight(l_y - log_q_y, A, *bounds)
-        w = _weight(l_head - log_q, A[..., None], *bounds)
-        alpha = bounded_exp(log_rho) * _weight(-log_rho, A, *bounds)
-        coefficients = log_q.exp() * w - alpha[..., None] * l_head.exp()
-    return -A * (w_y * l_y - (coefficients * l_head).sum(-1))
-
-
-def _weight(log_ratio: Tensor, advantages: Tensor, kind: str, low: float, high: float) -> Tensor:
-    """The weight w of a ratio p / q."""
-    r = bounded_exp(log_ratio)
-    match kind:
-        case "none":
-            return torch.ones_like(r)
-        case "truncate":
-            return r.clamp(max=high)
-        case "mask":
-            return r.masked_fill((r < low) | (r > high), 0.0)
-        case _:
-            outside = torch.where(advantages < 0, (r < low) | (r > DUAL_CLIP), r > high)
-            return r.masked_fill(outside, 0.0)
 
 
 def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:

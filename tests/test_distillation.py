@@ -1,13 +1,13 @@
-"""Divergences over some ids per token, and centred scores, against dense formulas in float64."""
+"""Divergences over some ids per token, against dense formulas in float64."""
 
 import math
 
 import pytest
 import torch
 
-from grpo_kernels import LMHead, Support, linear_logprobs, score_centering, topk_kl
+from grpo_kernels import LMHead, Support, linear_logprobs, topk_kl
 from grpo_kernels import reference as exact
-from grpo_kernels.distillation import CENTERING_WEIGHTS, DIRECTIONS
+from grpo_kernels.distillation import DIRECTIONS
 from tests.helpers.batches import make_batch, relative_error
 
 V = 211
@@ -141,41 +141,6 @@ def test_the_tail_of_a_confident_model(direction, rest):
     assert truth.norm() > 0 and relative_error(mine, truth) < 1e-3
 
 
-@pytest.mark.parametrize("tail", ("of policy", "none"))
-@pytest.mark.parametrize("weight", CENTERING_WEIGHTS)
-def test_the_mean_score_is_zero(weight, tail):
-    """Of samples from the sampler, where beyond the head it is as the policy, or all is head."""
-    g, K = torch.Generator().manual_seed(2), 7
-    z = torch.randn(23, generator=g, dtype=torch.float64, requires_grad=True)
-    p = z.log_softmax(-1)
-    head = torch.randperm(23, generator=g)[: K if tail == "of policy" else 23]
-    q = torch.randn(23, generator=g, dtype=torch.float64).log_softmax(-1)
-    if tail == "of policy":
-        rest = torch.ones(23, dtype=torch.bool).index_fill(0, head, False)
-        left = (1 - q[head].exp().sum()) / p.detach()[rest].exp().sum()
-        q = torch.where(rest, p.detach() + left.log(), q)
-    for advantage in (1.5, -0.5):
-        A = torch.full((23,), advantage, dtype=torch.float64)
-        losses = score_centering(
-            p, p[head].expand(23, -1), A, q, q[head].expand(23, -1), weight=weight, low=0.6,
-            high=1.7,
-        )  # fmt: skip
-        (gradient,) = torch.autograd.grad((q.exp() * losses).sum(), z, retain_graph=True)
-        assert gradient.abs().max() < 1e-12
-        # That of one sample is its own score less the mean.
-        (of_one,) = torch.autograd.grad(losses[3], z, retain_graph=True)
-        r = (p - q).exp().detach()
-        away = (r > 1.7) if advantage > 0 else (r < 0.6) | (r > 3)
-        w = {
-            "none": torch.ones_like(r), "truncate": r.clamp(max=1.7),
-            "mask": r * ((r >= 0.6) & (r <= 1.7)), "ppo": r * ~away,
-        }[weight]  # fmt: skip
-        score = w[3] * p[3] - (q.exp() * w * p).sum()
-        (expected,) = torch.autograd.grad(-advantage * score, z, retain_graph=True)
-        assert expected.norm() > 0
-        torch.testing.assert_close(of_one, expected, rtol=1e-9, atol=1e-12)
-
-
 WRONG = {
     "beta": (lambda: topk_kl(torch.zeros(2, 2), torch.zeros(2, 2), beta=1.0), r"beta: .*\(0, 1\)"),
     "direction": (
@@ -186,16 +151,6 @@ WRONG = {
         lambda: topk_kl(torch.zeros(2, 3), torch.zeros(2, 2)), r"teacher_logps: .* \[2, 3\]"
     ),
     "offsets": (lambda: topk_kl(torch.zeros(4), torch.zeros(4)), "offsets: expected those of the"),
-    "head": (
-        lambda: score_centering(*(torch.zeros(4),) * 5), r"head_logps: expected shape \[4, K\]"
-    ),
-    "weight": (
-        lambda: score_centering(
-            torch.zeros(4), torch.zeros(4, 2), torch.zeros(4), torch.zeros(4), torch.zeros(4, 2),
-            weight="tis",
-        ),
-        "weight: expected one of none, truncate, mask, ppo; got 'tis'",
-    ),
 }  # fmt: skip
 
 

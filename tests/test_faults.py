@@ -176,17 +176,6 @@ def test_what_is_no_completion_is_refused(change, message, sampler):
         sampler(problems, 2, 1.0)
 
 
-@pytest.mark.parametrize("number", (None, "-1.0", True, math.nan, math.inf))
-def test_likeliest_ids_have_log_probs(number, sampler, monkeypatch):
-    sampler, problems = sampler
-    monkeypatch.setattr(sampler, "config", replace(sampler.config, loss_type="reinforce",
-                                                   score_centering=1))  # fmt: skip
-    for top in ([{3: -1.0}, {4: number}], [{3: -1.0}, None], [{3: -1.0}, {True: -1.0}]):
-        sampler.rollout = lambda *_, top=top: [Completion([5, 6], True, top=top)]
-        with pytest.raises(RolloutError, match=r"completions\[0\]\.top: expected 1 ids from 0 to"):
-            sampler(problems, 1, 1.0)
-
-
 def test_numbers_of_any_kind_are_taken(sampler):
     sampler, problems = sampler
     logps = [-1, numpy.float32(-1.5), torch.tensor(-2.0), -3.0]

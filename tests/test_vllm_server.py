@@ -140,7 +140,7 @@ def test_completions_end_at_the_tokenizers_end_too(serve):
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
     rollout = VLLMRollout(config, model, tokenizer, Accelerator())
     assert rollout._request(4, SAMPLING)["stop_token_ids"] == [0, 40]
-    one = rollout._completion(Sampled([9, 40, 8], [-1.0, -2.0, -3.0], None, None), SAMPLING)
+    one = rollout._completion(Sampled([9, 40, 8], [-1.0, -2.0, -3.0], None), SAMPLING)
     assert (one.token_ids, one.ended, one.logps) == ([9, 40], True, [-1.0, -2.0])
 
 

@@ -130,9 +130,6 @@ class TrainingConfig(GRPOLossConfig):
     """Divisor of the logits, > 0, when completions are sampled and trained on."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group, of the batch, or none."""
-    score_centering: int = 0
-    """Ids per token, the sampler's likeliest, whose mean score the reinforce loss takes out of a
-    token's (docs/objectives.md), with a colocated vLLM; 0: no centering."""
     head: Literal["gathered", "sharded"] = "gathered"
     """With FSDP2, the LM head is gathered in every process, as layers are, or stays sharded while
     the processes' hidden states pass by (docs/distributed.md)."""
@@ -197,7 +194,7 @@ class TrainingConfig(GRPOLossConfig):
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
-        for name in ("eval_size", "eval_every", "score_centering", "lora_rank", "top_k", "min_p",
+        for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
                      "resample_equal_groups", "reward_timeout", "sampled_tolerance",
                      "warmup_steps", "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
@@ -341,12 +338,6 @@ class TrainingConfig(GRPOLossConfig):
                 refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
             if given and self.vllm_mode not in _VLLM_MODES_OF.get(name, (self.vllm_mode,)):
                 refuse(name, f"{DEFAULTS[name]!r} with vllm_mode {self.vllm_mode}")
-        if self.score_centering:
-            for name, values in _WITH_CENTERING.items():
-                if getattr(self, name) not in values:
-                    refuse(name, f"{' or '.join(map(repr, values))} with score_centering")
-            if self.score_centering > _MOST_TOP or self.vllm_mode == "server":
-                refuse("score_centering", f"at most {_MOST_TOP}, and 0 with vllm_mode server")
         if not re.fullmatch(r"https?://[^/]+:\d+/?", self.vllm_server_base_url):
             refuse("vllm_server_base_url", "one like http://127.0.0.1:8000")
 
@@ -356,15 +347,6 @@ _VLLM_MODES_OF = {
     "vllm_gpu_memory_utilization": ("colocate",), "vllm_enable_sleep_mode": ("colocate",),
     "vllm_server_base_url": ("server",), "vllm_server_timeout": ("server",),
     "vllm_request_timeout": ("server",), "vllm_sync_dir": ("server",),
-}  # fmt: skip
-# Log-probs per token that vLLM returns, unless it is told otherwise.
-_MOST_TOP = 20
-# What the loss with a centred score has.
-_WITH_CENTERING: dict[str, tuple[Any, ...]] = {
-    "loss_type": ("reinforce",), "beta": (0,), "entropy_coef": (0,), "is_gate": ("ratio",),
-    "is_correction": ("none", "token_truncate", "token_mask"), "off_policy_threshold": (None,),
-    "top_entropy_quantile": (1,), "aggregation": (None, "dapo", "bnpo"), "top_k": (0,),
-    "top_p": (1,), "min_p": (0,), "sampled_tolerance": (0,), "head": ("gathered",),
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}

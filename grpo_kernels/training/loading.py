@@ -127,11 +127,6 @@ def check_folder(config: TrainingConfig) -> None:
 def check_rollout(config: TrainingConfig, accelerator: Accelerator) -> None:
     """Refuses options that the library's own rollouts cannot honor."""
     check_has_logps(config, config.rollout == "vllm")
-    if config.score_centering and config.rollout != "vllm":
-        raise ValueError(
-            "score_centering: expected 0 with a rollout that reports no likeliest ids; got "
-            f"{config.score_centering}"
-        )
     check_host(config, accelerator.device.type == "cpu")
 
 

@@ -20,7 +20,6 @@ from ..arguments import to_device
 from ..execution import Execution
 from ..head import LMHead, Support, VocabRanks
 from ..hf_head import base_model, body_of, head_of, register_with_zero3
-from .centering import centred_loss
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
 
@@ -107,11 +106,9 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The loss of the completions, its metrics, and their `[B, T]` log-probs.
 
-        `options` are those of `fused_grpo_loss`; with `top_ids` they are of `centred_loss`.
+        `options` are those of `fused_grpo_loss`.
         """
         hidden = self.hidden(batch)
-        if "top_ids" in options:
-            return centred_loss(hidden, self.head(hidden), batch, advantages, config, **options)
         out = fused_grpo_loss(
             hidden, self.head(hidden), batch.completions, advantages, batch.mask, config=config,
             support=batch.support, **options,

@@ -37,7 +37,6 @@ class SamplingParams:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     record_support: bool = False  # whether `Completion.support` is wanted
-    top_logps: int = 0  # ids per token that `Completion.top` is to have
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ class Completion:
     # Weights of a cross-entropy on tokens, one per token: loss -= sum(weight * log-prob) over the
     # number of the update's sampled tokens. None: 0 each.
     ce_weights: list[float] | None = None
-    # The likeliest ids of each token and their log-probs, under the policy that sampled.
-    top: list[dict[int, float]] | None = None
 
 
 class RolloutError(StepError, ValueError):
@@ -224,7 +221,7 @@ class Sampler:
         c = self.config
         sampling = SamplingParams(
             c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
-            record_support=record_support, top_logps=c.score_centering if temperature > 0 else 0,
+            record_support=record_support,
         )  # fmt: skip
         self.update_weights()
         prompts = [self.encode(problem) for problem in problems]
@@ -272,19 +269,6 @@ class Sampler:
                 raise RolloutError(
                     f"{name}.sampled: expected {len(ids)} bools, one per token, and one that is "
                     f"true; got {list(flags)[:5]}, {len(flags)} in all"
-                )
-            top, K = one.top, self.config.score_centering
-            if top is not None and (
-                len(top) != len(ids)
-                or any(not isinstance(of_token, dict) or len(of_token) != K for of_token in top)
-                or not all(_is_below(x, self.vocabulary) for of_token in top for x in of_token)
-                or not all(
-                    _is_finite(x) or x == -math.inf for of_token in top for x in of_token.values()
-                )
-            ):
-                raise RolloutError(
-                    f"{name}.top: expected {K} ids from 0 to {self.vocabulary - 1} with "
-                    f"log-probs for each of {len(ids)} tokens; got {top[:1]}, {len(top)} in all"
                 )
             if one.support is not None:
                 try:

@@ -40,8 +40,6 @@ class Samples:
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
     ce_weights: Tensor | None = None
-    top_ids: Tensor | None = None  # [B, T, K], the sampler's likeliest
-    top_logps: Tensor | None = None  # [B, T, K]
     entropy_threshold: float | None = None  # of the whole rollout
     logps: Tensor | None = None  # in the last update that saw them, 0 where none did
 
@@ -124,8 +122,6 @@ class Samples:
             "sampling_logps": self.sampling_logps,
             "ce_weights": None if self.ce_weights is None else self.ce_weights / ce_items,
         }  # fmt: skip
-        if self.top_ids is not None:
-            constants |= {"top_ids": self.top_ids, "top_logps": self.top_logps}
         return {name: None if x is None else x[where, :T] for name, x in constants.items()}
 
 

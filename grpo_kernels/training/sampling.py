@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import group_advantages
 from ..arguments import to_device
 from . import ranks
-from .centering import top_of
 from .data import Problem
 from .loading import check_has_logps
 from .metrics import Clock
@@ -68,7 +67,6 @@ class Sampling:
             replay_support=replay_support, sampling_logps=logps, resampled=resampled,
             ce_weights=ce_weights(completions, mask),
             transcripts=self.sampler.beside(completions, texts)["transcripts"],
-            **top_of(completions, mask, config.score_centering),
         )  # fmt: skip
 
     def _judged(

@@ -136,7 +136,7 @@ class VLLMRollout:
             "top_p": sampling.top_p, "min_p": sampling.min_p, "repetition_penalty": 1.0,
             "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
             "max_tokens": sampling.max_new_tokens,
-            "logprobs": None if greedy else sampling.top_logps,
+            "logprobs": None if greedy else 0,
             # At these alone: what vLLM takes for the end may be another token.
             "stop_token_ids": self.eos, "ignore_eos": True, "stop": list(sampling.stop),
             "skip_special_tokens": False,
@@ -148,8 +148,7 @@ class VLLMRollout:
         support = None
         if sampling.record_support and one.kept is not None:
             support = support_of(one.kept[:n])
-        logps, top = one.logps and one.logps[:n], one.top and one.top[:n]
-        return Completion(cut.token_ids, cut.ended, logps, support, top=top)
+        return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
 
     def _send_weights(self) -> str:
         weights = extension.names_and_weights(self.model)
@@ -276,26 +275,19 @@ class Colocated:
         done = self.llm.generate(inputs, params, use_tqdm=False)
         if self.sleeps:
             self.llm.sleep(level=1)
-        most = request["logprobs"]
-        return [_of_output(output, most) for answer in done for output in answer.outputs]
+        return [_of_output(output) for answer in done for output in answer.outputs]
 
     def wait(self) -> None:
         """Waits for nothing: this engine is lost with its process alone."""
 
 
-def _of_output(output: Any, most: int | None) -> Sampled:
+def _of_output(output: Any) -> Sampled:
     ids = list(output.token_ids)
     logps = output.logprobs and [
         row[token].logprob for token, row in zip(ids, output.logprobs, strict=True)
     ]
     mask = getattr(output, "sampling_mask", None)
-    top = None
-    if most:  # beside them stands the sampled one, if it is none of them
-        top = [
-            {i: x.logprob for i, x in row.items() if len(row) == most or i != token}
-            for token, row in zip(ids, output.logprobs, strict=True)
-        ]
-    return Sampled(ids, logps, None if mask is None else mask.token_ids, top)
+    return Sampled(ids, logps, None if mask is None else mask.token_ids)
 
 
 def _explain(error: Exception, config: TrainingConfig) -> str:

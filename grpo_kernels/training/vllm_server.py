@@ -51,7 +51,6 @@ class Sampled(NamedTuple):
     token_ids: list[int]
     logps: list[float] | None
     kept: list[list[int]] | None  # the set that each token was sampled from
-    top: list[dict[int, float]] | None = None  # the likeliest ids of each token
 
 
 class ServerLost(Exception):

@@ -1,12 +1,11 @@
 """Kernels of packages that are not installed here, found in a folder on PYTHONPATH, else skipped.
 
-pip install --no-deps --target FOLDER fla-core einops unsloth unsloth_zoo liger-kernel-nightly
+pip install --no-deps --target FOLDER fla-core einops unsloth unsloth_zoo
 """
 
 import importlib
 import sys
 from contextlib import nullcontext
-from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime.autotuner import Autotuner
 
-import grpo_kernels
-from grpo_kernels import GRPOLossConfig, grpo_loss, reference, score_centering
+from grpo_kernels import GRPOLossConfig, grpo_loss, reference
 from tests.helpers.batches import relative_error
 from tests.helpers.peers import (  # noqa: F401
     WITHOUT_OTHER,
@@ -210,55 +208,3 @@ def test_unsloth_rope(unsloth):
     # In place, with more threads than elements: nothing is made of what the copies read.
     known = {("race: write after read", "_rope_embedding_QK")}
     compare(theirs, plain, torch.randn(2, 3, 12, 32), torch.randn(2, 1, 12, 32), known=known)
-
-
-# Liger's nightly
-
-WEIGHTS = {
-    "none": {}, "truncate": {"high": 1.5, "outside": "clamp"}, "mask": {"low": 0.6, "high": 1.7},
-    "ppo": {"low": 0.8, "high": 1.2, "sign": "ppo"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_liger_score_centering_is_ours(weight, dtype):
-    theirs = pytest.importorskip("liger_kernel.ops.fused_linear_score_centering")
-    g = torch.Generator().manual_seed(0)
-    N, H, K = 300, 64, 8
-    hidden, head = torch.randn(N, H, generator=g), torch.randn(V, H, generator=g) / 4
-    hidden, head = hidden.to(dtype), head.to(dtype)
-    noise = 0.5 * torch.randn(N, V, generator=g)
-    sampler = (hidden.float() @ head.float().T + noise).log_softmax(-1)
-    q, ids = sampler.topk(K)
-    tokens = torch.multinomial(sampler.exp(), 1, generator=g)
-    q_of_tokens = sampler.gather(1, tokens).squeeze(1)
-    A = torch.randn(N, generator=g)
-    band = WEIGHTS[weight]
-    bounds = {name: band[name] for name in ("low", "high") if name in band}
-
-    def ours(h, w, package):
-        logps = package.linear_logprobs(h, w, torch.cat([tokens, ids], 1)).logps
-        given = (logps[:, 0], logps[:, 1:], A, q_of_tokens, q)
-        return score_centering(*given, weight=weight, **bounds).mean()
-
-    def liger(h, w):
-        correction = theirs.ISCorrection(**band) if band else None
-        rows = (x[None] for x in (tokens.squeeze(1), torch.ones(N), A, q_of_tokens, ids, q))
-        options = {"correction": correction, "chunk_size": 64}
-        return theirs.fused_linear_score_centering(h[None], w, *rows, **options)[0]
-
-    def gradients(call, *inputs):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        return [x.double() for x in torch.autograd.grad(call(*leaves), leaves)]
-
-    truth = gradients(partial(ours, package=reference), hidden.double(), head.double())
-    mine = gradients(partial(ours, package=grpo_kernels), hidden, head)
-    other = gradients(liger, hidden, head)
-    for name, x, y, z in zip(("d_hidden", "d_weight"), truth, mine, other, strict=True):
-        assert x.norm() > 0
-        errors = relative_error(y, x), relative_error(z, x)
-        print(weight, dtype, name, "ours {:.1e}, Liger {:.1e}".format(*errors))
-        assert errors[0] < (1e-5 if dtype == torch.float32 else 4e-3)
-        # Its logits are rounded to bf16, and so are its sums over chunks of the head's gradient.
-        assert errors[1] < 1e-4 if dtype == torch.float32 else errors[1] > errors[0]
