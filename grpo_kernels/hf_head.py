@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .head import LMHead, VocabRanks
+from .head import LMHead
 from .reference import linear_logits
 
 # Config fields with a softcap, and the model types that have them (as of transformers 5.23).
@@ -63,7 +63,6 @@ class Head(NamedTuple):
         *,
         temperature: float | Tensor = 1.0,
         logits_dtype: str = "fp32",
-        ranks: VocabRanks | None = None,
     ) -> LMHead:
         """The head of a call on these states, its weights gathered from all ranks.
 
@@ -71,25 +70,20 @@ class Head(NamedTuple):
             hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
             temperature: divides the logits, as in `LMHead`.
             logits_dtype: as in `LMHead`.
-            ranks: leaves weight and bias where FSDP2 has them; None gathers them.
         """
         low_rank = None
         if self.adapters:
             a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
             lora_b = torch.cat([full_tensor(adapter.lora_b) for adapter in self.adapters], 1)
             low_rank = (a_out, lora_b)
-        weight, bias = self.weight, self.bias
-        if ranks is None:
-            weight, bias = full_tensor(weight), full_tensor(bias)
         return LMHead(
-            weight,
-            bias,
+            full_tensor(self.weight),
+            full_tensor(self.bias),
             low_rank,
             logit_scale=self.logit_scale,
             softcap=self.softcap,
             temperature=temperature,
             logits_dtype=logits_dtype,
-            ranks=ranks,
         )
 
 

@@ -46,7 +46,6 @@ def config_of(**options):
         ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
         ({"trainable": "("}, "trainable: expected a regular expression"),
         ({"trainable": "x", "lora_rank": 2}, "trainable: expected none with lora_rank"),
-        ({"head": "sharded", "sampled_tolerance": 0.1}, "sampled_tolerance: expected 0 with a"),
         ({"batch_invariant": True, "sampled_tolerance": 0.1}, "batch_invariant: expected false"),
         ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
         ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
@@ -54,7 +53,6 @@ def config_of(**options):
         ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
         ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
-        ({"head": "sharded", "top_k": 5}, "replay_support: expected false with a sharded head"),
         ({**COLOCATE, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
         *(
             ({**SERVER, "vllm_server_base_url": url}, "vllm_server_base_url: expected one like")

@@ -130,9 +130,6 @@ class TrainingConfig(GRPOLossConfig):
     """Divisor of the logits, > 0, when completions are sampled and trained on."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of the group, of the batch, or none."""
-    head: Literal["gathered", "sharded"] = "gathered"
-    """With FSDP2, the LM head is gathered in every process, as layers are, or stays sharded while
-    the processes' hidden states pass by (docs/distributed.md)."""
     logits_dtype: Literal["fp32", "model"] = "fp32"
     """Logits stay in float32 (fp32), or are rounded to the model's dtype (model), as by a sampler
     whose head does so; the first step warns where the two differ."""
@@ -304,10 +301,6 @@ class TrainingConfig(GRPOLossConfig):
             refuse("reward_weights", f"one for each of {self.rewards}")
         if self.batch_invariant and self.sampled_tolerance:
             refuse("batch_invariant", "false with sampled_tolerance, as draws are of whole batches")
-        if self.head == "sharded" and self.sampled_tolerance:
-            refuse("sampled_tolerance", "0 with a sharded head")
-        if self.head == "sharded" and self.records_support:
-            refuse("replay_support", "false with a sharded head and top_k, top_p or min_p")
         if self.prompts_per_step % self.minibatches:
             refuse("minibatches", f"a divisor of prompts_per_step = {self.prompts_per_step}")
         if self.trainable is not None and self.lora_rank:

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     config = parse_config(argv, name="evaluation", eval_size=500)
     # The folder is new, and the model is taken as it is.
-    config = replace(config, resume=False, lora_rank=0, trainable=None, head="gathered").unused()
+    config = replace(config, resume=False, lora_rank=0, trainable=None).unused()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
     rewards = resolve_rewards(config.rewards)

@@ -27,7 +27,7 @@ from ..row_plan import default_chunk_bytes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
-from .policy import Batch, Policy, why_gathered
+from .policy import Batch, Policy
 from .vllm_server import cpu_cache_bytes, kv_cache_bytes, max_model_length
 
 GIB = 2**30
@@ -187,9 +187,6 @@ def predict(
     chunk = min(most, default_chunk_bytes(V, "cuda" if gpu else "cpu", gpu_bytes))
     sampled = -(-config.prompts_per_step // processes) * config.num_generations
     shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
-    if sharded and config.head == "sharded" and why_gathered(model) is None:
-        gathered -= width * head.weight.numel()
-        d_weight //= shards
     accumulates = sampled // config.minibatches > rows
     vllm = config.rollout == "vllm"
     return Prediction(

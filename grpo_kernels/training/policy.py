@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
 from ..arguments import to_device
 from ..execution import Execution
-from ..head import LMHead, Support, VocabRanks
+from ..head import LMHead, Support
 from ..hf_head import base_model, body_of, head_of, register_with_zero3
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
@@ -51,22 +51,17 @@ class Batch:
         return Batch(prompt_ids, prompt_mask, places_of, ids, attention=there, mask=there)
 
 
-class ShardedHead(nn.Linear):
-    """An output layer that FSDP2 shards by itself, so that it need not be gathered to be used."""
-
-
 class Policy(nn.Module):
     """`policy("loss" | "logps" | "generate" | "hidden", ...)`: see the methods of these names.
 
     With `share_prompts` the prompt of a group is encoded once, for training and for sampling:
     a forward over the prompts fills the cache, which is then repeated for the completions, and
-    gradients flow back through it. `head="sharded"` leaves the output layer where FSDP2 has put it;
-    `temperature` and `logits_dtype` are those of `LMHead`.
+    gradients flow back through it. `temperature` and `logits_dtype` are those of `LMHead`.
     """
 
     def __init__(
-        self, model: nn.Module, *, share_prompts: bool = True, head: str = "gathered",
-        temperature: float = 1.0, logits_dtype: str = "fp32",
+        self, model: nn.Module, *, share_prompts: bool = True, temperature: float = 1.0,
+        logits_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
@@ -74,19 +69,14 @@ class Policy(nn.Module):
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # Tells accelerate which layers FSDP is to shard one by one.
         self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
-        self.why_head_gathered = None if head == "gathered" else why_gathered(model)
-        self.shards_head = head == "sharded" and self.why_head_gathered is None
-        if self.shards_head:
-            base_model(model).get_output_embeddings().__class__ = ShardedHead
-            self._no_split_modules = [*(self._no_split_modules or ()), ShardedHead.__name__]
         register_with_zero3(self, head_of(model).weight)
 
     @staticmethod
     def of_run(model: nn.Module, config: TrainingConfig) -> Policy:
         """The policy of a run, or its reference."""
         return Policy(
-            model, share_prompts=config.share_prompts, head=config.head,
-            temperature=config.temperature, logits_dtype=config.logits_dtype,
+            model, share_prompts=config.share_prompts, temperature=config.temperature,
+            logits_dtype=config.logits_dtype,
         )  # fmt: skip
 
     @property
@@ -181,19 +171,8 @@ class Policy(nn.Module):
 
     def head(self, hidden: Tensor, logits_dtype: str | None = None) -> LMHead:
         """The head of a call on these states; `logits_dtype` None is the policy's own."""
-        options: dict[str, Any] = {
-            "temperature": self.temperature, "logits_dtype": logits_dtype or self.logits_dtype
-        }  # fmt: skip
-        if not self.shards_head:
-            return head_of(self.model).at(hidden, **options)
-        layer = base_model(self.model).get_output_embeddings()
-        if not hasattr(layer, "reshard"):
-            raise ValueError(
-                "head: expected FSDP2 to shard the output layer by itself; it does not: leave out "
-                "fsdp_transformer_layer_cls_to_wrap, or have ShardedHead among them"
-            )
-        layer.reshard()  # sampling may have left it gathered
-        return head_of(self.model).at(hidden, ranks=VocabRanks(hidden="data"), **options)
+        dtype = logits_dtype or self.logits_dtype
+        return head_of(self.model).at(hidden, temperature=self.temperature, logits_dtype=dtype)
 
     def _encode(self, ids: Tensor, mask: Tensor) -> Any:
         return self._body(
@@ -234,17 +213,6 @@ def without_dropout(policy: Policy) -> Policy:
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
     return policy
-
-
-def why_gathered(model: Any) -> str | None:
-    """The reason why the head cannot stay sharded while it is used; None if it can."""
-    model = base_model(model)
-    layer = model.get_output_embeddings()
-    if type(layer) not in (nn.Linear, ShardedHead):
-        return f"it has an adapter, or is a {type(layer).__name__}"
-    if layer.weight is model.get_input_embeddings().weight:
-        return "it is the input embedding as well"
-    return None
 
 
 def positions(mask: Tensor) -> Tensor:

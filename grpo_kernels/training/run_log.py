@@ -92,8 +92,6 @@ class RunLog:
             )
         if config.share_prompts and not policy.shares_prompts:
             self.say(f"Prompts are encoded with each completion: {policy.why_not_shared}")
-        if policy.why_head_gathered is not None:
-            self.say(f"The head is gathered in every process: {policy.why_head_gathered}")
 
     def start(self, step: int) -> None:
         """Shows the progress bar, at this step."""

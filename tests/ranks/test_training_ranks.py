@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.helpers.ranks import JOB_S
-from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_rows, rows_of
 from tests.ranks.training_jobs import train
 
@@ -51,13 +50,13 @@ def assert_same_weights(actual, expected):
         torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
-def compare(ranks, model, folder, kind, options, *, job="train", **more):
+def compare(ranks, model, folder, kind, options, *, job="train"):
     """Runs of one process and of two: their rows, and their weights; what the two return."""
     options = {"steps": 3, "learning_rate": 1e-3, **options}
     expected = train("", str(model), str(folder / "one"), options)
     answers = ranks(
         f"tests.ranks.training_jobs:{job}", kind, str(model), str(folder / "two"),
-        options | more, environment=environment_of(kind),
+        options, environment=environment_of(kind),
     )  # fmt: skip
     assert_same_rows(rows_of(folder / "two" / "t"), rows_of(folder / "one" / "t"))
     assert_same_weights(answers[0][0] if job != "train" else answers[0], expected)
@@ -73,26 +72,10 @@ OPTIONS = {
 }
 
 
-SHARDED = {
-    "dapo, kl, minibatches": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
-    "gmpo, in two passes": {"loss_type": "gmpo", "epochs_per_rollout": 2},
-    "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
-    "frozen": {"trainable": "layers", "micro_batch_size": 5},
-}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_processes_are_as_one(name, kind, ranks, tiny_model, tmp_path):
     compare(ranks, tiny_model, tmp_path, kind, {"eval_size": 3, **OPTIONS[name]})
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_head_that_stays_sharded(name, ranks, tmp_path):
-    model = tmp_path / "untied"
-    make_model("llama", tie_word_embeddings=False).save_pretrained(model)
-    make_tokenizer().save_pretrained(model)
-    compare(ranks, model, tmp_path, "fsdp2", {"eval_size": 0, **SHARDED[name]}, head="sharded")
 
 
 @pytest.mark.parametrize("loss_type", ("dapo", "gmpo"))

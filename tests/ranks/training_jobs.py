@@ -35,17 +35,9 @@ def train(kind: str, model: str, output: str, options: dict) -> dict[str, torch.
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        sharded_head = config.head == "sharded"
         for part in filter(None, (trainer.policy, trainer.reference and trainer.reference.copy)):
             # The whole, and each of the two layers.
-            parts = sum(isinstance(module, FSDPModule) for module in part.modules())
-            assert parts == 3 + sharded_head
-            if sharded_head:
-                # FSDP gathers a module's weights around its forward.
-                head = part.model.lm_head
-                torch.nn.modules.module.register_module_forward_pre_hook(
-                    lambda layer, _, head=head: refuse() if layer is head else None
-                )
+            assert sum(isinstance(module, FSDPModule) for module in part.modules()) == 3
         assert trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in trainer.policy.parameters())
     with no_curves():
@@ -134,10 +126,6 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
     sampler.restore_memory(held)
     assert sampler.rollout.most_prompts == trainer.accelerator.process_index + 3
     return met, trainer.step, trainer.scorer.micro_batch_size, policy.state_dict()
-
-
-def refuse(*_):
-    raise AssertionError("expected a head that is never gathered")
 
 
 class SameForAnyRanks:
