@@ -286,7 +286,7 @@ def linear_logprobs(
 ) -> LogprobOutput:
     """`grpo_kernels.linear_logprobs` as one operator."""
     head = LMHead.of(head)
-    why = "sum_sq" if others["sum_sq"] else _why_eager(head, others["support"], execution)
+    why = _why_eager(head, others["support"], execution)
     if why is not None or targets is None:
         eager = _EAGER_LOGPROBS[why or "support"]
         return eager(hidden, head, targets, mask, entropy=entropy, execution=execution, **others)

@@ -31,7 +31,6 @@ WHY_EAGER = {
     "support": "support: the sizes of kept sets follow from the data",
     "backward": "execution.backward: a sampled backward draws from a generator",
     "matmul": "execution.matmul: a function is no part of a graph",
-    "sum_sq": "sum_sq: has no operator",
     "loss_type": "config.loss_type: a loss of one's own is no part of a graph",
     "dtensor": "head: a DTensor's parts are taken eagerly",
 }

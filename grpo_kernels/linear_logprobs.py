@@ -44,7 +44,6 @@ def linear_logprobs(
     entropy: bool = False,
     support: Support | None = None,
     entries: bool = False,
-    sum_sq: bool = False,
     execution: Execution = Execution(),  # noqa: B008 - frozen
 ) -> LogprobOutput:
     """Computes log-probs of the targets under a linear head, without ever holding the logits.
@@ -69,8 +68,6 @@ def linear_logprobs(
         entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
             `support.token_ids`, from these rows of the head alone. Every token needs a set, and
             `targets` are None.
-        sum_sq: computes the sum of the squared probabilities of all ids, too, which has no
-            gradient: 1 - 2 p + sum_sq is the squared norm of a token's score. Without a support.
         execution: how it is computed.
 
     Returns:
@@ -92,11 +89,6 @@ def linear_logprobs(
     """
     check_bool("entropy", entropy)
     check_bool("entries", entries)
-    check_bool("sum_sq", sum_sq)
-    if sum_sq and support is not None:
-        raise ValueError(
-            "sum_sq: expected False with a support, whose entries=True has every log-prob; got True"
-        )
     if entries and support is None:
         raise ValueError("support: expected the sets of all tokens with entries=True; got None")
     if entries and targets is not None:
@@ -109,7 +101,7 @@ def linear_logprobs(
 
         return operator(
             hidden, head, targets, mask, entropy=entropy, support=support, entries=entries,
-            sum_sq=sum_sq, execution=execution,
+            execution=execution,
         )  # fmt: skip
     if entries and isinstance(hidden, Tensor):
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -128,11 +120,9 @@ def linear_logprobs(
         keeps=keep and call.dtype != torch.float16,  # beyond which a factor per row may be
         logsumexp=True,
         entries=entries,
-        sum_sq=sum_sq,
         agreed={
             "entropy": entropy,
             "entries": entries,
-            "sum_sq": sum_sq,
             "targets per token": 1 if call.targets.ndim == 1 else call.targets.shape[1],
             "keep_gradients": keep,
         },
@@ -143,7 +133,7 @@ def linear_logprobs(
         logps = logps.reshape(shape if each is None else each.shape)
     return LogprobOutput(
         logps,
-        *(None if x is None else x.reshape(shape) for x in (*others, routes.squares)),  # type: ignore[arg-type]
+        *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
     )
 
 

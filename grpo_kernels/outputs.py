@@ -14,14 +14,11 @@ class LogprobOutput(NamedTuple):
         logps: log-probs of the targets.
         entropy: in nats; None unless it was asked for.
         logsumexp: of the logits after temperature.
-        sum_sq: the sum of the squared probabilities of all ids, without a gradient; None unless it
-            was asked for.
     """
 
     logps: Tensor
     entropy: Tensor | None
     logsumexp: Tensor
-    sum_sq: Tensor | None = None
 
 
 class GRPOLossOutput(NamedTuple):

@@ -73,7 +73,6 @@ def linear_logprobs(
     *,
     support: Support | None = None,
     entries: bool = False,
-    sum_sq: bool = False,
     rounded_to: torch.dtype | None = None,
 ) -> LogprobOutput:
     """Log-probs of the targets, entropy and logsumexp; 0 where masked."""
@@ -102,8 +101,6 @@ def linear_logprobs(
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     others = [x.masked_fill(~active, 0.0) for x in (entropy, logits.logsumexp(-1))]
-    if sum_sq:
-        others.append(log_p.detach().exp().square().sum(-1).masked_fill(~active, 0.0))
     if entries:
         assert support is not None
         ids, offsets = (x.long() for x in support)

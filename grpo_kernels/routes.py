@@ -36,7 +36,6 @@ class Routes:
         tokens: bool `[N]`, all that take part; None: every one.
         sets: the kept sets of the others.
         shard: this rank's part of the vocabulary.
-        squares: float32 `[N]`, gets the sums of squared probabilities; None: they are not wanted.
     """
 
     call: HeadCall
@@ -44,7 +43,6 @@ class Routes:
     tokens: Tensor | None
     sets: KeptSets | None = None
     shard: VocabShard | None = None
-    squares: Tensor | None = None
 
     def of(
         self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool, draws: bool
@@ -66,10 +64,6 @@ class Routes:
             from .many_targets import ManyTargets as dense
         elif draws and call.execution.backward is not None:
             from .experimental.sampled import SampledDense as dense
-        if self.squares is not None and not draws:
-            from .squares import with_squares
-
-            dense, given = with_squares(dense), [self.squares, *given]
         return dense(*given, call, plan, entropy=entropy, keeps=keeps)
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
@@ -163,7 +157,6 @@ def routes_of(
     keeps: bool,
     logsumexp: bool = False,
     entries: bool = False,
-    sum_sq: bool = False,
     agreed: Mapping[str, float],
 ) -> Routes:
     """Finds the routes of a call; reads its checks and row counts, in one transfer.
@@ -176,7 +169,6 @@ def routes_of(
         keeps: whether one sweep is enough for them.
         logsumexp: whether the logsumexp is a result.
         entries: whether every id of a set is a target.
-        sum_sq: whether the sums of squared probabilities are a result.
         agreed: numbers that all ranks have to have alike.
     """
     weight, tokens, shard, sets = call.terms[0].y, call.mask, None, None
@@ -204,8 +196,7 @@ def routes_of(
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
     plan = _plan(call, shard, weight, call.mask, with_grad, buffers)
-    squares = weight.new_zeros(call.layout.num_tokens, dtype=torch.float32) if sum_sq else None
-    return Routes(call.without_tensors(), plan, tokens, sets, shard, squares)
+    return Routes(call.without_tensors(), plan, tokens, sets, shard)
 
 
 def _factors(d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:

@@ -49,7 +49,7 @@ def some_of(rows, call, dtype=torch.float32, adapter=True, **options):
         out.loss.backward()
         found = [out.logps, out.entropy]
     else:
-        out = linear_logprobs(*head, entropy=True, sum_sq=True, **options)
+        out = linear_logprobs(*head, entropy=True, **options)
         sum((d * x).sum() for d, x in zip(given["d"][:, rows], out, strict=False)).backward()
         found = [*out]
     return [*found, hidden.grad, *([a_out.grad] if adapter else [])]

@@ -450,7 +450,6 @@ def a_support():
         ({"support": a_support()}, "support: the sizes of kept sets follow from the data"),
         ({"execution": Execution(matmul=torch.mm)}, "execution.matmul: a function is no part"),
         ({"execution": Execution(backward=Sampled())}, "execution.backward: a sampled backward"),
-        ({"sum_sq": True}, "sum_sq: has no operator"),
         ({"config": GRPOLossConfig(loss_type=lambda tokens: -tokens.logps * tokens.advantages)},
          "config.loss_type: a loss of one's own"),
     ),

@@ -170,10 +170,6 @@ WRONG_TARGETS = {
     "support": (
         {"targets": torch.zeros(4, 2, dtype=torch.long), "support": FOUR}, "support: expected None"
     ),
-    "sum_sq": (
-        {"targets": torch.zeros(4, dtype=torch.long), "support": FOUR, "sum_sq": True},
-        "sum_sq: expected False with a support",
-    ),
     "entries": (
         {"targets": torch.full((4,), 999), "support": FOUR, "entries": True},
         "targets: expected None with entries=True",

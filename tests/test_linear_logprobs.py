@@ -31,7 +31,6 @@ def run(batch, options, use, *, exact, **fast):
     if options.get("temperature") is True:
         options["temperature"] = batch.temperature.double() if exact else batch.temperature
     call = reference.linear_logprobs if exact else linear_logprobs
-    options = {**options, "sum_sq": options.get("support") is None}
     if not exact:
         options = {**options, **fast, "entropy": True}
     out = call(head["hidden"], head["weight"], batch.targets, mask=batch.mask, **options)

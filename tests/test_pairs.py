@@ -172,7 +172,6 @@ def run(batch, pair, *, truth, call):
     if call != "loss":
         names = ("support", "execution", "rounded_to")
         options = {name: x for name, x in options.items() if name in names}
-        options["sum_sq"] = call != "logps" and "support" not in pair
         if not truth:
             options["entropy"] = call != "frozen"
         targets = several(batch) if call == "targets" else batch.targets
@@ -182,8 +181,6 @@ def run(batch, pair, *, truth, call):
         value = (out.logps * torch.arange(1, out.logps.shape[-1] + 1)).sum() / 8
         if call != "frozen":
             value = value + 0.1 * out.entropy.sum() + 0.2 * out.logsumexp.sum()
-        if options["sum_sq"]:
-            value = value + 30 * out.sum_sq.sum()
     else:
         out = package.fused_grpo_loss(
             leaves["hidden"], head, batch.targets, batch.advantages, batch.mask, **options

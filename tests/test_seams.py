@@ -22,7 +22,7 @@ from grpo_kernels.linear_logprobs import _gradients, first_pass, second_pass
 PACKAGE = Path(grpo_kernels.__file__).parent
 CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
 OPTIONAL = re.compile(
-    r"support|vocab|many|squares|experimental|sampled|column|sampler|training|integrations|reference"
+    r"support|vocab|many|experimental|sampled|column|sampler|training|integrations|reference"
 )
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
@@ -58,7 +58,7 @@ def test_routes_alone_know_the_capabilities():
     """Of the files that an exact call loads; and only inside of functions."""
     optional = {
         "support", "vocab_parallel", "vocab_shard", "many_targets", "many_targets_on_ranks",
-        "squares", "experimental", "experimental.sampled",
+        "experimental", "experimental.sampled",
     }  # fmt: skip
     for path in PACKAGE.glob("*.py"):
         if path.stem in (*optional, "doctor"):
@@ -72,7 +72,7 @@ def test_routes_alone_know_the_capabilities():
 
 @pytest.mark.parametrize(
     ("call", "most"),
-    (("fused_grpo_loss", 14), ("linear_logprobs", 9), ("grpo_loss", 12),
+    (("fused_grpo_loss", 14), ("linear_logprobs", 8), ("grpo_loss", 12),
      ("selective_log_softmax", 4)),
 )  # fmt: skip
 def test_the_calls_have_few_parameters(call, most):

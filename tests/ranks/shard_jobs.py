@@ -167,14 +167,14 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
                 hidden, weight, targets, temperature, "none", group, mask=mask
             )
         else:
-            extra = {"sum_sq": given.get("support") is None} | ({} if exact else {"entropy": True})
+            extra = {} if exact else {"entropy": True}
             results = module.linear_logprobs(hidden, weight, targets, **extra, **given)
         if several or entries:
             factors = torch.arange(1, results.logps.numel() + 1) % 7 / 3
             weighed = results.logps * factors.view(results.logps.shape)
             results = results._replace(logps=weighed.sum(-1) if several else weighed)
         count = outputs[index] if outputs else 2 if call == "verl" else 3
-        names = ("logps", "entropy", "logsumexp", "sum_sq")
+        names = ("logps", "entropy", "logsumexp")
         results = {k: x for k, x in zip(names, results, strict=False) if x is not None}
         given_weights = [x.to(dtype) for x in weights]
         pairs = list(zip(given_weights, results.values(), strict=False))[:count]

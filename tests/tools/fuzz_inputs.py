@@ -202,7 +202,6 @@ GENERATORS: dict[str, Generator] = {
     "backward": lambda v: v.built(Sampled),
     "keep_gradients": lambda v: False,
     "entries": lambda v: False,
-    "sum_sq": lambda v: True,
     "targets": lambda v: v.batch.targets.clamp(min=0) if v.call == "selective_log_softmax" else (
         v.batch.targets),
     "support": Valid.support,
