@@ -51,7 +51,7 @@ RANKS, ON_RANKS = [(N, 151_936, 4096) for N in (2048, 4096, 8192, 16_384)], ("H2
 WAYS = {
     "whole on every rank, dW added up": whole_on_every_rank,
     "gathered, dW scattered": gathered,
-    '`VocabRanks(hidden="data")`': states_pass,
+    'states gathered, `VocabRanks(hidden="partial")`': states_pass,
 }
 BEGIN = "<!-- begin: python -m benchmarks.cost_model {} -->\n"
 END = "<!-- end of the cost model's tables -->\n"

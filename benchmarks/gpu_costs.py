@@ -255,11 +255,10 @@ def gathered(s: Step, ranks: int) -> dict[str, float]:
 def states_pass(s: Step, ranks: int) -> dict[str, float]:
     """This rank's columns for the tokens of all ranks: states are gathered, dH is scattered."""
     terms = exact(Step(s.d, s.N * ranks, s.V // ranks, s.H))
-    rows = CHUNK_BYTES / (2 * s.V // ranks + 14 * s.H)
-    calls = 4 * math.ceil(s.N * ranks / rows)  # states, statistics, gradients; dH
-    of_states = {"gather of states": 2, "scatter of dH": 4}
+    calls = 2 + math.ceil(s.N * ranks / (CHUNK_BYTES / (2 * s.V // ranks)))  # states, dH; chunks
+    of_states = {"gather of states": 2, "scatter of dH": 2}
     moved = {k: _link_ms(s.d, n * s.N * ranks * s.H, ranks) for k, n in of_states.items()}
-    numbers = _link_ms(s.d, (12 * ranks + 12) * s.N * ranks, ranks)
+    numbers = _link_ms(s.d, 12 * ranks * s.N * ranks, ranks)
     return terms | moved | {"statistics and calls": numbers + calls * COLLECTIVE_US / 1e3}
 
 

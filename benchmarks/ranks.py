@@ -6,7 +6,7 @@ Each way makes the loss, and the gradients of the states and of this rank's rows
 
 - "whole on every rank" adds up dW over the ranks, as DDP does;
 - "gathered, dW reduced" gathers the head and scatters the sum of dW, as FSDP2 and ZeRO-3 do;
-- "sharded, states pass" leaves the head where it is: `VocabRanks(hidden="data")`.
+- "sharded, states gathered" leaves the head where it is: `VocabRanks(hidden="partial")`.
 
 Two processes on a CPU, by gloo, with half of its cores each; all GPUs of a machine, by NCCL.
 """
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 
 from benchmarks.measure import PeakMemory, time_once
 from grpo_kernels import LMHead, VocabRanks, fused_grpo_loss
@@ -66,14 +67,17 @@ def gathered(x: Inputs) -> None:
 
 def sharded(x: Inputs) -> None:
     """This rank's rows of the head, for the tokens of all ranks."""
-    head = LMHead(x.weight, ranks=VocabRanks(dist.group.WORLD, hidden="data"))
-    fused_grpo_loss(x.hidden, head, x.targets, x.advantages).loss.backward()
+    hidden, targets, advantages = (
+        torch.cat(all_gather(y)) for y in (x.hidden, x.targets, x.advantages)
+    )
+    head = LMHead(x.weight, ranks=VocabRanks(dist.group.WORLD, hidden="partial"))
+    fused_grpo_loss(hidden, head, targets, advantages).loss.backward()
 
 
 WAYS: dict[str, Callable[[Inputs], None]] = {
     "whole on every rank": whole,
     "gathered, dW reduced": gathered,
-    "sharded, states pass": sharded,
+    "sharded, states gathered": sharded,
 }
 
 

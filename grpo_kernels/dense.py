@@ -137,7 +137,7 @@ class Dense:
             )
         self.at_hand = not self.swept
         self.stats = self.merge(stats)
-        return self.mine(self.stats)
+        return self.stats
 
     def resume(self, rows: Chunk, stats: TokenStats) -> None:
         """Takes the statistics of `rows`, whose logits `add` will make again."""
@@ -275,10 +275,6 @@ class Dense:
 
     def merge(self, stats: TokenStats) -> TokenStats:
         """The statistics of whole rows, from those of the columns here."""
-        return stats
-
-    def mine(self, stats: TokenStats) -> TokenStats:
-        """The statistics of the rows that were asked for, from those of the rows in flight."""
         return stats
 
     def put(self, grad: Tensor, rows: Chunk, share: Tensor, factors: Tensor | None) -> None:

@@ -196,7 +196,7 @@ class _OnePass(torch.autograd.Function):
         # With a cross-entropy term there are rows outside the policy's mask.
         masked = plan.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
-            scale = routes.agreed(power_of_two_scale(_largest_weight(config, inputs)))
+            scale = power_of_two_scale(_largest_weight(config, inputs))
             grads = Gradients(tensors, wanted, every_row=plan.num_grad_rows == N)
             route = routes.of(
                 tensors, plan, entropy=True, keeps=keeps and any_wanted, draws=any_wanted
@@ -225,7 +225,7 @@ class _OnePass(torch.autograd.Function):
             if plan.has_masked and routes.tokens is not None:
                 per_token[:2].masked_fill_(~routes.tokens, 0.0)
         ctx.save_for_backward(scale, *grads.all())
-        ctx.dtypes, ctx.factors = dtypes_of(*tensors), routes.factors
+        ctx.dtypes = dtypes_of(*tensors)
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
         return torch.stack(losses).sum(), logps, entropy, *d_stats, route.metrics()
@@ -234,10 +234,10 @@ class _OnePass(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_grpo_loss")
         scale, *gradients = ctx.saved_tensors
-        factors = ctx.factors(d_loss, scale, len(gradients))
+        factor = d_loss / scale
         scaled = (
             scaled_gradient(stored, factor, dtype)
-            for stored, factor, dtype in zip(gradients, factors, ctx.dtypes, strict=True)
+            for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return (*scaled, *[None] * 6)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOGITS_DTYPES = ("fp32", "model")
-HIDDEN_LAYOUTS = ("replicated", "partial", "sequence", "data")
+HIDDEN_LAYOUTS = ("replicated", "partial")
 
 
 class Support(NamedTuple):
@@ -40,11 +40,9 @@ class VocabRanks:
     Args:
         group: the process group; None with a head of DTensors, which have their own.
         start: the vocabulary id of this rank's first row; None: rows are in the ranks' order.
-        hidden: where hidden states are. `"replicated"`: all on every rank. `"partial"`: likewise,
-            but gradients of `hidden` and `lora_a_out` are this rank's part, which the caller adds
-            up. `"sequence"`: each rank has tokens of its own, in any number, with all that belongs
-            to them; the loss is theirs, and gradients of the head are sums over the ranks.
-            `"data"`: likewise, but those gradients are means.
+        hidden: whose gradients of `hidden` and `lora_a_out` they are, all of which every rank has.
+            `"replicated"`: the whole, added up in the call. `"partial"`: this rank's part, which
+            the caller adds up.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

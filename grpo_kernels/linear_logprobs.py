@@ -260,16 +260,15 @@ def second_pass(
         given = [None if x is None else selected(needed, x, 0.0) for x in given]
     if kept and all(x is None for x in others):
         return [_rows_times(u, d_logps, needed) for u in kept]
-    scale = routes.agreed(_power_of_two_scale_of(given, needed))
+    scale = _power_of_two_scale_of(given, needed)
     given = [None if x is None else scale * x for x in given]
     plan = routes.again(needed, tensors[1])
     run = partial(_gradients, tensors, routes, stats, given, wanted)
     with torch.autocast(d_logps.device.type, enabled=False):
         gradients = with_fewer_rows(run, plan, **routes.limits())
-    factors = routes.shares(1 / scale, len(gradients))
     return [
-        scaled_gradient(gradient, factor, dtype, fresh=True)
-        for gradient, factor, dtype in zip(gradients, factors, dtypes_of(*tensors), strict=True)
+        scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
+        for gradient, dtype in zip(gradients, dtypes_of(*tensors), strict=True)
     ]
 
 

@@ -16,8 +16,8 @@ class ManyOnRanks(ManyTargets, VocabParallel):
     """
 
     def whole(self, picked: Tensor) -> Tensor:
-        total, work = self.shard.sum(torch.where(self.ids < 0, 0.0, picked), None)
-        work.wait()
+        total = torch.where(self.ids < 0, 0.0, picked)
+        self.shard.sum(total).wait()
         return total
 
     def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:

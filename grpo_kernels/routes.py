@@ -71,22 +71,6 @@ class Routes:
         call = replace(self.call, checks=ValueChecks())
         return _plan(call, self.shard, weight, needed, None, _buffers(call, weight, True, True))
 
-    @property
-    def factors(self) -> Callable[[Tensor, Tensor, int], list[Tensor]]:
-        """Takes the gradient of a loss, a scale and a number of tensors.
-
-        Returns what their gradients are multiplied with.
-        """
-        return _factors if self.shard is None else self.shard.factors
-
-    def shares(self, factor: Tensor, count: int) -> list[Tensor]:
-        """Factors of the gradients of `count` tensors: `factor`, or on ranks their shares of it."""
-        return [factor] * count if self.shard is None else self.shard.shares(factor, count)
-
-    def agreed(self, x: Tensor) -> Tensor:
-        """`x`, 0-d, or where ranks have tokens of their own the smallest of theirs."""
-        return x if self.shard is None else self.shard.least(x)
-
     def limits(self) -> dict[str, Any]:
         """The options of `with_fewer_rows`."""
         execution = self.call.execution
@@ -136,15 +120,13 @@ def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
 
 def keeps_gradients(call: HeadCall) -> bool:
     """True if the forward keeps the gradient of each log-prob by the states."""
-    ranks, execution, wanted = call.head.ranks, call.execution, call.wants_grad()
+    execution, wanted = call.execution, call.wants_grad()
     return (
         execution.keep_gradients
         and execution.backward is None
         and any(wanted[::2])
         and not any(wanted[1::2])
         and call.targets.ndim == 1
-        # Ranks with tokens of their own may have other losses.
-        and (ranks is None or ranks.hidden in ("replicated", "partial"))
     )
 
 
@@ -197,10 +179,6 @@ def routes_of(
         with_grad = tokens_with_grad()
     plan = _plan(call, shard, weight, call.mask, with_grad, buffers)
     return Routes(call.without_tensors(), plan, tokens, sets, shard)
-
-
-def _factors(d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
-    return [d_loss / scale] * count
 
 
 def _buffers(call: HeadCall, weight: Tensor, gradients: bool, strips: bool) -> Buffers:

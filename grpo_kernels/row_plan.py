@@ -141,13 +141,11 @@ class Buffers(NamedTuple):
         columns: of a row of logits.
         grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
         strips: a chunk's logits are made and used a few rows at a time.
-        row_bytes: of a row besides.
     """
 
     columns: int
     grad_bytes: int = 0
     strips: bool = False
-    row_bytes: int = 0
 
 
 def plan_rows(
@@ -222,19 +220,19 @@ def gpu(device: torch.device) -> Any:
 def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
     device, memory = weight.device, None
-    V, grad_bytes, strips, row_bytes = buffers
+    V, grad_bytes, strips = buffers
     if chunk_bytes is None:
         if device.type == "cuda":
             memory = gpu(device).total_memory
         chunk_bytes = default_chunk_bytes(V, device.type, memory)
 
-    bytes_per_row = (4 + grad_bytes) * V + row_bytes
+    bytes_per_row = (4 + grad_bytes) * V
     least = 1 if device.type == "cpu" else ROW_MULTIPLE
     if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         # Of the budget's rows of logits a sixth: the others are worth most as gradients.
         strip = chunk_bytes // (24 * V) // least * least
         strip = min(max(strip, least), _MOST_STRIP_ROWS)
-        rows = (chunk_bytes - 4 * V * strip) // (grad_bytes * V + row_bytes)
+        rows = (chunk_bytes - 4 * V * strip) // (grad_bytes * V)
         return rows // least * least, strip
     rows = max(1, chunk_bytes // bytes_per_row)
     if rows >= least:

@@ -15,7 +15,7 @@ from which each merges, in the order of the ranks and thus to the same bits,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,10 +32,6 @@ from .head import HIDDEN_LAYOUTS, LMHead, VocabRanks
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.
 _LEAST_SHARE = 2.0**-24
-# Of the layouts those in which each rank has rows of its own.
-_OWN_ROWS = ("sequence", "data")
-# Rows with a gradient, and all that take part, of each rank.
-Counts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class VocabShard:
         columns: of this rank.
         size: columns of all ranks.
         most: columns of the rank that has the most.
-        layout: of the rows, one of `HIDDEN_LAYOUTS`.
+        layout: whose gradients of rows are, one of `HIDDEN_LAYOUTS`.
         biased: whether the last term of the raw logits is a bias, which alone may be -inf.
     """
 
@@ -60,66 +56,12 @@ class VocabShard:
     layout: str
     biased: bool
 
-    @property
-    def own_rows(self) -> bool:
-        """True if each rank has rows of its own."""
-        return self.layout in _OWN_ROWS
-
-    def factors(self, d_loss: Tensor, scale: Tensor, count: int) -> list[Tensor]:
-        """Factors of the gradients of `count` tensors, x and y in turns.
-
-        With rows of its own each rank's loss is a part of one sum: all have to scale it alike.
-        """
-        factor = d_loss / scale
-        if not self.own_rows:
-            return [factor] * count
-        equal = (_gathered(d_loss[None], self.group) == d_loss).all()
-        torch._assert_async(
-            equal, "ranks.hidden: expected all ranks to scale the loss alike; some do not"
-        )
-        return self.shares(factor, count)
-
-    def shares(self, factor: Tensor, count: int) -> list[Tensor]:
-        """`factor` for an x; for a y, whose gradient may be a mean over batches, of it as well."""
-        of_head = factor / self.group.size() if self.layout == "data" else factor
-        return [factor, of_head] * (count // 2)
-
     def check_equal(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
         """Asks whether all ranks have the same of `given`, `[N]` each."""
         device = next(x.device for x in given if x is not None)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         mine = torch.stack([_checksum(none if x is None else x) for x in given])
         checks.add((_gathered(mine, self.group) != mine).any(1), what)
-
-    def agree(
-        self, grad_rows: int, rows: int, sizes: tuple[int, int], device: torch.device, *,
-        failed: bool,
-    ) -> tuple[Counts, tuple[int, int]]:  # fmt: skip
-        """Gathers each rank's rows with a gradient, and of all; and the smallest `sizes` of chunks.
-
-        Raises:
-            ValueError: on all ranks but it, if one has failed.
-        """
-        mine = torch.tensor([grad_rows, rows, *sizes, failed], device=device)
-        of_ranks = _gathered(mine, self.group).tolist()
-        lost = [rank for rank, row in enumerate(of_ranks) if row[4]]
-        if lost and not failed:
-            raise ValueError(f"ranks: expected all ranks to call; rank {lost[0]} refused")
-        smallest = min(row[2] for row in of_ranks), min(row[3] for row in of_ranks)
-        return tuple((row[0], row[1]) for row in of_ranks), smallest
-
-    def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The rows of all ranks, `[M, ...]`, from this one's; `sizes` has how many each has."""
-        if len(set(sizes)) == 1:
-            return _gathered(x.contiguous(), self.group).flatten(0, 1)
-        padded = x.new_zeros((max(sizes), *x.shape[1:]))
-        padded[: len(x)] = x
-        ranks = _gathered(padded, self.group)
-        return torch.cat([ranks[rank, :size] for rank, size in enumerate(sizes)])
-
-    def least(self, x: Tensor) -> Tensor:
-        """The smallest of the ranks' values, 0-d, where each has rows of its own; else `x`."""
-        return x if not self.own_rows else _gathered(x[None], self.group).amin()
 
     def place(self, targets: Tensor) -> Tensor:
         """Places of targets among this rank's columns; -1 of those that other ranks have."""
@@ -183,24 +125,11 @@ class VocabShard:
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
-    def sum(self, share: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, dist.Work]:
-        """Begins to add up the ranks' shares in a gradient of rows; returns where the sum will be.
-
-        `sizes`: where each rank has rows of its own, how many; it gets the sum of these alone.
-        """
-        if sizes is None:
-            return share, _begun(dist.all_reduce(share, group=self.group, async_op=True))
-        parts = share.view(len(sizes), -1, share.shape[1]) if len(set(sizes)) == 1 else None
-        if parts is None:
-            parts, begin = share.new_zeros((len(sizes), max(sizes), share.shape[1])), 0
-            for rank, size in enumerate(sizes):
-                parts[rank, :size] = share[begin : begin + size]
-                begin += size
-        mine = torch.empty_like(parts[0])
-        # Newer versions of torch have it under the first name.
-        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        work = scatter(mine, parts.flatten(0, 1), group=self.group, async_op=True)
-        return mine[: sizes[self.group.rank()]], _begun(work)
+    def sum(self, share: Tensor) -> dist.Work:
+        """Begins to add up the ranks' shares, in place."""
+        work = dist.all_reduce(share, group=self.group, async_op=True)
+        assert work is not None
+        return work
 
 
 def local_parts(head: LMHead) -> LMHead:
@@ -253,10 +182,7 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
                 f"{name}: expected {off!r} where ranks share the vocabulary; got "
                 f"{getattr(execution, name)!r}"
             )
-    wanted, own_rows = call.wants_grad(), ranks.hidden in _OWN_ROWS
-    per_token = isinstance(head.temperature, Tensor)
-    if own_rows:  # their losses may weigh an entropy differently
-        agreed = {name: float(x != 0) for name, x in agreed.items()}
+    wanted, per_token = call.wants_grad(), isinstance(head.temperature, Tensor)
     flags = {
         "ranks.start": ranks.start is not None, "bias": head.bias is not None,
         "low_rank": head.low_rank is not None, "gradient of hidden": wanted[0],
@@ -269,7 +195,7 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
     numbers = {
         "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
         "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
-        "tokens": 0 if own_rows else len(call.targets),
+        "tokens": len(call.targets),
         "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
         "softcap (0: none)": head.softcap or 0.0, **agreed,
     }  # fmt: skip
@@ -279,7 +205,7 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
     ]  # fmt: skip
     device = call.targets.device
-    ids = _checksum(call.targets[:0] if own_rows else call.targets)[None]
+    ids = _checksum(call.targets)[None]
     mine_tensor = torch.tensor(mine, dtype=torch.float64, device=device).view(torch.int64)
     told = _gathered(torch.cat([mine_tensor, ids]), ranks.group).cpu()
     begins, counts, *columns = told[:, :-1].view(torch.float64).T.tolist()
@@ -299,9 +225,8 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
     if len(set(told[:, -1].tolist())) > 1:
         raise ValueError(
             "targets: expected the same on all ranks that share the vocabulary, as each has other "
-            "columns for the same tokens; got others. Ranks with tokens of their own say so: "
-            "VocabRanks(hidden='data') or 'sequence'. A weight that FSDP shards is whole inside "
-            "the wrapped module's forward: call this there"
+            "columns for the same tokens; got others: gather those of all ranks first. A weight "
+            "that FSDP shards is whole inside the wrapped module's forward: call this there"
         )
     begins, counts = [int(x) for x in begins], [int(x) for x in counts]
     if min(counts) < 1:
@@ -319,11 +244,6 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
         ranks.group, begins[rank], counts[rank], sum(counts), max(counts), ranks.hidden,
         head.bias is not None,
     )  # fmt: skip
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work
 
 
 def _checksum(x: Tensor) -> Tensor:

@@ -49,10 +49,7 @@ OF_HEAD = {
     "softcap": {"softcap": lambda b: 8.0},
     "temperature": {"temperature": lambda b: 0.5, "temperatures": lambda b: b.temperature},
     "logits_dtype": {"logits_dtype": lambda b: "model"},
-    "ranks": {
-        "ranks": lambda b: VocabRanks(dist.group.WORLD),
-        "own_tokens": lambda b: VocabRanks(dist.group.WORLD, hidden="data"),
-    },
+    "ranks": {"ranks": lambda b: VocabRanks(dist.group.WORLD)},
 }
 OF_EXECUTION = {
     "backend": {"triton": lambda b: "triton"},
@@ -92,10 +89,7 @@ REFUSED = {
     ("support", "matmul"): "support",
     ("support", "capturable"): "support",  # how many entries there are is read
     ("ranks", "sampled"): "backward",  # each rank would draw its own columns
-    ("own_tokens", "sampled"): "backward",
     ("ranks", "capturable"): "capturable",  # what the ranks have is read
-    ("own_tokens", "capturable"): "capturable",
-    ("own_tokens", "support"): "support",  # other ranks do not have the sets
 }
 PAIRS = [
     pair for pair in itertools.combinations(NAMED, 2) if NAMED[pair[0]][:2] != NAMED[pair[1]][:2]

@@ -1,7 +1,6 @@
 """Jobs of ranks that share a vocabulary: calls on each rank's part of a head, and their truth.
 
-Options are those of a call, and `layout`, `starts` (of `VocabRanks`), `places` (the sequences that
-each rank alone has; none: all ranks have all).
+Options are those of a call, and `layout`, `starts` (of `VocabRanks`).
 """
 
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,11 +29,7 @@ from tests.helpers.batches import (
 )
 from tests.helpers.supports import make_support, with_logps_of_call
 
-PER_SEQUENCE = (
-    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
-    "advantages", "ce_weights",
-)  # fmt: skip
-OF_RANKS = ("layout", "starts", "places", "without")
+OF_RANKS = ("layout", "starts", "without")
 
 
 class Traffic(TorchDispatchMode):
@@ -66,8 +62,8 @@ def rows_of(cuts, starts=None) -> slice:
     return slice(at, at + end - begin)
 
 
-def whole_case(options: dict[str, Any], rank: int = 0):
-    """The batch of a case, of the sequences that the rank has, and the options of its call.
+def whole_case(options: dict[str, Any]):
+    """The batch of a case, and the options of its call.
 
     `without`: most tokens have a support, but for this share.
     """
@@ -77,22 +73,14 @@ def whole_case(options: dict[str, Any], rank: int = 0):
     if "without" in options:
         call["support"] = make_support(batch, without=options["without"])
         batch = with_logps_of_call(batch, call["support"], call)
-    if "places" in options:
-        batch = sequences_of(batch, options["places"][rank])
     return batch, call
-
-
-def sequences_of(batch, places):
-    """Some sequences of a batch, perhaps none."""
-    parts = {n: x[list(places)] for n in PER_SEQUENCE if (x := getattr(batch, n)) is not None}
-    return replace(batch, **parts)
 
 
 def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
     """The result of every case, and the names of the collectives."""
     found = []
     for cuts, options in cases:
-        batch, call = whole_case(options, dist.get_rank())
+        batch, call = whole_case(options)
         rows = rows_of(cuts)
         part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
         with Traffic() as traffic:
@@ -106,16 +94,15 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
 
     More options: `call`, which is `"loss"`, `"verl"` or else `linear_logprobs`; `masked`, a bias
     that makes the first columns impossible; `banned`, ids that a bias of -inf bans, which are then
-    no targets; `lift`, added to the bias; `dtensors`; `outputs`, how many of the results each
-    rank's loss is of; `several` targets per token, one of them twice.
+    no targets; `lift`, added to the bias; `dtensors`; `several` targets per token, one twice.
 
     With `rank` they are those that this rank has to have, from the reference in float64 on the
     whole head.
     """
     batch, options = make_batch(), dict(options)
-    exact, index = rank is not None, dist.get_rank() if rank is None else rank
+    exact = rank is not None
     call, masked = options.pop("call", None), options.pop("masked", None)
-    dtensors, outputs = options.pop("dtensors", False), options.pop("outputs", None)
+    dtensors = options.pop("dtensors", False)
     several, entries = options.pop("several", False), options.get("entries")
     g, (V, _) = torch.Generator().manual_seed(3), batch.weight.shape
     b, a_out = 0.3 * torch.randn(V, 4, generator=g), torch.randn(*batch.mask.shape, 4, generator=g)
@@ -128,10 +115,6 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     if masked is not None:
         bias[:350] = masked
         targets = torch.where(mask & (targets >= 350), targets, 777)
-    if (places := options.get("places")) is not None:
-        mine = list(places[index])
-        hidden, a_out, targets, mask = (x[mine] for x in (hidden, a_out, targets, mask))
-        batch, weights = sequences_of(batch, mine), weights[:, mine]
     head = {"hidden": hidden, "a_out": a_out, "weight": batch.weight, "bias": bias, "b": b}
     for name in ("weight", "bias", "b"):
         if dtensors and not exact:
@@ -155,7 +138,7 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     if not exact:
         given |= {"ranks": on_rank(options)["ranks"]}
         if dtensors:
-            given["ranks"] = VocabRanks(hidden=options["layout"]) if places else None
+            given["ranks"] = None
     module = flat_calls.reference if exact else flat_calls
     if call == "loss":
         out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages.to(dtype), **given)
@@ -173,7 +156,7 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
             factors = torch.arange(1, results.logps.numel() + 1) % 7 / 3
             weighed = results.logps * factors.view(results.logps.shape)
             results = results._replace(logps=weighed.sum(-1) if several else weighed)
-        count = outputs[index] if outputs else 2 if call == "verl" else 3
+        count = 2 if call == "verl" else 3
         names = ("logps", "entropy", "logsumexp")
         results = {k: x for k, x in zip(names, results, strict=False) if x is not None}
         given_weights = [x.to(dtype) for x in weights]
@@ -189,47 +172,20 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
     return {name: x.detach() for name, x in (results | grads).items()}
 
 
-def bytes_of_rows(tokens: int, low_rank: int, biased: bool) -> dict[str, int]:
-    """Bytes that a call on tokens of this rank alone gets from others, by the shape of a row."""
-    H, V, rank, world = 64, 400, dist.get_rank(), dist.get_world_size()
-    g = torch.Generator().manual_seed(rank)
-
-    def leaf(*shape):
-        return torch.randn(*shape, generator=g).requires_grad_()
-
-    options: dict[str, Any] = {"layout": "data", "chunk_bytes": 4 * V * 50}
-    if low_rank:
-        options["low_rank"] = leaf(tokens, low_rank), leaf(V // world, low_rank)
-    if biased:
-        options["bias"] = leaf(V // world)
-    targets, advantages = torch.randint(V, (tokens,), generator=g), torch.randn(tokens, generator=g)
-    with Traffic() as traffic:
-        flat_calls.fused_grpo_loss(
-            leaf(tokens, H), leaf(V // world, H), targets, advantages, **on_rank(options)
-        ).loss.backward()
-    found: dict[str, int] = {}
-    for name, tensors in traffic.seen:
-        if name in ("allgather", "reducescatterbase"):
-            mine = min(tensors, key=lambda x: x.nbytes)
-            name = f"{name} {mine.dtype} {list(mine.shape[1:])}"
-            found[name] = found.get(name, 0) + (world - 1) * mine.nbytes
-    return found
-
-
-def scales_apart() -> str:
-    """The error of ranks that scale their losses differently."""
-    rank = dist.get_rank()
-    batch, rows = sequences_of(make_batch(), [(0, 1), (2, 3)][rank]), rows_of((0, 300, 1003))
+def own_tokens() -> dict[str, torch.Tensor]:
+    """The gradients of a head over data-parallel ranks, as the page on ranks composes it."""
+    batch, rank = make_batch(), dist.get_rank()
+    rows, mine = rows_of((0, 300, 1003)), slice(2 * rank, 2 * rank + 2)
+    hidden = batch.hidden.nan_to_num()[mine].clone().requires_grad_()
     weight = batch.weight[rows].clone().requires_grad_()
-    out = flat_calls.fused_grpo_loss(
-        batch.hidden, weight, batch.targets, batch.advantages, batch.mask,
-        **on_rank({"layout": "data"}),
-    )  # fmt: skip
-    try:
-        (out.loss * (1 + rank)).backward()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    everyone, targets, mask, advantages = (
+        torch.cat(all_gather(x))
+        for x in (hidden, batch.targets[mine], batch.mask[mine], batch.advantages[mine])
+    )
+    head = {"ranks": VocabRanks(dist.group.WORLD, hidden="partial")}
+    out = flat_calls.fused_grpo_loss(everyone, weight, targets, advantages, mask, **head)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
 def sizes(all_cuts) -> list[int]:
@@ -320,17 +276,17 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "no ranks": (lambda c, r: {"ranks": dist.group.WORLD},
                  "ranks: expected a VocabRanks, or None; got <"),
     "start": (lambda c, r: {"start": 0.5}, "ranks.start: expected an int, or None; got 0.5"),
-    "layout": (lambda c, r: {"layout": "tokens"}, "ranks.hidden: expected one of replicated, "
-               "partial, sequence, data; got 'tokens'"),
-    "layouts": (lambda c, r: {"layout": ["data", "replicated"][r]},
-                f"ranks.hidden: {_SAME}['data', 'replicated']"),
-    **{name: (lambda c, r, name=name: {"layout": "data", name: 1.0 + r}, f"{told}: {_SAME}[1, 2]")
+    "layout": (lambda c, r: {"layout": "tokens"},
+               "ranks.hidden: expected one of replicated, partial; got 'tokens'"),
+    "layouts": (lambda c, r: {"layout": ["partial", "replicated"][r]},
+                f"ranks.hidden: {_SAME}['partial', 'replicated']"),
+    **{name: (lambda c, r, name=name: {name: 1.0 + r}, f"{told}: {_SAME}[1, 2]")
        for name, told in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
                           ("softcap", "softcap (0: none)"))},
     "softcap on one": (lambda c, r: {"softcap": 2.5} if r else {},
                        f"softcap (0: none): {_SAME}[0, 2.5]"),
     "logits_dtype": (lambda c, r: {
-        "layout": "data", "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
+        "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
         "logits_dtype": ["fp32", "model"][r]}, f"logits_dtype='model': {_ON_ALL}[1]"),
     "temperature per token": (lambda c, r: {"temperature": torch.ones(4, 9)} if r else {},
                               f"temperature per token: {_ON_ALL}"),
@@ -340,13 +296,11 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
                      f"entropy_coef: {_SAME}[0, 0.1]"),
     "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
                f"one pass: {_SAME}[1, 0]"),
-    "gradient": (lambda c, r: {"layout": "data", "trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
+    "gradient": (lambda c, r: {"trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
     "sampled": (lambda c, r: {"backward": Sampled()},
                 "backward: expected None where ranks share the vocabulary; got Sampled("),
     "capturable": (lambda c, r: {"capturable": True},
                    "capturable: expected False where ranks share the vocabulary; got True"),
-    "support of own tokens": (lambda c, r: {"layout": "data", **_support(c, r)},
-                              "support: expected None where ranks with tokens of their own share"),
     "supports": (lambda c, r: _support(c, r, apart=True),
                  "support: expected the same on all ranks that share the vocabulary; got others"),
     "columns": (lambda c, r: _distributed(c, Shard(1)),
@@ -358,8 +312,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
         "ranks.group: expected None with a DTensor, which has its own"),
     "plain bias": (lambda c, r: _distributed(c, Shard(0), bias=make_batch().bias),
                    "bias: expected a DTensor, as another tensor of the head is one"),
-    "a rank refused": (lambda c, r: {"layout": "data",
-                                     "targets": c.targets.clamp(min=0) + 2000 * r}, ""),
 }  # fmt: skip
 
 

@@ -22,8 +22,6 @@ EVEN, UNEVEN = (0, 502, 1003), (0, 300, 1003)
 # A rank with one column, which may own no target; and four ranks, one of them with three columns.
 LITTLE, FOUR = (0, 1002, 1003), (0, 3, 257, 800, 1003)
 CHUNK = 4 * 1003 * 5
-# Sequences of each rank: as many as the other, unlike many, none.
-PLACES = {"even": ((0, 1), (2, 3)), "uneven": ((3,), (2, 0, 1)), "none": ((1, 0, 2, 3), ())}
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +38,26 @@ def check(session, cases):
     for (_, options), *of_ranks in zip(cases, *answers, strict=True):
         results, names = zip(*of_ranks, strict=True)
         said.append(names)
-        exact = []
-        for rank, result in enumerate(results):
-            batch, call = shard_jobs.whole_case(options, rank)
-            exact.append(run_fused(batch, exact=True, **call))
+        batch, call = shard_jobs.whole_case(options)
+        exact = run_fused(batch, exact=True, **call)
+        for result in results:
             if "without" in options:
                 assert result.metrics["support/gathered"] > 0.5
                 keep = {k: v for k, v in result.metrics.items() if not k.startswith("support/")}
                 result.metrics = keep
             own = [replace(x, gradients={"hidden": x.gradients["hidden"]})
-                   for x in (result, exact[-1])]  # fmt: skip
+                   for x in (result, exact)]  # fmt: skip
             assert_matches(*own, 2e-5, logps=1e-4, rounded_to=batch.hidden.dtype)
-            if "places" not in options:  # all ranks have the same
-                assert torch.equal(result.loss, results[0].loss)
-                assert torch.equal(result.logps, results[0].logps)
-                assert torch.equal(result.gradients["hidden"], results[0].gradients["hidden"])
-                assert all(torch.equal(x, result.metrics[k]) for k, x in results[0].metrics.items())
+            assert torch.equal(result.loss, results[0].loss)
+            assert torch.equal(result.logps, results[0].logps)
+            assert torch.equal(result.gradients["hidden"], results[0].gradients["hidden"])
+            assert all(torch.equal(x, result.metrics[k]) for k, x in results[0].metrics.items())
         for name in ("weight", "bias"):
             parts = [result.gradients[name] for result in results]
-            if exact[0].gradients[name] is None:
+            total = exact.gradients[name]
+            if total is None:
                 assert parts == [None] * len(parts)
                 continue
-            total = exact[0].gradients[name]
-            if "places" in options:
-                total = sum(x.gradients[name] for x in exact)
-                total = total / len(exact) if options["layout"] == "data" else total
             rounded = relative_error(total.to(batch.hidden.dtype), total)
             assert relative_error(torch.cat(parts), total) < max(2e-5, 1.01 * rounded), options
     return said
@@ -73,18 +66,14 @@ def check(session, cases):
 def check_scores(session, cuts, **options):
     """Compares what a call returns, and its gradients."""
     found = session("tests.ranks.shard_jobs:scores", cuts, options)
-    own, layout = "places" in options, options.get("layout")
-    exact = [shard_jobs.scores(None, options, rank) for rank in range(len(found) if own else 1)]
+    layout, exact = options.get("layout"), shard_jobs.scores(None, options, 0)
     order = sorted(range(len(found)), key=lambda rank: options.get("starts", cuts)[rank])
-    assert all(rank.keys() == exact[0].keys() for rank in found)
-    for name, wanted in exact[0].items():
+    assert all(rank.keys() == exact.keys() for rank in found)
+    for name, wanted in exact.items():
         mine = [rank[name] for rank in found]
         if name in ("d_weight", "d_bias", "d_b"):
-            total = sum(x[name] for x in exact) / (len(exact) if layout == "data" else 1)
             joined = mine[0] if options.get("dtensors") else torch.cat([mine[r] for r in order])
-            pairs = [(joined, total)]
-        elif own:
-            pairs = list(zip(mine, (x[name] for x in exact), strict=True))
+            pairs = [(joined, wanted)]
         elif layout == "partial" and name.startswith("d_"):
             assert relative_error(mine[0], wanted) > 0.1
             pairs = [(sum(mine), wanted)]
@@ -120,13 +109,11 @@ def test_every_option_of_the_head(ranks, cuts):
 
 
 def test_four_ranks(four_ranks):
-    own = {"layout": "data", "chunk_bytes": CHUNK, "places": ((3,), (), (0, 2), (1,))}
     cases = [
         objective_options("everything"),
         objective_options("gspo"),
         {"softcap": 5.0, "bias": True, "old_logps": True, "chunk_bytes": CHUNK},
         {"config": config(entropy_coef=0.05), "old_logps": True},
-        *({**objective_options(name), **own} for name in ("everything", "gspo", "entropy")),
     ]
     check(four_ranks, [(FOUR, options) for options in cases])
 
@@ -140,24 +127,6 @@ def test_supports(ranks, cuts):
     ]
     cases += [{**head, "without": 0.2} for head in HEADS]
     check(ranks, [(cuts, options) for options in cases])
-
-
-@pytest.mark.parametrize("places", PLACES)
-def test_ranks_with_tokens_of_their_own(ranks, places):
-    """Every objective, in one pass and in two; the layout says whether gradients are a mean."""
-    check(ranks, [
-        (UNEVEN, {**objective_options(name), "layout": ("sequence", "data")[place % 2],
-                  "places": PLACES[places]}) for place, name in enumerate(OBJECTIVES)
-    ])  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", ("sequence", "data"))
-def test_options_of_the_head_with_tokens_of_their_own(ranks, layout):
-    own = {"layout": layout, "places": PLACES["uneven"]}
-    cases = [(EVEN, {**head, **own, "chunk_bytes": chunk})
-             for head in HEADS for chunk in (None, CHUNK)]  # fmt: skip
-    cases += [(LITTLE, {"layout": layout, "places": PLACES["even"]}), (UNEVEN, INVARIANT | own)]
-    check(ranks, cases)
 
 
 @pytest.mark.parametrize("more", ({}, {"bias": True}, {"temperature": True}), ids="-".join)
@@ -203,35 +172,24 @@ def test_columns_without_a_share(ranks, bias, call):
     check_scores(ranks, UNEVEN, call=call, bias=True, masked=bias)
 
 
-@pytest.mark.parametrize("kind", ("loss", "scores", "several", "own tokens"))
+@pytest.mark.parametrize("kind", ("loss", "scores", "several", "partial"))
 @pytest.mark.parametrize("more", ({"banned": (0, 300, 301)}, {"lift": 60.0}), ids=("ban", "flat"))
 def test_a_softcap_where_it_bans_and_where_it_is_flat(ranks, more, kind):
     """Of ids that are the first of a rank, for one; and where the slope is 1e-3 and less."""
     options = {
         "loss": {"call": "loss", "chunk_bytes": CHUNK}, "scores": {"temperature": 0.8},
-        "several": {"several": True}, "own tokens": {"layout": "data", "places": PLACES["uneven"]},
+        "several": {"several": True}, "partial": {"layout": "partial"},
     }[kind]  # fmt: skip
     cap = 12.0 if "lift" in more else 6.0
     check_scores(ranks, UNEVEN, bias=True, low_rank=True, softcap=cap, **options, **more)
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("layout", ("sequence", "data"))
-@pytest.mark.parametrize("options", (
-    {"bias": True, "softcap": 6.0}, {"chunk_bytes": CHUNK}, {"low_rank": True, "temperature": 0.8},
-    {**EVERY, "chunk_bytes": CHUNK},
-), ids=("softcap", "chunks", "low_rank", "everything"))  # fmt: skip
-def test_scores_of_tokens_of_their_own(ranks, options, layout, places):
-    check_scores(ranks, UNEVEN, **options, layout=layout, places=PLACES[places])
-
-
-@pytest.mark.parametrize("layout", ("replicated", "partial", "sequence", "data"))
+@pytest.mark.parametrize("layout", ("replicated", "partial"))
 @pytest.mark.parametrize("options", (
     {}, {"bias": True, "softcap": 6.0, "chunk_bytes": CHUNK}, {**EVERY, "chunk_bytes": CHUNK},
 ), ids=("plain", "softcap", "everything"))  # fmt: skip
 def test_several_targets(ranks, options, layout):
-    places = {"places": PLACES["uneven"]} if layout in ("sequence", "data") else {}
-    check_scores(ranks, UNEVEN, several=True, **options, layout=layout, **places)
+    check_scores(ranks, UNEVEN, several=True, **options, layout=layout)
 
 
 @pytest.mark.parametrize("layout", ("replicated", "partial"))
@@ -241,29 +199,13 @@ def test_entries_of_sets(ranks, options, layout):
     check_scores(ranks, UNEVEN, support=support, entries=True, **options, layout=layout)
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_dtensors_and_tokens_of_their_own(ranks, places):
-    check_scores(ranks, UNEVEN, **EVERY, dtensors=True, layout="data", places=PLACES[places])
-
-
-def test_losses_of_other_results_on_each_rank(ranks):
-    """One rank's loss is of log-probs alone, the other's of entropies, too."""
-    check_scores(ranks, UNEVEN, layout="sequence", places=PLACES["even"], outputs=(1, 2))
-
-
-@pytest.mark.parametrize("biased", (False, True), ids=("", "bias"))
-@pytest.mark.parametrize("low_rank", (0, 80), ids=("", "low_rank"))
-def test_bytes_that_move_with_tokens_of_their_own(ranks, low_rank, biased):
-    """As the page on ranks says: rows of hidden states and of their gradients, and few numbers."""
-    rows, H = 600, 64
-    for found in ranks("tests.ranks.shard_jobs:bytes_of_rows", rows, low_rank, biased):
-        wide = {
-            f"{kind} torch.float32 [{width}]": 4 * width * rows
-            for kind in ("allgather", "reducescatterbase") for width in (H, low_rank) if width
-        }  # fmt: skip
-        assert {name: found.pop(name) for name in wide} == wide
-        # Statistics of all rows (12 bytes each), targets (8), and the gradient of the log-prob (4).
-        assert 36 * rows <= sum(found.values()) <= 36 * rows + 400
+def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
+    batch, found = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
+    exact = run_fused(batch, exact=True)
+    assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in found)
+    for name in ("hidden", "weight"):
+        whole = torch.cat([x[name] for x in found])
+        assert relative_error(whole, exact.gradients[name]) < 2e-5
 
 
 def test_another_cut_of_the_same_head(ranks):
@@ -276,17 +218,7 @@ def test_another_cut_of_the_same_head(ranks):
 def test_refused_on_all_ranks(ranks, kind):
     answers = ranks("tests.ranks.shard_jobs:refused", kind)
     expected = [shard_jobs.REFUSED[kind][1]] * 2
-    if kind == "a rank refused":  # it says so to the others
-        expected = [
-            "ranks: expected all ranks to call; rank 1 refused",
-            "targets: expected ids in",
-        ]
     assert all(map(str.__contains__, answers, expected)), answers
-
-
-def test_losses_that_are_scaled_apart_are_refused(ranks):
-    for answer in ranks("tests.ranks.shard_jobs:scales_apart"):
-        assert "expected all ranks to scale the loss alike" in answer
 
 
 def test_a_rank_that_is_gone_does_not_hang_the_other(ranks):

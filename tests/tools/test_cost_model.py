@@ -107,7 +107,7 @@ def test_ways_across_ranks_move_what_the_page_says():
     expected = {
         gpu_costs.whole_on_every_rank: 8 * V * H * 7 / 8,
         gpu_costs.gathered: 6 * V * H * 7 / 8,
-        gpu_costs.states_pass: 6 * N * H * 7,
+        gpu_costs.states_pass: 4 * N * H * 7,
     }
     for way, moved in expected.items():
         terms = way(Step(device, N, V, H), 8)
