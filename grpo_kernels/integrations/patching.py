@@ -9,21 +9,22 @@ from types import TracebackType
 from typing import Any
 
 _MARK = "_of_grpo_kernels"
+# An owner (a module or a class), a name of its own, and what takes the name's place.
+Replacement = tuple[Any, str, Any]
 
 
 class Patch:
     """What stands in the place of others' names: until `undo()`, or to the end of a `with` block.
 
     Args:
-        replacements: owner (a module or a class), name, and what takes the name's place. Nothing
-            is replaced twice.
+        replacements: what takes which name's place. Nothing is replaced twice.
 
     Raises:
         RuntimeError: a name has been replaced already; none of the others is then.
     """
 
-    def __init__(self, replacements: Iterable[tuple[Any, str, Any]]) -> None:
-        self._own: list[tuple[Any, str, Any]] = []
+    def __init__(self, replacements: Iterable[Replacement]) -> None:
+        self._own: list[Replacement] = []
         new = list(replacements)
         for owner, name, _ in new:
             if is_ours(vars(owner)[name]):

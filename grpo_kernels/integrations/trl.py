@@ -27,8 +27,8 @@ alone depend on private parts of TRL:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -43,6 +43,7 @@ from ..execution import Execution
 from ..head import Support
 from ..hf_head import head_of, is_prompt_learning
 from ..support import batch_support
+from .patching import Patch, Replacement
 from .reused import Reused
 from .trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, LogitsInName, labels_of, reading
 
@@ -56,7 +57,6 @@ from .trl_replay import KEY, SupportReplay, masks_of_vllm
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
-_PATCHED = "_patched_by_grpo_kernels"
 _KEYWORD = "fused_lm_head"  # TRL's, too
 # How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
@@ -98,7 +98,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         attach = _attacher(execution, logits_dtype)
-        with _constructing(attach, replay_support):
+        with Patch(_of_constructor(attach, replay_support)):
             super().__init__(*args, **kwargs)
         _prepare(self, attach, replay_support)
 
@@ -115,7 +115,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return _logps(super()._get_per_token_logps_and_entropies, self, *args, **kwargs)
 
 
-class patch_trl:
+class patch_trl(Patch):
     """Makes every `GRPOTrainer` that is constructed from now on work as a `FusedGRPOTrainer`.
 
     This is for a trainer that other code constructs, or for a subclass of TRL's. Called as a
@@ -141,44 +141,28 @@ class patch_trl:
         logits_dtype: str = "fp32",
         execution: Execution = Execution(),  # noqa: B008 - frozen
     ) -> None:
-        if _PATCHED in vars(GRPOTrainer):
-            raise RuntimeError("patch_trl: expected TRL's own trainer; it is patched: undo() first")
+        attach, init_of_trl = _attacher(execution, logits_dtype), GRPOTrainer.__init__
         wrappers: dict[str, Callable[..., Any]] = {
             _LOSS: _compute_loss, _LOGPS: _logps, _GENERATE: _generate, _SCORE: _score
         }  # fmt: skip
-        own = {name: getattr(GRPOTrainer, name) for name in (*wrappers, "__init__")}
-        attach = _attacher(execution, logits_dtype)
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            own["__init__"](self, *args, **kwargs)
+            init_of_trl(self, *args, **kwargs)
             _prepare(self, attach, replay_support)
 
         def wrapped(name: str) -> Callable[..., Any]:
+            own = getattr(GRPOTrainer, name)
+
             def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return wrappers[name](partial(own[name], self), self, *args, **kwargs)
+                return wrappers[name](partial(own, self), self, *args, **kwargs)
 
             return method
 
-        self._own, self._constructing = own, _constructing(attach, replay_support)
-        self._constructing.__enter__()
-        patches = {name: wrapped(name) for name in wrappers}
-        for name, patched in (*patches.items(), ("__init__", init), (_PATCHED, True)):
-            setattr(GRPOTrainer, name, patched)
-
-    def undo(self) -> None:
-        """Restores TRL's own methods; a second call does nothing."""
-        if self._own:
-            for name, own in self._own.items():
-                setattr(GRPOTrainer, name, own)
-            delattr(GRPOTrainer, _PATCHED)
-            self._constructing.__exit__(None, None, None)
-        self._own = {}
-
-    def __enter__(self) -> patch_trl:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.undo()
+        super().__init__([
+            (GRPOTrainer, "__init__", init),
+            *((GRPOTrainer, name, wrapped(name)) for name in wrappers),
+            *_of_constructor(attach, replay_support),
+        ])  # fmt: skip
 
 
 def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
@@ -188,16 +172,8 @@ def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
     )
 
 
-@contextmanager
-def _constructing(attach: _Attach, replay_support: bool) -> Iterator[None]:
-    """Makes the constructor of TRL's trainer build what ours needs, within a block."""
-    with _replace_lm_head(attach), masks_of_vllm() if replay_support else nullcontext():
-        yield
-
-
-@contextmanager
-def _replace_lm_head(attach: _Attach) -> Iterator[None]:
-    """Makes the constructor of TRL's trainer put our head on its models, within a block."""
+def _of_constructor(attach: _Attach, replay_support: bool) -> list[Replacement]:
+    """What the constructor of TRL's trainer calls, so that it builds what ours needs."""
 
     def add_fused_lm_head(
         model: Any,
@@ -214,15 +190,9 @@ def _replace_lm_head(attach: _Attach) -> Iterator[None]:
         """A class without instances: TRL then finds no adapter on the head to refuse."""
 
     # TRL imports the second one only if PEFT is installed, and has the first one from 1.15 on.
-    replacements = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
-    own = {
-        name: getattr(grpo_trainer, name) for name in replacements if hasattr(grpo_trainer, name)
-    }
-    vars(grpo_trainer).update({name: replacements[name] for name in own})
-    try:
-        yield
-    finally:
-        vars(grpo_trainer).update(own)
+    ours = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
+    found = [(grpo_trainer, name, x) for name, x in ours.items() if hasattr(grpo_trainer, name)]
+    return [*found, *masks_of_vllm()] if replay_support else found
 
 
 def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> None:

