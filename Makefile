@@ -51,7 +51,7 @@ endif
 # the GPU, the order of warps and how far approximations are off.
 SANITIZE ?= --ptx-arch 90
 SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_entries logits \
-  selective_log_softmax linear_logprobs grpo_loss objective support column_draw \
+  selective_log_softmax linear_logprobs grpo_loss objective support \
   batch_invariant replay_support properties)
 # Of the matrix for a GPU, on tensors that say that they are on one: `make sanitize-cuda` runs all.
 ON_CUDA ?= tests/test_cuda_values.py tests/test_low_rank.py tests/test_fused_grpo_loss.py \
@@ -158,7 +158,7 @@ $(OLD_TRITON)/installed: constraints-lowest.txt | $(VENV)/installed
 
 # Pages of every public name, from the docstrings: build/api/index.html.
 api: $(VENV)/installed
-	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,experimental losses tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
+	$(RUN) -m pdoc --docformat google --no-show-source -o build/api grpo_kernels $(addprefix grpo_kernels.,losses tokens reference training $(addprefix integrations.,transformers generation trl liger verl vllm))
 
 # The core for Hugging Face's `kernels`, and what an index would get; nothing is uploaded.
 kernel-package: $(VENV)/installed

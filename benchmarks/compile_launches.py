@@ -27,10 +27,9 @@ from grpo_kernels.backends import (
     triton_logits,
     triton_policy_loss,
 )
-from grpo_kernels.experimental import triton_column_scores
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_entries, triton_policy_loss, triton_column_scores)
+MODULES = (triton_logits, triton_entries, triton_policy_loss)
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -116,30 +115,18 @@ def head_launches() -> None:
                 # A head in bf16 keeps the exponentials apart, one in float32 on the logits.
                 for exps in (padded(rows, V, torch.bfloat16), logits):
                     triton_backend.token_stats(logits, targets, transform, entropy=True, exps=exps)
-            grads = RowGrads(*[column] * (6 if entropy else 4))
-            blocks = [slice(0, rows)]
-            triton_column_scores.column_scores(logits, targets, transform, grads, blocks)
+            grads = RowGrads(*[column] * (5 if entropy else 3))
             # On the logits or beside them, the launch is the same.
             for dtype in (torch.float32, *HALVES):
                 out = padded(rows, V, dtype)
                 triton_backend.logit_grads_(logits, targets, transform, grads, out)
-                # Sampled columns lie in a buffer of their own, of any width.
-                if logits.stride(0) != V:
-                    kept, out = torch.empty(rows, V), torch.empty(rows, V, dtype=dtype)
-                    triton_backend.logit_grads_(
-                        kept, targets, transform, grads, out, column_weights=torch.empty(V)
-                    )
     # selective_log_softmax gets the caller's logits, in any dtype; the gradients have the same.
     for dtype, temperature in itertools.product(HALVES, temperatures):
         logits = torch.empty(rows, VOCABULARIES[0], dtype=dtype)
         transform = LogitTransform(temperature=temperature)
         triton_backend.token_stats(logits, targets, transform, entropy=False)
-        grads = RowGrads(*[column] * 4)
+        grads = RowGrads(*[column] * 3)
         triton_backend.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
-    # The most columns, some, and fewer than a block of them.
-    for count in (32_768, 5000, 50):
-        norms = torch.empty(2 * count)[::2]
-        triton_column_scores.column_level(norms, torch.ones(()), 2)
 
 
 def entry_launches() -> None:
@@ -231,7 +218,7 @@ def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 def _takes_most_registers(launch: KernelLaunch) -> bool:
     """Returns True for a softcap and an entropy beside one more operand; the report checks it."""
     flags = dict(launch.constants)
-    more = flags.get("HAS_WEIGHTS") or (flags.get("KEEPS_EXPS") and not flags["INVARIANT"])
+    more = flags.get("KEEPS_EXPS") and not flags["INVARIANT"]
     capped = flags.get("HAS_SOFTCAP") and flags["HAS_ENTROPY"]
     return bool(capped and more and flags["BLOCK_V"] >= 2048)
 

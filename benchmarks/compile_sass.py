@@ -17,14 +17,12 @@ import torch
 
 from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_entries, sum_entries
 from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
-from grpo_kernels.experimental import triton_column_scores
 
 # Instructions per logit, rounded up from what is known to be possible.
 BUDGETS = {
     "one sweep": 16.0,
     "token_stats": 12.0,
     "logit_grads": 16.0,
-    "column_scores": 20.0,
     "entry_dots": 8.0,
     "segment_sums": 8.0,
 }
@@ -55,13 +53,12 @@ def budgeted() -> dict[str, KernelLaunch]:
     logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
     given = (logits, targets, LogitTransform())
-    grads, entries = RowGrads(*[column] * 4), some_entries()
+    grads, entries = RowGrads(*[column] * 3), some_entries()
     rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
         "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
-        "column_scores": lambda: triton_column_scores.column_scores(*given, grads, [slice(0, 2)]),
         "entry_dots": lambda: triton_backend.entry_dots(
             rows, rows, entries, torch.ones(len(entries))
         ),

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
 from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs, reference
-from grpo_kernels.experimental import Sampled
 
 # Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
@@ -139,11 +138,6 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
-def sampled(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Tensor:
-    """Draws columns in the backward, at the default tolerance."""
-    return loss(w, backward=Sampled(seed=0), **execution)
-
-
 def without_support(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Tensor:
     """Scores the policy over the whole vocabulary: another objective, to compare its cost."""
     return loss(replace(w, support=None), **execution)
@@ -255,15 +249,12 @@ def _linear_cross_entropy_absent(_: torch.device) -> str | None:
 
 
 BASELINE, UNPADDED = "eager, log_softmax", "eager, counted only"
-EXACT = ("ours, one pass", "ours, two passes")
-OURS = (*EXACT, *(f"{name}, sampled" for name in EXACT))
+OURS = ("ours, one pass", "ours, two passes")
 # In the order in which they are measured: a run may end early, and what compiles is slow to begin.
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager),
     OURS[0]: Contender(one_pass),
     OURS[1]: Contender(two_passes),
-    OURS[2]: Contender(partial(sampled, one_pass)),
-    OURS[3]: Contender(partial(sampled, two_passes)),
     UNPADDED: Contender(eager_unpadded),
     "eager, logsumexp": Contender(eager_logsumexp),
     "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
@@ -275,14 +266,13 @@ CONTENDERS: dict[str, Contender] = {
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
 MASKED = "eager, masked"
-NO_SUPPORT = ("ours, no support", "ours, no support, sampled")
+NO_SUPPORT = "ours, no support"
 # Those of a workload that has a support.
 REPLAYS: dict[str, Contender] = {
     MASKED: Contender(eager_masked),
     "eager, masked in chunks": Contender(eager_masked_chunks),
-    **{name: CONTENDERS[name] for name in EXACT},
-    NO_SUPPORT[0]: Contender(partial(without_support, one_pass)),
-    NO_SUPPORT[1]: Contender(partial(without_support, partial(sampled, one_pass))),
+    **{name: CONTENDERS[name] for name in OURS},
+    NO_SUPPORT: Contender(partial(without_support, one_pass)),
 }
 # What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
 TRUSTED = (BASELINE, *OURS, UNPADDED, "eager, logsumexp", "torch linear CE", *REPLAYS)

@@ -24,8 +24,6 @@ from tests.ptx import Counts, EmulatedDriver
 
 END = "<!-- end of the counters -->\n"
 ROWS, V, ODD, K, TOKENS = 2, 151_936, 50_257, 4096, 4096
-SCORED = 32  # rows of `column_scores`; one program sums up to 256
-MOST_NORMS = 1 << 15  # that `column_level` takes
 Case = tuple[Callable[[], Any], int]
 
 
@@ -33,11 +31,9 @@ def cases() -> dict[str, Case]:
     """The launches, and how many logits, elements or tokens each handles."""
     from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
     from grpo_kernels.backends.triton_policy_loss import policy_loss
-    from grpo_kernels.experimental.triton_column_scores import column_level, column_scores
 
     y, plain = torch.zeros(ROWS, dtype=torch.int64), LogitTransform()
-    grads, scored = (RowGrads(*[torch.ones(rows)] * 4) for rows in (ROWS, SCORED))
-    entries = some_entries(64)
+    grads, entries = RowGrads(*[torch.ones(ROWS)] * 3), some_entries(64)
     made: dict[str, Case] = {}
     stats = triton_backend.token_stats
     for name, columns in (("", V), (", V = 50,257", ODD)):
@@ -51,18 +47,6 @@ def cases() -> dict[str, Case]:
             "logit_grads": partial(triton_backend.logit_grads_, x, y, plain, grads, exps),
         }
         made |= {f"{kind}{name}": (call, logits) for kind, call in calls.items()}
-        made[f"column_scores{name}"] = (
-            partial(
-                column_scores, x[:1].expand(SCORED, -1),
-                torch.zeros(SCORED, dtype=torch.int64), plain, scored, [slice(0, SCORED)],
-            ),
-            SCORED * columns,
-        )  # fmt: skip
-    norms = torch.rand(V)[:: -(-V // MOST_NORMS)]
-    made["column_level"] = (
-        lambda: column_level(norms, norms.sum() / 100, 1),
-        len(norms),
-    )
     rows, tokens = torch.randn(2, K).bfloat16(), torch.rand(TOKENS)
     count = torch.tensor(float(TOKENS))
 
@@ -104,8 +88,7 @@ def table(arch: int) -> list[str]:
     EmulatedDriver.activate(arch, counts=True, races=False)
     kinds = ("float", "special function", "integer", "comparison", "conversion", "move")
     lines = [
-        f"sm_{arch}, Triton {triton.__version__}; {ROWS} rows of V = {V:,} "
-        f"({SCORED} of `column_scores`), float32 beside bf16.",
+        f"sm_{arch}, Triton {triton.__version__}; {ROWS} rows of V = {V:,}, float32 beside bf16.",
         "",
         f"| launch | instructions | {' | '.join(kinds)} | loads: sectors per request, coalescing "
         "| stores | barriers per program | bank conflicts | divergent branches |",

@@ -23,19 +23,14 @@ EXPOSED = 0.4  # share of the traffic of a GEMM's output that its arithmetic doe
 OF_COPY = 0.88  # speed of a sweep that reads and writes, relative to a copy
 ISSUED = 0.6  # share of the issue slots that a sweep uses at best, at boost clock
 SCATTERED = 0.6  # speed of gathers and scatters of whole rows, relative to a copy
-SMALL_GEMM = 0.5  # rate of a block's GEMMs over its kept columns, relative to a large one's
 FUSED_GEMM = 0.88  # rate of a GEMM with a softmax in its epilogue
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
 COLLECTIVE_US = 25.0  # of a small collective among eight GPUs
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
-INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "column_scores": 13.4}
+INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3}
 
-# What the library does: bytes of logits at once, rows per strip of float32 logits, and columns that
-# blocks keep (measured on the synthetic workload `dense`, V = 151,936): 256 rows by tolerance, and
-# blocks of so many rows at 5e-3.
+# What the library does: bytes of logits at once, and rows per strip of float32 logits.
 CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
-BLOCK_ROWS, KEPT_OF_BLOCK = 256, {256: 0.107, 512: 0.156, 1024: 0.218}
-KEPT = {5e-3: KEPT_OF_BLOCK[BLOCK_ROWS], 1e-2: 0.057}
 # Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 261, 1200
@@ -193,22 +188,6 @@ def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
     return s.finish(100 + (23 if again else 15) * _chunks(s.N, rows), waits=1)
 
 
-def sampled(s: Step, tolerance: float = 5e-3) -> dict[str, float]:
-    """Blocks of 256 rows keep some columns, which move 22 bytes per element of W."""
-    rows = CHUNK_BYTES // (6 * s.V) // BLOCK_ROWS * BLOCK_ROWS
-    blocks, kept = s.N / BLOCK_ROWS, KEPT[tolerance]
-    s.logits(int(rows), 4)
-    s.sweep("statistics", 4, "token_stats")
-    s.sweep("scores of columns", 4, "column_scores")
-    s.copy("kept logits", 4 * s.N * s.V, SCATTERED)
-    s.copy("kept rows of W and dW", 22 * blocks * kept * s.V * s.H, SCATTERED)
-    flop = 4 * s.N * kept * s.V * s.H
-    s.add("kept GEMMs", flop / (1e9 * s.d.tflops * SMALL_GEMM))
-    # W's squares read W twice; dW is zeroed, given its control variate, normed and scaled.
-    s.copy("per call", (4 + 22) * s.V * s.H)
-    return s.finish(100 + 60 * _chunks(s.N, rows) + 20 * blocks, waits=1)
-
-
 def replay(s: Step, entries: float) -> dict[str, float]:
     """The loss over so many entries per token: each gathers a row of W twice, and one of h."""
     row = 2 * s.H
@@ -314,8 +293,6 @@ METHODS: dict[str, Method] = {
     "exact": exact,
     "exact, two sweeps": exact_two_sweeps,
     "two passes": partial(exact_two_sweeps, again=True),
-    "sampled, 5e-3": sampled,
-    "sampled, 1e-2": partial(sampled, tolerance=1e-2),
     "TRL chunked head": trl,
     "Liger FLCE": liger_flce,
     HOPPER_ONLY: liger_scaled_ce,

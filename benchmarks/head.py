@@ -76,14 +76,11 @@ from benchmarks.measure import (
 )
 from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
 from grpo_kernels import reference
-from grpo_kernels.experimental import Sampled
 
 CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
 # inputs, that of the loss to the mean size of its terms, which is 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# A sampled gradient is asked for this noise; that of a few sequences alone may be larger.
-SAMPLED_TOLERANCE = 2.5 * Sampled.tolerance
 ERRORS = ("loss", "d_hidden", "d_weight")
 # Contenders, and the methods of the cost model that stand for them.
 PREDICTED_BY = {
@@ -91,7 +88,6 @@ PREDICTED_BY = {
     BASELINE: BASELINE,
     OURS[0]: "exact",
     OURS[1]: "two passes",
-    OURS[2]: "sampled, 5e-3",
     "TRL chunked head": "TRL chunked head",
     "Liger scaled CE": "Liger scaled CE",
 }
@@ -275,7 +271,7 @@ def measure_together(
         row: dict[str, Any] = {}
         idle = name == UNPADDED and not masked
         absent = "every token counts" if idle else contender(name).absent(device)
-        sought = dense if name in NO_SUPPORT else truth
+        sought = dense if name == NO_SUPPORT else truth
         row["status"] = absent or check(name, sought, row, backend=backend)
         found[name] = row
         tell(found)
@@ -309,7 +305,7 @@ def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
         row |= errors(loss_of(name, options), truth)
     except Exception as error:
         return reason(name, error)
-    allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[truth.w.hidden.dtype]
+    allowed = TOLERANCE[truth.w.hidden.dtype]
     return "ok" if all(row[key] <= allowed for key in ERRORS) else "wrong"
 
 
@@ -318,16 +314,15 @@ def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) ->
     results = {name: timing["results"] for name, timing in taken.items() if "results" in timing}
     medians = []
     for other in (False, True):
-        steps = [x for name, x in results.items() if (name in NO_SUPPORT) == other]
+        steps = [x for name, x in results.items() if (name == NO_SUPPORT) == other]
         medians.append([statistics.median(x) for x in zip(*chain(*steps), strict=True)])
     wrong = set()
     for name, steps in results.items():
-        expected = medians[name in NO_SUPPORT]
-        allowed = SAMPLED_TOLERANCE if "sampled" in name else TOLERANCE[dtype]
+        expected = medians[name == NO_SUPPORT]
         for loss, *norms in steps:
             off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
             # Written so that NaN is wrong.
-            if not all(x <= allowed for x in (abs(loss - expected[0]), *off)):
+            if not all(x <= TOLERANCE[dtype] for x in (abs(loss - expected[0]), *off)):
                 wrong.add(name)
     return wrong
 
@@ -365,7 +360,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         if "predicted_seconds" in row:
             line += " " * (155 - len(line)) + f"{median / row['predicted_seconds']:8.2f}"
         print(line, flush=True)
-    if any(row["name"] in NO_SUPPORT for row in rows):
+    if any(row["name"] == NO_SUPPORT for row in rows):
         print('"no support": another objective, for its cost. No peer takes a support: see eager.')
     if predicted:
         print(f"x model: the time over that of benchmarks/cost_model.py. {error_of_the_model()}")

@@ -74,7 +74,7 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
     tiny = ["--shape", "40,600,32", "--entries", "5"] if dry_run else []
     planned.append(_measuring(out, "support", 30, "support_replay", *tiny, device=device))
     planned.append(head("head-1536", 90, "dense", "16384,151936,1536"))
-    tiny = ["--tokens", "8", "--vocabulary", "3000", "--hidden", "32"] if dry_run else []
+    tiny = ["--tokens", "8", "--vocabulary", "3000"] if dry_run else []
     planned.append(_measuring(out, "tune", 80, "tune", *tiny, device=device))
     planned.append(head("head-rollout", 80, "rollout", "16384,151936,1536"))
 

@@ -179,7 +179,7 @@ def plot(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:
         points = [row for row in rows if row["name"] == name and row["status"] == "ok"]
         style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": name}
         if name in OURS:
-            style |= {"linewidth": 2.5, "color": ("C3", "C1", "C5", "C8")[OURS.index(name)]}
+            style |= {"linewidth": 2.5, "color": ("C3", "C1")[OURS.index(name)]}
         elif name == FLOOR:
             style |= {"color": "0.6", "linestyle": ":"}
         else:

@@ -1,13 +1,12 @@
 """Does a model train alike under another option? The demo's task, several seeds per setting.
 
-    python -m benchmarks.training_studies sampled [--settings exact "sampled, 0.02"] [--train-head]
     python -m benchmarks.training_studies support [--seeds 0 1 2] [--steps 30]
 
-`sampled` compares the exact backward with sampled ones. `support` samples at top-p 0.8 and compares
-log-probs over the ids that this kept with those of the whole softmax; it also notes the ratio of
-the policy that is trained to the one that samples, both with the weights after the step.
-`accumulation`, `updates`, `spikes`, `processes` and `word_problems` (22 steps) show what
-docs/training.md says of them. What comes after `--options` is added to all settings.
+`support` samples at top-p 0.8 and compares log-probs over the ids that this kept with those of the
+whole softmax; it also notes the ratio of the policy that is trained to the one that samples, both
+with the weights after the step. `accumulation`, `updates`, `spikes`, `processes` and
+`word_problems` (22 steps) show what docs/training.md says of them. What comes after `--options` is
+added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a
 picture with a band from the lowest to the highest seed, and a table of the last steps and of the
@@ -72,13 +71,8 @@ class Study(NamedTuple):
     smooth: bool = True
 
 
-_SAMPLED = ["--sampled_tolerance"]
 _TOP_P = ["--top_p", "0.8"]
 STUDIES = {
-    "sampled": Study(
-        {"exact": [], "sampled, 0.005": [*_SAMPLED, "0.005"], "sampled, 0.02": [*_SAMPLED, "0.02"]},
-        {"columns kept": ("columns_kept", ".1%"), "noise": ("gradient_noise", ".1e")},
-    ),
     "support": Study(
         {"replayed": _TOP_P, "whole softmax": [*_TOP_P, "--no_replay_support"]},
         {
@@ -173,8 +167,7 @@ def ratio_to_sampler(trainer: Trainer, samples: Samples) -> dict[str, float]:
 
 def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The steps of one training run, from its file if it was finished before."""
-    head = "-head" if args.train_head else ""
-    name = f"{study}{head}-{setting.replace(', ', '-').replace(' ', '-')}-{seed}"
+    name = f"{study}-{setting.replace(', ', '-').replace(' ', '-')}-{seed}"
     folder = args.output / name
     if len(_lines(folder / "metrics.jsonl")) < args.steps:
         options = ["--name", name, "--output", str(args.output), "--seed", str(seed)]
@@ -183,13 +176,10 @@ def run(study: str, setting: str, seed: int, args: argparse.Namespace) -> list[d
         options += ["--model", args.model, "--save_every", "10"]
         options += ["--eval_every", str(args.steps), *STUDIES[study].settings[setting]]
         config = STUDIES[study].config([*options, *args.options])
-        if args.train_head:
-            config = replace(config, trainable=f"{config.trainable}|embed_tokens|lm_head")
         if setting == "two processes" and "RANK" not in os.environ:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
             again = ["--settings", setting, "--seeds", str(seed), "--steps", str(args.steps)]
             again += ["--model", args.model, "--output", str(args.output)]
-            again += ["--train-head"] if args.train_head else []
             again += ["--options", *args.options]
             command = [sys.executable, *launch, "benchmarks.training_studies", study, *again]
             subprocess.run(command, check=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
@@ -299,7 +289,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--train-head", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("runs"))
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of the training")
     args = parser.parse_args(argv)
@@ -313,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
         for setting in settings:
             runs[setting].append(run(args.study, setting, seed, args))
         print(table(args.study, runs), flush=True)
-        name = f"{args.study}-training" + ("-head" if args.train_head else "")
+        name = f"{args.study}-training"
         plot(args.study, runs, args.output / f"{name}.png")
         study = STUDIES[args.study]
         kept = (*KEPT, *study.curves, *(metric for metric, _ in study.columns.values()))

@@ -8,10 +8,6 @@ it runs. The bytes are those that have to be moved: the logits are read once, th
 written once. A setting whose result differs from the default's gets no time. For chunk budgets, see
 `python -m benchmarks.scaling --axes chunk`.
 
-The parts of the sampled backward follow, at a hidden size of their own: the solver of the
-probabilities, the draw (which waits for the GPU), and for blocks of several sizes the gather of
-their kept logits and the gradients of these columns.
-
 On a GPU that the cost model knows, "x model" is the time over the predicted one.
 """
 
@@ -31,15 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.cost_model import error_of_the_model
-from benchmarks.gpu_costs import (
-    INSTRUCTIONS,
-    KEPT_OF_BLOCK,
-    SCATTERED,
-    SMALL_GEMM,
-    Device,
-    device_of,
-    sweep_ms,
-)
+from benchmarks.gpu_costs import INSTRUCTIONS, Device, device_of, sweep_ms
 from benchmarks.measure import (
     add_device_option,
     header,
@@ -49,8 +37,6 @@ from benchmarks.measure import (
     write_json,
 )
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
-from grpo_kernels.experimental import Sampled, column_draw
-from grpo_kernels.products import addmm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COPY = "copy"
@@ -69,16 +55,6 @@ def row_settings(cuda: bool) -> list[dict[str, Any]]:
     return [{"block_bytes": x} for x in dict.fromkeys([default, *(1 << i for i in range(17, 25))])]
 
 
-def column_settings(cuda: bool) -> list[dict[str, Any]]:
-    if not (cuda or INTERPRETED):
-        return [{}]
-    from grpo_kernels.backends.triton_common import Launch
-    from grpo_kernels.experimental.triton_column_scores import COLUMN_LAUNCH
-
-    tried = itertools.product((256, 512, 1024, 2048), (2, 4, 8)) if cuda else []
-    return [{"launch": x} for x in dict.fromkeys([COLUMN_LAUNCH, *(Launch(*t) for t in tried)])]
-
-
 def token_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
@@ -89,22 +65,12 @@ def token_settings(cuda: bool) -> list[dict[str, Any]]:
     return [{"launch": x} for x in dict.fromkeys([TOKEN_LAUNCH, *(Launch(*t) for t in tried)])]
 
 
-def functions(cuda: bool) -> tuple[Any, Any]:
-    """Returns the backend that is timed, and its functions of the sampled backward."""
-    if cuda or INTERPRETED:
-        from grpo_kernels.backends import triton_backend
-        from grpo_kernels.experimental import triton_column_scores
-
-        return triton_backend, triton_column_scores
-    from grpo_kernels.experimental import torch_column_scores
-
-    return torch_backend, torch_column_scores
-
-
 def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list[Any], Any]]:
     """Yields name, bytes moved, settings, and a function from a setting to the result."""
     cuda = device.type == "cuda"
-    backend, column_scores = functions(cuda)
+    backend: Any = torch_backend
+    if cuda or INTERPRETED:
+        from grpo_kernels.backends import triton_backend as backend
     g = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(N, V, generator=g, device=device)
     targets = torch.randint(0, V, (N,), generator=g, device=device)
@@ -139,10 +105,6 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
 
         name = f"logit_grads, {str(dtype).removeprefix('torch.')}{', entropy' if entropy else ''}"
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), write
-    blocks = column_draw.row_blocks(N, device)
-    grads = RowGrads.of(stats, weights)
-    score = partial(column_scores.column_scores, logits, targets, transform, grads, blocks)
-    yield "column_scores", 4 * N * V, column_settings(cuda), lambda **s: score(**s)
     M = 64 if INTERPRETED else 1 << 20
     logps, old, advantages = torch.randn(3, M, generator=g, device=device) - 2
     ones = torch.ones(M, device=device)
@@ -154,71 +116,13 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
         yield f"policy_loss, {M:,} tokens", 20 * M, token_settings(cuda), lambda **s: policy(**s)
 
 
-def sampled_cases(
-    N: int, V: int, H: int, device: torch.device
-) -> Iterator[tuple[str, int, list[Any], Any]]:
-    """Yields the parts of the sampled backward, as `cases` does."""
-    g = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    hidden = torch.randn(N, H, generator=g, device=device).to(dtype)
-    weight = (H**-0.5 * torch.randn(V, H, generator=g, device=device)).to(dtype)
-    targets = torch.arange(N, device=device) % 16  # kept in every block
-    backend, column_scores = functions(device.type == "cuda")
-    blocks = column_draw.row_blocks(N, device)
-    # Squares of the columns' norms, some 1e8 apart, as those of a softmax are.
-    squares = torch.rand(len(blocks), V, generator=g, device=device).pow(16)
-    asked, level = Sampled(seed=0), column_scores.column_level
-    solve = partial(
-        column_draw.keep_probabilities, squares, targets, blocks, asked.tolerance**2, level
-    )
-    yield "sampled: keep_probabilities", 4 * squares.numel(), [{}], solve
-    drawn = column_draw.ColumnDraw(asked.tolerance, asked.seed, V, device, level)
-
-    def draw() -> None:
-        drawn.sample(squares, targets, blocks, 1 / 1.5)
-
-    yield "sampled: sample", 4 * squares.numel(), [{}], draw
-    logits, plain = (hidden @ weight.t()).float(), LogitTransform()
-    stats = backend.token_stats(logits, targets, plain, entropy=False)
-    ones = torch.ones_like(stats.logps)
-    d_weight = torch.zeros(V, H, device=device)
-    for R, share in KEPT_OF_BLOCK.items():
-        size, K = min(R, N), max(16, int(share * V) // 16 * 16)
-        spread_out = 16 + torch.arange(K - 16, device=device) * ((V - 16) // max(1, K - 16))
-        ids = torch.cat([torch.arange(16, device=device), spread_out])
-        block = logits[:size]
-        gather = partial(block.index_select, 1, ids)
-        yield f"sampled: kept logits, {R} rows", 8 * size * K, [{}], gather
-        grads = RowGrads.of(stats, ones).at(slice(0, size))
-        given = block.index_select(1, ids)
-
-        def add(
-            given: Tensor = given, grads: RowGrads = grads, ids: Tensor = ids, size: int = size
-        ) -> None:
-            """What `experimental.sampled` does with the columns that a block keeps."""
-            x, d = hidden[:size], torch.empty_like(given, dtype=dtype)
-            columns = torch.ones(len(ids), device=device)
-            backend.logit_grads_(given, targets[:size], plain, grads, d, column_weights=columns)
-            d_rows, d_kept = given.new_empty(size, H), given.new_empty(len(ids), H)
-            addmm(d_rows, d, weight[ids], beta=0.0)
-            addmm(d_kept, d.t(), x, beta=0.0)
-            d_weight.index_add_(0, ids, d_kept)
-
-        yield f"sampled: add_kept, {R} rows", 22 * K * H, [{}], add
-
-
-def predicted_ms(model: Device, name: str, N: int, V: int, H: int, moved: int) -> float | None:
+def predicted_ms(model: Device, name: str, N: int, V: int, moved: int) -> float | None:
     """Returns what the cost model has for a case, if it has anything."""
     kernel, _, _ = name.partition(",")
     if name == COPY:
         return moved / (1e9 * model.tb_per_s)
     if kernel in INSTRUCTIONS:
         return sweep_ms(model, N * V, moved / (N * V), INSTRUCTIONS[kernel])
-    if name.startswith("sampled: add_kept"):
-        R = int(name.split()[-2])
-        flop = 4 * R * KEPT_OF_BLOCK[R] * V * H
-        traffic = moved / (1e9 * model.tb_per_s * SCATTERED)
-        return traffic + flop / (1e9 * model.tflops * SMALL_GEMM)
     return None
 
 
@@ -246,13 +150,11 @@ def _describe(setting: dict[str, Any]) -> str:
 
 
 def rows(
-    N: int, V: int, H: int, device: torch.device, rounds: int, model: Device | None = None
+    N: int, V: int, device: torch.device, rounds: int, model: Device | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yields the measurements, one row per kernel and setting."""
     copy_gb_per_s = 0.0
-    for name, moved, settings, run in itertools.chain(
-        cases(N, V, device), sampled_cases(N, V, H, device)
-    ):
+    for name, moved, settings, run in cases(N, V, device):
         expected: list[Tensor] = []
         for setting in tqdm(settings, desc=name, disable=None, leave=False):
             row: dict[str, Any] = {"kernel": name, "setting": _describe(setting), "bytes": moved}
@@ -269,7 +171,7 @@ def rows(
                 row["gb_per_s"] = moved / statistics.median(row["seconds"]) / 1e9
                 copy_gb_per_s = copy_gb_per_s or row["gb_per_s"]  # the first row is the copy
                 row["of_copy"] = row["gb_per_s"] / copy_gb_per_s
-                ms = predicted_ms(model, name, N, V, H, moved) if model else None
+                ms = predicted_ms(model, name, N, V, moved) if model else None
                 if ms is not None:
                     row["predicted_seconds"] = ms / 1e3
             yield row
@@ -287,9 +189,6 @@ def main(argv: list[str] | None = None) -> None:
         "--vocabulary", type=int, help="columns (default: 151936 on cuda, 49152 on cpu)"
     )
     parser.add_argument(
-        "--hidden", type=int, help="hidden size of the sampled parts (default: 1536, 64 on cpu)"
-    )
-    parser.add_argument(
         "--rounds", type=int, default=7, help="measured rounds, on a CPU only (default: 7)"
     )
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
@@ -297,7 +196,6 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     N, V = (2560, 151_936) if device.type == "cuda" else (144, 49_152)
     N, V = args.tokens or N, args.vocabulary or V
-    H = args.hidden or (1536 if device.type == "cuda" else 64)
     result = {**header(args.device), "shape": [N, V], "rows": []}
     print_header(result)
     print(f"logits [{N:,}, {V:,}], float32")
@@ -305,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     if model:
         print(f"x model: the time over the predicted one. {error_of_the_model()}")
     print(f"{'':34}{'setting':>12} {'ms':>9} {'GB/s':>8} {'of a copy':>10} {'x model':>8}")
-    for row in rows(N, V, H, device, args.rounds, model):
+    for row in rows(N, V, device, args.rounds, model):
         result["rows"].append(row)
         line = f"{row['kernel']:34}{row['setting']:>12}"
         if row["status"] == "ok":

@@ -11,8 +11,8 @@ fake kernel, and the gradient of log-probs another one:
     grpo_kernels::selective_log_softmax       log-probs of logits, and ..._backward their gradient
 
 The public calls come here where Dynamo traces them. What a schema cannot hold (a
-process group, a generator, a function), and a support, whose sizes follow from the data, stay an
-eager call between two graphs; `fullgraph=True` says which argument it was.
+process group, a function), and a support, whose sizes follow from the data, stay an eager call
+between two graphs; `fullgraph=True` says which argument it was.
 """
 
 from __future__ import annotations
@@ -411,8 +411,6 @@ def _why_eager(head: LMHead, support: object, execution: Execution) -> str | Non
         return "ranks"
     if support is not None:
         return "support"
-    if execution.backward is not None:
-        return "backward"
     return None if execution.matmul is None else "matmul"
 
 

@@ -29,7 +29,6 @@ TAGS = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not N
 WHY_EAGER = {
     "ranks": "ranks: a process group is no part of a graph",
     "support": "support: the sizes of kept sets follow from the data",
-    "backward": "execution.backward: a sampled backward draws from a generator",
     "matmul": "execution.matmul: a function is no part of a graph",
     "loss_type": "config.loss_type: a loss of one's own is no part of a graph",
     "dtensor": "head: a DTensor's parts are taken eagerly",

@@ -157,17 +157,10 @@ class Dense:
         if self.swept:
             exps = self.gradient_rows(len(self.targets))
             factors = row_factors(self.stats, d_logps, self.transform)
-            self.multiply(rows, self.xs, exps, factors, grads)
+            self.multiply(rows, exps, factors, grads)
         else:
             d = self.d_logits(d_logps, d_entropy, d_logsumexp)
-            self.multiply(rows, self.xs, d, None, grads)
-
-    def finish(self, grads: Gradients) -> None:
-        """Adds what is left to be added after the last chunk."""
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Metrics of the route."""
-        return {}
+            self.multiply(rows, d, None, grads)
 
     def _take(self, rows: Chunk) -> None:
         xs, self.targets, self.transform = self.operands(rows)
@@ -227,12 +220,10 @@ class Dense:
             logits, self.targets[part], self.transform.at(part), grads, out=out
         )
 
-    def multiply(
-        self, rows: Chunk, xs: Sequence[Tensor], d: Tensor, factors: Tensor | None, grads: Gradients
-    ) -> None:
-        """Adds the products of `d [C, V]`, times `factors [C]`, with the ys and the `xs`."""
+    def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
+        """Adds the products of `d [C, V]`, times `factors [C]`, with the ys and the xs."""
         padded = self._with_zeros(d)
-        for k, (x, y) in enumerate(zip(xs, self.ys, strict=True)):
+        for k, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
             if grads.wanted[2 * k]:
                 share = self.times(padded, y, own=k == 0)[: len(d)]
                 self.put(grads.of_rows(2 * k), rows, share, factors)

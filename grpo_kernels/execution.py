@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 
-import torch
 from torch import Tensor
 
 from .backends import BACKENDS
@@ -14,41 +12,9 @@ from .checks import check_bool
 from .config import check_choice
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """Asks for the sampled backward: `Execution(backward=Sampled())`.
-
-    Gradients of hidden states and head are unbiased, from a few percent of the vocabulary's
-    columns; log-probs, entropy and loss are exact. A loss in two passes takes it in its backward.
-
-    Args:
-        tolerance: noise relative to the gradient, in (0, 1).
-        seed: source of the draws: an int (the same gradients again; pass another one in each call),
-            a `torch.Generator`, or None for torch's own generator on the CPU. Ranks draw
-            differently in any case.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
-    """
-
-    tolerance: float = 5e-3
-    seed: int | torch.Generator | None = None
-
-    def __post_init__(self) -> None:
-        x, seed = self.tolerance, self.seed
-        if not isinstance(x, Real) or isinstance(x, bool) or not 0 < float(x) < 1:
-            raise ValueError(f"tolerance: expected a number between 0 and 1; got {x!r}")
-        if isinstance(seed, Integral) and not isinstance(seed, bool):
-            object.__setattr__(self, "seed", int(seed))
-        elif not (seed is None or isinstance(seed, torch.Generator)):
-            raise TypeError(
-                f"seed: expected an int, a torch.Generator or None; got {type(seed).__name__}"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The way a call is computed: results are the same up to rounding (with `Sampled`, on average).
+    """The way a call is computed: results are the same up to rounding .
 
     Args:
         backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.
@@ -67,8 +33,7 @@ class Execution:
             `torch.mm`.
         capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
             masked ones and those of advantage 0 too, at their cost, and values are checked by
-            assertions on the device. For the exact backward, without a support.
-        backward: None, the exact one, or `grpo_kernels.experimental.Sampled`.
+            assertions on the device. Without a support.
         keep_gradients: in two passes over a frozen head, the forward keeps the gradient of each
             log-prob by `hidden`, `[N, H]` in its dtype, so that the backward has no GEMM. False:
             the backward makes the logits again, of rows that have a gradient: one GEMM more, and
@@ -83,7 +48,6 @@ class Execution:
     batch_invariant: bool = False
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None
     capturable: bool = False
-    backward: Sampled | None = None
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -97,23 +61,6 @@ class Execution:
         if self.matmul is not None and not callable(self.matmul):
             raise TypeError(
                 f"matmul: expected a function of two tensors, or None; got {self.matmul!r}"
-            )
-        if self.backward is None:
-            return
-        if not isinstance(self.backward, Sampled):
-            raise TypeError(
-                "backward: expected a grpo_kernels.experimental.Sampled, or None for the exact "
-                f"one; got {self.backward!r}"
-            )
-        if self.capturable:
-            raise ValueError(
-                "backward: expected None with capturable=True, as the sampled one reads how many "
-                f"columns it keeps; got {self.backward!r}"
-            )
-        if self.batch_invariant or self.matmul is not None:
-            raise ValueError(
-                "backward: expected None with batch_invariant=True or a matmul, as which columns "
-                f"are drawn depends on the whole batch; got {self.backward!r}"
             )
 
 

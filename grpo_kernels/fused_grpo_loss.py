@@ -110,8 +110,7 @@ def fused_grpo_loss(
             `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample size of the ratios, 1 at
             best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
             nothing clips); `kl` and `kl_max` given `ref_logps`; those of the loss's options under
-            TRL's names (`docs/objectives.md`); `columns_kept`, `dense_blocks` and `gradient_noise`
-            of a sampled backward in one pass; `ce_loss`, `ce_tokens` and `ce_nll` given
+            TRL's names (`docs/objectives.md`); `ce_loss`, `ce_tokens` and `ce_nll` given
             `ce_weights`; `support/mean` and `support/p99` (entries per token that has a set),
             `support/singletons` (share of these) and `support/gathered` (share of all tokens),
             given a `support`.
@@ -121,8 +120,7 @@ def fused_grpo_loss(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
             device (target ids, a mask other than 0/1, `cu_seqlens`) are read together with the
-            row counts, in the call's one device-to-host transfer; a sampled backward has one
-            more per chunk.
+            row counts, in the call's one device-to-host transfer.
         RuntimeError: on double backward.
 
     Under autocast on a GPU the GEMMs run in its dtype; a float32 weight is copied to it once per
@@ -167,10 +165,8 @@ def fused_grpo_loss(
     )
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, inputs, routes, keeps, wanted)
-        loss, logps, entropy, *d_stats, metrics = with_fewer_rows(
-            run, routes.plan, **routes.limits()
-        )
-        metrics = loss_metrics(config, inputs, logps, entropy, *d_stats) | metrics
+        loss, logps, entropy, *d_stats = with_fewer_rows(run, routes.plan, **routes.limits())
+        metrics = loss_metrics(config, inputs, logps, entropy, *d_stats)
     else:
         logps, entropy, _ = scored(call, routes, entropy=True, keep=keep)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
@@ -183,7 +179,7 @@ class _OnePass(torch.autograd.Function):
     """The loop over routes, of a token-local objective.
 
     Returns the loss; per token, detached, log-probs, entropy and the loss's gradient by each, which
-    are None where not computed; and the routes' metrics.
+    are None where not computed.
     """
 
     @staticmethod
@@ -198,9 +194,7 @@ class _OnePass(torch.autograd.Function):
         with torch.autocast(logps.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
             grads = Gradients(tensors, wanted, every_row=plan.num_grad_rows == N)
-            route = routes.of(
-                tensors, plan, entropy=True, keeps=keeps and any_wanted, draws=any_wanted
-            )
+            route = routes.of(tensors, plan, entropy=True, keeps=keeps and any_wanted)
             for rows in route.chunks():
                 index = rows.index
                 stats = route.sweep(rows)  # GEMM 1
@@ -221,14 +215,13 @@ class _OnePass(torch.autograd.Function):
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
                 route.add(rows, grads, g, e)  # GEMMs 2 and 3
-            route.finish(grads)
             if plan.has_masked and routes.tokens is not None:
                 per_token[:2].masked_fill_(~routes.tokens, 0.0)
         ctx.save_for_backward(scale, *grads.all())
         ctx.dtypes = dtypes_of(*tensors)
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
         ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
-        return torch.stack(losses).sum(), logps, entropy, *d_stats, route.metrics()
+        return torch.stack(losses).sum(), logps, entropy, *d_stats
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

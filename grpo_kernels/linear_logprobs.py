@@ -59,7 +59,7 @@ def linear_logprobs(
         head: the LM head's weight `[V, H]`, or an `LMHead`.
         targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1; or with one
             dimension more, `[..., K]`: several per token, which may repeat. Then `logps` is
-            `[..., K]`, at the GEMMs of one target. Without a support, for the exact backward.
+            `[..., K]`, at the GEMMs of one target. Without a support.
         mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
             anything, cost nothing, and come back as 0.
         entropy: computes the entropy, too.
@@ -225,7 +225,7 @@ def first_pass(
         kept = Gradients(tensors, keep_for, every_row=plan.num_rows == N)
     keeps = kept is not None and routes.call.dtype != torch.float16
     with torch.autocast(like.device.type, enabled=False):
-        route = routes.of(tensors, plan, entropy=entropy, keeps=keeps, draws=False)
+        route = routes.of(tensors, plan, entropy=entropy, keeps=keeps)
         for rows in route.chunks():
             stats = route.sweep(rows)
             logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
@@ -283,12 +283,11 @@ def _gradients(
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     grads = Gradients(tensors, wanted, every_row=plan.num_rows == len(tensors[0]))
     entropy = stats.entropy is not None
-    route = routes.of(tensors, plan, entropy=entropy, keeps=False, draws=True)
+    route = routes.of(tensors, plan, entropy=entropy, keeps=False)
     for rows in route.chunks():
         of_rows = [None if x is None else x[rows.index] for x in given]
         route.resume(rows, stats.at(rows.index))
         route.add(rows, grads, *of_rows)  # type: ignore[arg-type]
-    route.finish(grads)
     return grads.all()
 
 

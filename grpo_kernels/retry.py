@@ -29,7 +29,6 @@ def with_fewer_rows(
     *,
     fixed: bool,
     multiple: int,
-    result: str = "the result is the same",
 ) -> _T:
     """Runs `run(plan)`; on out-of-memory halves the rows per chunk and tries again.
 
@@ -53,7 +52,7 @@ def with_fewer_rows(
         taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
         warnings.warn(
             f"memory ran out over the head, which took {rows} rows of logits at a time instead; "
-            f"{result}. With chunk_bytes={taken} it begins so, and keeps to that",
+            f"the result is the same. With chunk_bytes={taken} it begins so, and keeps to that",
             stacklevel=2,
         )
     return found

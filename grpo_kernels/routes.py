@@ -1,8 +1,7 @@
 """The routes that the tokens of a call take; the one file that knows all of them.
 
 Most calls have one, `Dense`. A support adds one for the tokens that have a kept set; ranks that
-share the vocabulary and a sampled backward take the place of `Dense`. Each is imported where it is
-asked for.
+share the vocabulary take the place of `Dense`. Each is imported where it is asked for.
 """
 
 from __future__ import annotations
@@ -44,13 +43,8 @@ class Routes:
     sets: KeptSets | None = None
     shard: VocabShard | None = None
 
-    def of(
-        self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool, draws: bool
-    ) -> Dense:
-        """The route over `tensors`, those of the call's terms; see `Dense` for the rest.
-
-        `draws`: whether a sampled backward that is asked for is to be made.
-        """
+    def of(self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool) -> Dense:
+        """The route over `tensors`, those of the call's terms; see `Dense` for the rest."""
         dense: Any = Dense
         call, given = self.call.of(tensors), list[Any]()
         many = call.targets.ndim == 2
@@ -62,8 +56,6 @@ class Routes:
                 from .vocab_parallel import VocabParallel as dense
         elif many:
             from .many_targets import ManyTargets as dense
-        elif draws and call.execution.backward is not None:
-            from .experimental.sampled import SampledDense as dense
         return dense(*given, call, plan, entropy=entropy, keeps=keeps)
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
@@ -75,11 +67,9 @@ class Routes:
         """The options of `with_fewer_rows`."""
         execution = self.call.execution
         fixed = execution.chunk_bytes is not None or execution.capturable
-        drawn = execution.backward is not None
         return {
             "fixed": fixed or self.shard is not None,
             "multiple": INVARIANT_ROWS if execution.batch_invariant else 1,
-            "result": "other columns are drawn" if drawn else "the result is the same",
         }
 
     def metrics(self) -> dict[str, Tensor]:
@@ -107,11 +97,6 @@ def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
             "support: expected None with several targets per token; got a support, of which "
             "entries=True scores every id"
         )
-    if call.execution.backward is not None:
-        raise ValueError(
-            "backward: expected None with several targets per token; got "
-            f"{call.execution.backward!r}"
-        )
     flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
     if call.execution.capturable and call.mask is not None:
         flat = selected(call.mask, flat, 0)
@@ -123,7 +108,6 @@ def keeps_gradients(call: HeadCall) -> bool:
     execution, wanted = call.execution, call.wants_grad()
     return (
         execution.keep_gradients
-        and execution.backward is None
         and any(wanted[::2])
         and not any(wanted[1::2])
         and call.targets.ndim == 1
@@ -184,8 +168,7 @@ def routes_of(
 def _buffers(call: HeadCall, weight: Tensor, gradients: bool, strips: bool) -> Buffers:
     if not gradients or call.dtype == torch.float32:
         return Buffers(len(weight))
-    # A sampled backward scores the columns of a whole chunk.
-    return Buffers(len(weight), call.dtype.itemsize, strips and call.execution.backward is None)
+    return Buffers(len(weight), call.dtype.itemsize, strips)
 
 
 def _plan(

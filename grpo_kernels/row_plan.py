@@ -38,15 +38,6 @@ class Chunk:
     size: int
     needs_grad: bool
 
-    def at(self, part: slice) -> Chunk:
-        """Some of them, counted from the first."""
-        index = self.index
-        if isinstance(index, slice):
-            index = slice(index.start + part.start, index.start + part.stop)
-        else:
-            index = index[part]
-        return Chunk(index, part.stop - part.start, self.needs_grad)
-
 
 @dataclass(frozen=True)
 class RowPlan:

@@ -74,10 +74,8 @@ class VocabParallel(Dense):
             self.shard.mend(exps, self.targets, slope, stats, whole)
         return whole
 
-    def multiply(
-        self, rows: Chunk, xs: Sequence[Tensor], d: Tensor, factors: Tensor | None, grads: Gradients
-    ) -> None:
-        super().multiply(rows, xs, d, factors, grads)
+    def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
+        super().multiply(rows, d, factors, grads)
         for grad, share, work in self.sums:
             work.wait()
             put_rows(grad, rows.index, share)

@@ -8,7 +8,6 @@ import torch
 
 from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
 from grpo_kernels.dense import row_factors
-from grpo_kernels.experimental import torch_column_scores, triton_column_scores
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
 from tests.helpers.tiers import INTERPRETED, cases, compiled_alone
@@ -53,22 +52,16 @@ def without_gradient(logits, targets, transform):
 
 
 def assert_exact(logits, targets, transform, of_lse=1.0, of_entropy=1.0):
-    """Statistics and gradients of both backends; scores of columns, and gradients of drawn ones."""
+    """Statistics and gradients of both backends."""
     (count, V), device = logits.shape, logits.device
     g = torch.Generator().manual_seed(0)
     weights = torch.randn(3, count, generator=g)
     weights[0, ::3] = 0.0
     weights = (weights * torch.tensor([1.0, of_lse, of_entropy])[:, None]).to(device)
-    column_weights = 0.5 + torch.rand(V, generator=g).to(device)
     truth, expected = exact_statistics(logits, targets, transform, weights)
     at_zero = without_gradient(logits, targets, transform)
-    blocks = [slice(0, 4), slice(4, count)] if count > 4 else [slice(0, count)]
-    sums = [torch.stack([x[b].sum(0) for b in blocks]) for x in (expected.square(), expected)]
     of = weights[0], weights[2] if of_entropy else None, weights[1] if of_lse else None
-    for backend, scores in (
-        (torch_backend, torch_column_scores),
-        (triton_backend, triton_column_scores),
-    ):
+    for backend in (torch_backend, triton_backend):
         stats = backend.token_stats(logits, targets, transform, entropy=True)
         for mine, true in zip(stats[:3], truth, strict=True):
             torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
@@ -78,11 +71,6 @@ def assert_exact(logits, targets, transform, of_lse=1.0, of_entropy=1.0):
         torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
         backend.logit_grads_(logits, targets, transform, grads, given := logits.clone())
         assert given.equal(out)
-        backend.logit_grads_(logits, targets, transform, grads, out, column_weights=column_weights)
-        assert relative_error(out, expected * column_weights) <= 2e-5
-        found = scores.column_scores(logits, targets, transform, grads, blocks)
-        for mine, true in zip(found, sums, strict=True):
-            assert mine.shape == (len(blocks), V) and relative_error(mine, true) <= 2e-5
 
 
 def assert_exps_are_the_gradient(logits, targets, transform):
@@ -430,7 +418,3 @@ def test_backends_have_the_same_signatures():
     others = {k for k, x in vars(torch_backend).items() if inspect.isfunction(x)
               and x.__module__ == torch_backend.__name__ and k[0] != "_"}  # fmt: skip
     assert names == others - {"row_blocks"}
-    for name in ("column_scores", "column_level"):
-        pair = (getattr(x, name) for x in (torch_column_scores, triton_column_scores))
-        mine, theirs = map(options_of, pair)
-        assert mine == theirs, name

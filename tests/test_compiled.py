@@ -12,7 +12,6 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, compiled, compiled_loss
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.training.policy import Batch, Policy
 from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, relative_error
@@ -449,7 +448,6 @@ def a_support():
     (
         ({"support": a_support()}, "support: the sizes of kept sets follow from the data"),
         ({"execution": Execution(matmul=torch.mm)}, "execution.matmul: a function is no part"),
-        ({"execution": Execution(backward=Sampled())}, "execution.backward: a sampled backward"),
         ({"config": GRPOLossConfig(loss_type=lambda tokens: -tokens.logps * tokens.advantages)},
          "config.loss_type: a loss of one's own"),
     ),

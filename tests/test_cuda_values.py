@@ -8,7 +8,6 @@ precision's operands.
 import pytest
 import torch
 
-from grpo_kernels.experimental import Sampled
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
@@ -122,17 +121,6 @@ def test_values_under_autocast(dtype):
     for name, expected in exact.gradients.items():
         if expected is not None:
             assert 1e-5 < relative_error(ours.gradients[name], expected) <= 2e-2, name
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_values_of_a_sampled_backward(dtype):
-    """Loss and log-probs are exact; the gradients are estimates."""
-    batch = make_batch(B=6, T=11, V=V).to("cuda", dtype)
-    options = {"old_logps": True, "backward": Sampled(seed=0)}
-    expected = run_fused(batch, exact=True, old_logps=True)
-    ours = run_fused(batch, exact=False, **options)
-    assert (ours.logps - expected.logps).abs().max() <= 1e-4
-    assert relative_error(ours.gradients["hidden"], expected.gradients["hidden"]) <= 0.05
 
 
 @pytest.mark.usefixtures("real_memory")

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from grpo_kernels import arguments, grpo_loss, routes, selective_log_softmax
 from grpo_kernels.backends import torch_backend
 from grpo_kernels.checks import ValueChecks
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.row_plan import RowPlan
 from tests.helpers.batches import OBJECTIVES, config
 from tests.helpers.fake_cuda import (
@@ -39,20 +38,18 @@ STRIP_ROWS = 128
 class Budget(NamedTuple):
     """The most launches of a forward with its backward.
 
-    A call of c chunks of r rows may have `fixed + c * (per_chunk + r / part_rows * per_part)`.
+    A call of c chunks of r rows may have `fixed + c * (per_chunk + r / STRIP_ROWS * per_part)`.
     """
 
     fixed: int
     per_chunk: int
     per_part: int
-    part_rows: int
 
 
-# (backward, case). A part is a strip of logits, or a block of rows that share their columns.
+# A part is a strip of logits.
 BUDGETS = {
-    ("exact", "off_policy"): Budget(fixed=100, per_chunk=15, per_part=2, part_rows=STRIP_ROWS),
-    ("exact", "mask"): Budget(fixed=115, per_chunk=20, per_part=2, part_rows=STRIP_ROWS),
-    ("sampled", "off_policy"): Budget(fixed=135, per_chunk=60, per_part=20, part_rows=256),
+    "off_policy": Budget(fixed=100, per_chunk=15, per_part=2),
+    "mask": Budget(fixed=115, per_chunk=20, per_part=2),
 }
 
 
@@ -167,7 +164,7 @@ def record_chunks(case="mask", *, chunks=2, chunk_rows=CHUNK_ROWS, **call):
     """The same of a loss over so many chunks."""
     names, objective, options = CASES[case]
     layout = "strips"
-    if objective.get("entropy_coef") or "dtype" in options or "backward" in call:
+    if objective.get("entropy_coef") or "dtype" in options:
         layout = "one" if options.get("dtype") == torch.float32 else "two"
     rows, masked = chunks * chunk_rows, "mask" in names
     counts = [rows] * (masked + has_two_counts(objective))
@@ -216,21 +213,12 @@ def test_two_passes_read_their_row_counts(objective):
     assert len(gpu.transfers) == 1, gpu.report()
 
 
-@pytest.mark.parametrize("case", ("mask", "everything"))
-def test_sampled_backward_reads_once_per_chunk(case):
-    for chunks in (2, 4):
-        gpu, in_forward = record_chunks(case, chunks=chunks, backward=Sampled(seed=0))
-        assert in_forward == len(gpu.transfers) == 1 + chunks, gpu.report()
-        assert {event.name for event in gpu.transfers} == {"tolist"}, gpu.report()
-
-
-@pytest.mark.parametrize(("backward", "chunks"), ((None, 0), (Sampled(seed=0), 3)))
-def test_log_probs_read_their_row_counts(backward, chunks):
-    """Once per pass; a sampled backward besides once per chunk."""
+def test_log_probs_read_their_row_counts():
+    """Once per pass."""
     rows, chunk_bytes = 3 * CHUNK_ROWS, bytes_of(CHUNK_ROWS, "two")
-    options = {"tokens": rows, "counts": [rows], "chunk_bytes": chunk_bytes, "backward": backward}
+    options = {"tokens": rows, "counts": [rows], "chunk_bytes": chunk_bytes}
     gpu, in_forward = record("head", "logps", **options)
-    assert in_forward == 1 and len(gpu.transfers) == 2 + chunks, gpu.report()
+    assert in_forward == 1 and len(gpu.transfers) == 2, gpu.report()
 
 
 def has_kernel(cfg):
@@ -280,15 +268,14 @@ def test_log_softmax_reads_nothing():
     reads_nothing(call)
 
 
-@pytest.mark.parametrize(("way", "case"), BUDGETS)
-@pytest.mark.parametrize("of", ("fixed", "per_chunk", "per_part"))
-def test_launches(way, case, of):
-    budget = BUDGETS[way, case]
-    launches = launches_of(way, case)
+@pytest.mark.parametrize("case", BUDGETS)
+@pytest.mark.parametrize("of", Budget._fields)
+def test_launches(case, of):
+    launches = launches_of(case)
     totals = {name: found.total() for name, found in launches.items()}
-    totals["per_part"] /= CHUNK_ROWS // budget.part_rows
-    totals["per_chunk"] -= totals["per_part"] * (CHUNK_ROWS // budget.part_rows)
-    assert totals[of] <= getattr(budget, of), (totals, launches[of].most_common())
+    totals["per_part"] /= CHUNK_ROWS // STRIP_ROWS
+    totals["per_chunk"] -= totals["per_part"] * (CHUNK_ROWS // STRIP_ROWS)
+    assert totals[of] <= getattr(BUDGETS[case], of), (totals, launches[of].most_common())
 
 
 @pytest.mark.parametrize("keep", (True, False), ids=("kept", "made_again"))
@@ -313,11 +300,10 @@ def test_gemms_of_a_frozen_head(keep):
 
 
 @functools.cache
-def launches_of(way, case):
+def launches_of(case):
     """The launches of a call, of a further chunk, and of as many rows more in a chunk."""
-    sampled = {"backward": Sampled(seed=0)} if way == "sampled" else {}
     one, two, larger = (
-        record_chunks(case, **sizes, **sampled)[0].counts()
+        record_chunks(case, **sizes)[0].counts()
         for sizes in ({"chunks": 1}, {"chunks": 2}, {"chunks": 1, "chunk_rows": 2 * CHUNK_ROWS})
     )
     return {"fixed": one - (two - one), "per_chunk": two - one, "per_part": larger - one}
@@ -333,9 +319,8 @@ def keys(request):
         options = {
             "config": config(beta=0.1, entropy_coef=0.1),
             "chunk_bytes": bytes_of(draw.choice((37, 128, 384)), "one"),
-            **({"backward": Sampled(seed=0)} if index % 3 == 0 else {}),
         }
-        with FakeCUDA(answer_with(*row_counts, kept=draw.randint(1, 9999))) as gpu:
+        with FakeCUDA(answer_with(*row_counts)) as gpu:
             given = options_of(("old_logps", "ref_logps", *["mask"] * masked), B, T)
             temperature = empty(B, T)
             fused_grpo_loss(*head(B, T), empty(B), temperature=temperature, **options, **given)
@@ -346,10 +331,9 @@ def keys(request):
     return keys
 
 
-KERNELS = ("token_stats_kernel", "logit_grads_kernel", "column_scores_kernel", "policy_loss_kernel")
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel", ("token_stats_kernel", "logit_grads_kernel", "policy_loss_kernel")
+)
 def test_no_batch_size_compiles_a_kernel_again(kernel, keys):
     mine = {options: found for (name, options), found in keys.items() if name == kernel}
     assert mine
@@ -450,8 +434,8 @@ def test_sums_of_parts_are_launched_where_a_segment_can_be_long(call):
 def test_tokens_without_a_support_launch_what_they_launch_alone(rows):
     of_support = launches_of_support("mask", "loss", 8192, 8).total()
     mixed = launches_of_support("mask", "loss", 8192, 8, without=rows).total()
-    budget = BUDGETS["exact", "mask"]
-    alone = budget.fixed + budget.per_chunk + rows // budget.part_rows * budget.per_part
+    budget = BUDGETS["mask"]
+    alone = budget.fixed + budget.per_chunk + rows // STRIP_ROWS * budget.per_part
     assert mixed - of_support <= alone
 
 

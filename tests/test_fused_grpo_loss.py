@@ -1,9 +1,12 @@
 """`fused_grpo_loss` against the float64 reference: value, metrics and gradients, every option."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.workloads import make
 from grpo_kernels.dense import Dense
 from tests.helpers.batches import (
     OBJECTIVES,
@@ -155,6 +158,30 @@ def test_cuda_tile_past_2_31_elements(dtype):
     assert (results[0][0] - results[1][0]).abs().max() < 1e-4
     for small, large in zip(results[0][1:], results[1][1:], strict=True):
         assert small.norm() > 0 and relative_error(large, small) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.real_gpu
+def test_waits_for_a_gpu():
+    """Once, for the row counts."""
+    w = make("dense", (1024, 5003, 64), "cuda")
+    w.hidden.requires_grad_()
+    w.weight.requires_grad_()
+
+    def step():
+        fused_grpo_loss(
+            w.hidden, w.weight, w.targets, w.advantages, old_logps=w.old_logps
+        ).loss.backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(x.message) for x in told) == 1
 
 
 def test_advantages_per_token():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from grpo_kernels.dense import Dense
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.retry import ran_out_of_memory
 from grpo_kernels.row_plan import RowPlan
 from tests.helpers import flat_calls
@@ -73,18 +72,6 @@ def test_the_loss_is_that_of_the_reference(options, batch):
         actual = run_fused(batch, exact=False, matmul=little_memory, **options)
     assert_matches(actual, expected, 2e-5, logps=2e-5)
     assert max(little_memory.asked) > ROWS
-
-
-@pytest.mark.parametrize("config", (config(), config(loss_type="gspo")), ids=("one", "two"))
-def test_a_sampled_backward_is_unbiased_still(config, batch, little_memory_for_logits):
-    options = {"config": config, "old_logps": True}
-    expected = run_fused(batch, exact=True, **options)
-    with pytest.warns(UserWarning, match=SAID) as caught:
-        actual = run_fused(batch, exact=False, **options, backward=Sampled(1e-3, seed=3))
-    assert "other columns are drawn" in str(caught[0].message)
-    for name in ("hidden", "weight"):
-        want, got = expected.gradients[name], actual.gradients[name]
-        assert (got - want).norm() <= 2e-2 * want.norm() > 0
 
 
 def test_log_probs_in_both_directions(batch):

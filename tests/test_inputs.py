@@ -69,9 +69,6 @@ WRONG_TYPES = {
     r"low_rank: expected a pair.*": {"low_rank": A},
     r"low_rank: expected a pair": {"low_rank": (A, LORA_B, LORA_B)},
     r"low_rank\[0\]: expected dtype .* got float64": {"low_rank": (A.double(), LORA_B)},
-    "backward: expected a grpo_kernels.experimental.Sampled, or None for the exact one; got": {
-        "backward": "sampled"
-    },
     "capturable: expected a bool; got 'yes'": {"capturable": "yes"},
     "batch_invariant: expected a bool; got 1": {"batch_invariant": 1},
     "matmul: expected a function of two tensors": {"matmul": "mm"},

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.experimental import Sampled
 from tests.helpers import flat_calls
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.flat_calls import reference
@@ -96,49 +95,6 @@ def test_bf16_head_and_float32_adapter():
     assert gradients["outer"].dtype == torch.float32
     for key in ("hidden", "inner", "outer"):
         assert relative_error(gradients[key], wanted[key]) < 2.5e-3, key
-
-
-@pytest.mark.parametrize("call", ("loss", "logps"))
-def test_sampled_gradients_are_unbiased(call):
-    batch = make_batch(B=8, T=16)
-    leaves = operands(batch, frozen=("weight", "bias"))
-    options = {"call": call, "config": config()}
-    _, wanted = run(batch, exactly(leaves), reference, **options)
-    draws = 64
-    total = {key: torch.zeros_like(x) for key, x in leaves.items()}
-    single = {}
-    for seed in range(draws):
-        for x in leaves.values():
-            x.grad = None
-        _, gradients = run(batch, leaves, backward=Sampled(0.25, seed), **options)
-        for key in ("hidden", "inner", "outer"):
-            total[key] += gradients[key] / draws
-            single.setdefault(key, []).append(relative_error(gradients[key], wanted[key]))
-    for key, errors in single.items():
-        one = sum(errors) / draws
-        assert 0.03 < one < 1, key
-        assert relative_error(total[key], wanted[key]) < 2 * one / draws**0.5, key
-
-
-def test_the_noise_of_an_adapter_alone():
-    """Noise is planned for and reported of `lora_b` where all else is frozen."""
-    batch = make_batch(B=8, T=16)
-    leaves = operands(batch, frozen=("hidden", "weight", "bias", "inner"))
-    _, wanted = run(batch, exactly(leaves), reference, config=config())
-    told, errors = [], []
-    for seed in range(16):
-        leaves["outer"].grad = None
-        out = flat_calls.fused_grpo_loss(
-            leaves["hidden"], leaves["weight"], batch.targets, batch.advantages, batch.mask,
-            old_logps=batch.old_logps, low_rank=(leaves["inner"], leaves["outer"]),
-            bias=leaves["bias"], config=config(), backward=Sampled(0.25, seed),
-        )  # fmt: skip
-        out.loss.backward()
-        told.append(out.metrics["gradient_noise"].item())
-        errors.append(relative_error(leaves["outer"].grad, wanted["outer"]))
-    mean_error = sum(errors) / len(errors)
-    assert 0.02 < mean_error < 0.5
-    assert sum(told) / len(told) == pytest.approx(mean_error, rel=0.4)
 
 
 @pytest.mark.gpu

@@ -20,10 +20,8 @@ from grpo_kernels.integrations.verl import linear_cross_entropy, patch_verl
 from grpo_kernels.linear_logprobs import _gradients, first_pass, second_pass
 
 PACKAGE = Path(grpo_kernels.__file__).parent
-CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|sampled|capturable|tile)\w*", re.IGNORECASE)
-OPTIONAL = re.compile(
-    r"support|vocab|many|experimental|sampled|column|sampler|training|integrations|reference"
-)
+CAPABILITIES = re.compile(r"\w*(?:shard|ranks|support|capturable|tile)\w*", re.IGNORECASE)
+OPTIONAL = re.compile(r"support|vocab|many|sampler|training|integrations|reference")
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
 import sys, torch
@@ -58,7 +56,6 @@ def test_routes_alone_know_the_capabilities():
     """Of the files that an exact call loads; and only inside of functions."""
     optional = {
         "support", "vocab_parallel", "vocab_shard", "many_targets", "many_targets_on_ranks",
-        "experimental", "experimental.sampled",
     }  # fmt: skip
     for path in PACKAGE.glob("*.py"):
         if path.stem in (*optional, "doctor"):

@@ -1,4 +1,4 @@
-"""Runs of the trainer: what they log, their seams, LoRA, the sampled backward, resampling."""
+"""Runs of the trainer: what they log, their seams, LoRA, resampling."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.experimental import column_draw
 from grpo_kernels.losses import Sapo
 from grpo_kernels.training import (
     Completion,
@@ -312,18 +311,6 @@ def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
     assert len(train(replace(config, steps=3, resume=True))) == 3
     with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
         train(replace(config, steps=4, resume=True, loss_type=Sapo()))
-
-
-def test_the_sampled_backward(tiny_model, tmp_path, monkeypatch):
-    """Other columns in every micro-batch, and the same ones in a run from the same seed."""
-    monkeypatch.setattr(column_draw, "_FLAT_SHARE", 2.0)  # that of a small model
-    drawn = {"sampled_tolerance": 0.5, "micro_batch_size": 4}
-    first, again, exact = (
-        train(config_of(tiny_model, tmp_path, name=name, **options))
-        for name, options in (("a", drawn), ("b", drawn), ("c", {}))
-    )
-    assert first == again and first[0]["loss"] == pytest.approx(exact[0]["loss"], abs=1e-5)
-    assert first[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=1e-3)
 
 
 # Groups of equal rewards, which are replaced by those of other problems

@@ -46,7 +46,6 @@ def config_of(**options):
         ({"minibatches": 3}, "minibatches: expected a divisor of prompts_per_step = 4"),
         ({"trainable": "("}, "trainable: expected a regular expression"),
         ({"trainable": "x", "lora_rank": 2}, "trainable: expected none with lora_rank"),
-        ({"batch_invariant": True, "sampled_tolerance": 0.1}, "batch_invariant: expected false"),
         ({"dtype": "fp8"}, "dtype: expected one of fp32, bf16"),
         ({"eval_every": 2}, "eval_every: expected 0 where eval_size is 0"),
         ({"name": "a/b"}, "name: expected the name of a folder"),

@@ -111,7 +111,6 @@ class RowGrads(NamedTuple):
     """
 
     logsumexp: Tensor
-    d_logps: Tensor
     d_softmax: Tensor
     at_target: Tensor
     entropy: Tensor | None = None
@@ -134,13 +133,11 @@ class RowGrads(NamedTuple):
             assert stats.entropy is not None
             surprise = stats.logps.clamp(min=-1e4) + stats.entropy
             at_target -= stats.logps.exp() * d_entropy * surprise
-        return RowGrads(stats.logsumexp, d_logps, d_softmax, at_target, stats.entropy, d_entropy)
+        return RowGrads(stats.logsumexp, d_softmax, at_target, stats.entropy, d_entropy)
 
     def at(self, rows: Tensor | slice) -> RowGrads:
         """The values of some rows."""
-        # Once where two are the same tensor: that says that the logsumexp has no gradient.
-        parts = {id(x): x[rows] for x in self if x is not None}
-        return RowGrads(*(None if x is None else parts[id(x)] for x in self))  # type: ignore[arg-type]
+        return RowGrads(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

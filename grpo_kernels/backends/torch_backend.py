@@ -113,13 +113,11 @@ def logit_grads_(
     grads: RowGrads,
     out: Tensor,
     *,
-    column_weights: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> None:
     """Writes the gradient of the raw logits `[C, V]` to `out [C, V]`.
 
-    `out` may be `logits` itself. A target of -1 is none of the columns. `column_weights`, float32
-    `[V]`, multiplies the columns of the result.
+    `out` may be `logits` itself. A target of -1 is none of the columns.
     """
     for rows in row_blocks(logits, block_bytes):
         local, block, target = transform.at(rows), logits[rows], out[rows]
@@ -146,8 +144,6 @@ def logit_grads_(
         slope = local.logit_scale / local.per_row
         if isinstance(slope, Tensor) or slope != 1.0:
             d_logits.mul_(slope)
-        if column_weights is not None:
-            d_logits.mul_(column_weights)
         if d_logits.data_ptr() != target.data_ptr():
             target.copy_(d_logits)
 

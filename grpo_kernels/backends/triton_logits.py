@@ -27,22 +27,14 @@ leaves behind; the target's entry is (p_y - 1) S.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads, TokenStats
-from .triton_common import (
-    Launch,
-    block_of,
-    device_of,
-    expm1,
-    gradient_pointers,
-    per_row,
-    temperature_pointer,
-    transform_flags,
-    transform_scalars,
-)
+from .triton_common import Launch, build, device_of, expm1
 
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.tune` times others.
@@ -53,6 +45,16 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _REACH = tl.constexpr(60.0 * 1.4426950408889634)
 _MOST_HALVINGS = tl.constexpr(14)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
+
+# Pointers to one value per row are not specialized: otherwise each new first row would compile the
+# kernel again, in the middle of training.
+per_row = triton.jit(
+    do_not_specialize_on_alignment=[
+        f"{name}_ptr"
+        for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
+                     "at_target", "d_softmax", "d_entropy", "offsets")
+    ],
+)  # fmt: skip
 
 
 @triton.jit
@@ -224,12 +226,38 @@ def token_stats_kernel(
 
 
 @triton.jit
-def load_row_grads(
-    row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
-    entropy_ptr, d_entropy_ptr, logit_scale, temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+def _store_logit_grads(
+    row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Loads what the gradient of a row's logits is made of, in the order of `block_grads`."""
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    log_p = (u * scale - logsumexp) * _LOG2_E
+    p = tl.exp2(log_p)
+    coef = d_softmax
+    if HAS_ENTROPY:
+        coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+    d_logits = tl.where(offs_v == target, at_target, -p * coef) * slope
+    tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
+
+
+@per_row
+def logit_grads_kernel(
+    logits_ptr, targets_ptr, temperature_ptr,
+    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
+    out_ptr,
+    V,
+    stride_logits_n, stride_out_n,
+    logit_scale, softcap, temperature,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    out_row_ptr = out_ptr + row * stride_out_n
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
@@ -242,71 +270,58 @@ def load_row_grads(
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + row) * _LOG2_E
         d_entropy = tl.load(d_entropy_ptr + row) * slope * _LN_2
-    return target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale
-
-
-@triton.jit
-def block_grads(
-    row_ptr, offs_v, mask_v, row_grads, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a block of one row's raw logits; of no use where masked."""
-    target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
-    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
-    log_p = (u * scale - logsumexp) * _LOG2_E
-    p = tl.exp2(log_p)
-    coef = d_softmax
-    if HAS_ENTROPY:
-        coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
-    return tl.where(offs_v == target, at_target, -p * coef) * slope
-
-
-@triton.jit
-def _store_logit_grads(
-    row_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    offs_v = start + tl.arange(0, BLOCK_V)
-    mask_v = WHOLE | (offs_v < V)
-    d_logits = block_grads(
-        row_ptr, offs_v, mask_v, row_grads, logit_scale, softcap, HAS_SOFTCAP, HAS_ENTROPY
-    )
-    if HAS_WEIGHTS:
-        d_logits *= tl.load(weights_ptr + offs_v, mask=mask_v, other=0.0)
-    tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
-
-
-@per_row
-def logit_grads_kernel(
-    logits_ptr, targets_ptr, temperature_ptr,
-    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr,
-    weights_ptr, out_ptr,
-    V,
-    stride_logits_n, stride_out_n,
-    logit_scale, softcap, temperature,
-    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_n
-    out_row_ptr = out_ptr + row * stride_out_n
-    row_grads = load_row_grads(
-        row, targets_ptr, temperature_ptr, logsumexp_ptr, d_softmax_ptr, at_target_ptr,
-        entropy_ptr, d_entropy_ptr, logit_scale, temperature,
-        HAS_SOFTCAP, HAS_TEMPERATURE, HAS_ENTROPY,
-    )  # fmt: skip
+    row_grads = (target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale)
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         _store_logit_grads(
-            row_ptr, weights_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
-            HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, True, BLOCK_V,
+            row_ptr, out_row_ptr, start, V, row_grads, logit_scale, softcap,
+            HAS_SOFTCAP, HAS_ENTROPY, True, BLOCK_V,
         )  # fmt: skip
     if whole < V:
         _store_logit_grads(
-            row_ptr, weights_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
-            HAS_SOFTCAP, HAS_ENTROPY, HAS_WEIGHTS, False, BLOCK_V,
+            row_ptr, out_row_ptr, whole, V, row_grads, logit_scale, softcap,
+            HAS_SOFTCAP, HAS_ENTROPY, False, BLOCK_V,
         )  # fmt: skip
+
+
+def block_of(launch: Launch, V: int) -> dict[str, Any]:
+    """Columns that a program takes at a time, and how its kernel is built.
+
+    No more threads than columns, with warps of 64 as on AMD: a column that several threads hold
+    would be read by one of them while another one overwrites it.
+    """
+    block_v = min(launch.block, max(128, triton.next_power_of_2(V)))
+    return {"BLOCK_V": block_v, **build(min(launch.num_warps, block_v // 64))}
+
+
+def temperature_pointer(transform: LogitTransform, unused: Tensor) -> Tensor:
+    """The temperatures of the rows; `unused` where there is one for all."""
+    return transform.temperature if isinstance(transform.temperature, Tensor) else unused
+
+
+def transform_scalars(transform: LogitTransform) -> tuple[float, float, float]:
+    """Scale, softcap and temperature, in the kernels' order."""
+    temperature = transform.temperature
+    return (
+        float(transform.logit_scale),
+        float(transform.softcap or 1.0),
+        1.0 if isinstance(temperature, Tensor) else float(temperature),
+    )
+
+
+def transform_flags(transform: LogitTransform) -> dict[str, bool]:
+    """The flags that kernels are compiled with for a transform."""
+    return {
+        "HAS_SOFTCAP": transform.softcap is not None,
+        "HAS_TEMPERATURE": isinstance(transform.temperature, Tensor),
+    }
+
+
+def gradient_pointers(grads: RowGrads, unused: Tensor) -> tuple[Tensor, ...]:
+    """Per-row pointers in the kernels' order; the entropy's only where it has a gradient."""
+    entropies = (grads.entropy, grads.d_entropy) if grads.d_entropy is not None else (None, None)
+    per_row = (grads.logsumexp, grads.d_softmax, grads.at_target, *entropies)
+    return tuple(unused if x is None else x for x in per_row)
 
 
 def token_stats(
@@ -351,7 +366,6 @@ def logit_grads_(
     grads: RowGrads,
     out: Tensor,
     *,
-    column_weights: Tensor | None = None,
     launch: Launch = ROW_LAUNCH,
 ) -> None:
     count, V = logits.shape
@@ -360,11 +374,11 @@ def logit_grads_(
             logit_grads_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),
                 *gradient_pointers(grads, logits),
-                logits if column_weights is None else column_weights, out,
+                out,
                 V,
                 logits.stride(0), out.stride(0),
                 *transform_scalars(transform),
                 **transform_flags(transform),
-                HAS_ENTROPY=grads.d_entropy is not None, HAS_WEIGHTS=column_weights is not None,
+                HAS_ENTROPY=grads.d_entropy is not None,
                 **block_of(launch, V),
             )  # fmt: skip

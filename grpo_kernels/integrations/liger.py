@@ -82,8 +82,7 @@ class FusedLinearGRPOLoss(nn.Module):
         temperature: divides the logits.
         delta, use_bias_correction_kl: as in `GRPOLossConfig`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
-        execution: how calls are computed; the seed of a sampled backward is a `torch.Generator`,
-            or None.
+        execution: how calls are computed.
         logits_dtype: as in `LMHead`.
 
     Raises:
@@ -279,7 +278,7 @@ class FusedLinearGRPOLoss(nn.Module):
         mask: Tensor,
         support: Support | None,
     ) -> Tensor:
-        execution = replace(self.head_options.execution, backward=None)
+        execution = self.head_options.execution
         return linear_logprobs(
             hidden, head, targets, mask, support=support, execution=execution
         ).logps

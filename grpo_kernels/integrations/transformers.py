@@ -198,8 +198,7 @@ def attach_fused_head(
             if the weights are not loaded on this rank (ZeRO-3, FSDP2, the meta device).
         temperature: divides the logits of all calls, as in `LMHead`.
         logits_dtype: of all calls, as in `LMHead`.
-        execution: of all calls. The seed of a sampled backward is then a `torch.Generator`, or
-            None, as an int would draw the same columns in every call.
+        execution: of all calls.
 
     Raises:
         TypeError: the model is not one of transformers, or an option is of another type.

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..config import check_choice
-from ..execution import Execution
+from ..execution import Execution, check_execution
 from ..head import LMHead, Support, VocabRanks
 from ..hf_head import body_of, gather_head, head_of, let_go_of_head
 from ..linear_logprobs import linear_logprobs
 from .patching import Patch, check_version, is_ours
-from .reused import Reused
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +66,7 @@ class patch_verl(Patch):
         from verl.utils.kernel import linear_cross_entropy as kernel
         from verl.workers.config.model import HFModelConfig
 
-        Reused(execution=execution)  # refuses now what would be later
+        check_execution(execution)  # refuses now what would be later
         self._engines: Patch | None = None
         self._hooks = list[RemovableHandle]()
         own_forward = monkey_patch.patch_forward_with_backends

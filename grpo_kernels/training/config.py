@@ -136,9 +136,6 @@ class TrainingConfig(GRPOLossConfig):
     batch_invariant: bool = False
     """The head makes the same log-prob of the same state, to the bit, whatever else is in the
     micro-batch."""
-    sampled_tolerance: float = 0.0
-    """Relative noise of the head's gradients by a sampled backward, 0.005 say
-    (docs/sampled_backward.md); 0: exact ones."""
 
     # Updates
     epochs_per_rollout: int = 1
@@ -192,8 +189,8 @@ class TrainingConfig(GRPOLossConfig):
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
-                     "resample_equal_groups", "reward_timeout", "sampled_tolerance",
-                     "warmup_steps", "weight_decay"):  # fmt: skip
+                     "resample_equal_groups", "reward_timeout", "warmup_steps",
+                     "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature",
                      "vllm_server_timeout", "vllm_request_timeout"):  # fmt: skip
@@ -299,8 +296,6 @@ class TrainingConfig(GRPOLossConfig):
             refuse("rewards", "at least one reward function")
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
             refuse("reward_weights", f"one for each of {self.rewards}")
-        if self.batch_invariant and self.sampled_tolerance:
-            refuse("batch_invariant", "false with sampled_tolerance, as draws are of whole batches")
         if self.prompts_per_step % self.minibatches:
             refuse("minibatches", f"a divisor of prompts_per_step = {self.prompts_per_step}")
         if self.trainable is not None and self.lora_rank:

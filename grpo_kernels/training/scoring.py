@@ -109,9 +109,7 @@ class Scorer:
                 drop_gradients()
                 now = self._smaller()
             clear_device_cache(garbage_collection=True)
-            drawn = self.config.sampled_tolerance > 0
-            same = "other columns are drawn" if drawn else "the gradients are the same"
-            warn(f"memory ran out: from now on {now}; {same}")
+            warn(f"memory ran out: from now on {now}; the gradients are the same")
 
     def _smaller(self) -> str:
         """Halves micro-batches; those of one completion stay, and the head's chunks are halved.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..execution import Execution
 from . import checkpoint, metrics, ranks
 from .interruptions import BadUpdates
 from .micro_batches import Size, config_of_part, num_items
@@ -53,7 +50,7 @@ class Updates:
         rate = self.config.learning_rate_at((step - 1) * self.config.updates_per_step + number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        work = partial(self._accumulate, samples, step, number, rows, why_gap)
+        work = partial(self._accumulate, samples, number, rows, why_gap)
         merged, loss = self.in_memory(work)
         return {
             **merged, "grad_norm": self._optimizer_step(), "learning_rate": rate,
@@ -69,7 +66,7 @@ class Updates:
         ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
 
     def _accumulate(
-        self, samples: Samples, step: int, number: int, rows: Sequence[int], why_gap: str | None
+        self, samples: Samples, number: int, rows: Sequence[int], why_gap: str | None
     ) -> tuple[dict[str, float], Tensor]:
         """Adds up the gradient of an update, part by part; its metrics and its loss."""
         accelerator, scorer = self.accelerator, self.scorer
@@ -97,7 +94,7 @@ class Updates:
                         part_loss, part_metrics, logps = self.policy(
                             "loss", batch, samples.advantages[where], part_config,
                             **constants, num_items=items,
-                            execution=self._execution(f"{step}-{number}-{index}"),
+                            execution=self.scorer.execution(),
                         )  # fmt: skip
                     if not last:
                         accelerator.backward(part_loss)
@@ -113,16 +110,6 @@ class Updates:
             if part:
                 samples.logps[where, :T] = logps
         return merged, loss
-
-    def _execution(self, part: str) -> Execution:
-        """The `Execution` of a part's loss; a sampled backward has a seed in each."""
-        execution = self.scorer.execution()
-        if not (tolerance := self.config.sampled_tolerance):
-            return execution
-        from ..experimental import Sampled
-
-        draw = random.Random(f"{self.config.seed}-{self.accelerator.process_index}-{part}")
-        return replace(execution, backward=Sampled(tolerance, draw.getrandbits(31)))
 
     def _optimizer_step(self) -> float:
         """Clips the gradient and, if it is finite, steps; returns its norm."""

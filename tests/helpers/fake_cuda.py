@@ -60,18 +60,15 @@ class Event(NamedTuple):
     where: str
 
 
-def answer_with(*row_counts: int, kept: int = 1600) -> Callable[[Tensor], Any]:
+def answer_with(*row_counts: int) -> Callable[[Tensor], Any]:
     """Makes up the values that the library reads.
 
-    A vector has counts of offending values, 0, and ends in `row_counts`; a table `[2, B]` has of
-    each block how many columns it keeps, and whether it is dense. Whatever else is read is 1.
+    A vector has counts of offending values, 0, and ends in `row_counts`; all else is 1.
     """
 
     def answer(x: Tensor) -> Any:
         if x.dim() == 1 and not x.is_floating_point() and x.dtype != torch.bool:
             return [0] * (len(x) - len(row_counts)) + list(row_counts)
-        if x.dim() == 2:
-            return [[kept] * x.shape[1], [0] * x.shape[1]]
         return torch.ones(x.shape, dtype=x.dtype, device="cpu").tolist()
 
     return answer

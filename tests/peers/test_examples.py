@@ -182,10 +182,10 @@ def study(monkeypatch, tiny_model, tmp_path):
     def noise(prompts, completions, **_):
         return [sum(map(ord, text)) % 2 for text in completions]
 
-    def run(name, *options, suffix="training"):
+    def run(name):
         where = ("--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2")
-        studies.main([name, *where, "--seeds", "0", *options])
-        path = tmp_path / f"{name}-{suffix}.json"
+        studies.main([name, *where, "--seeds", "0"])
+        path = tmp_path / f"{name}-training.json"
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return {name: runs[0] for name, runs in json.loads(path.read_text())["runs"].items()}
 
@@ -201,17 +201,6 @@ def test_troubles_shown(name, study):
     if name == "accumulation":
         first, second = ([run["loss"] for run in runs.values()])[:2]
         assert first == pytest.approx(second, abs=1e-6) and max(map(abs, first)) > 1e-3
-
-
-def test_exact_and_sampled_training_compared(study, monkeypatch, capsys):
-    options = ("--settings", "exact", "sampled, 0.02", "--train-head")
-    study("sampled", *options, suffix="training-head")
-    printed = capsys.readouterr().out
-    assert "| exact | 1 |" in printed and "| sampled, 0.02 | 1 |" in printed
-    # What is there is not trained again.
-    monkeypatch.setattr(studies, "Trainer", None)
-    study("sampled", *options, suffix="training-head")
-    assert "| sampled, 0.02 | 1 |" in capsys.readouterr().out
 
 
 def test_training_with_and_without_replay_compared(study):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import transformers
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.execution import Execution
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.hf_head import head_of
 from grpo_kernels.integrations.transformers import (
     Objective,
@@ -317,16 +317,15 @@ def test_lora_on_the_head_makes_no_weight(monkeypatch):
     assert asked == [(True, False, True, True)]
 
 
-def test_the_sampled_backward():
-    execution = Execution(backward=Sampled(0.1, torch.Generator().manual_seed(0)))
-    model, inputs, labels = with_head(execution=execution)
-    advantages = torch.tensor([1.0, -1.0, 0.5])
+def test_the_execution():
+    product, advantages = MagicMock(wraps=torch.mm), torch.tensor([1.0, -1.0, 0.5])
+    model, inputs, labels = with_head(execution=Execution(matmul=product))
     out = model(**inputs, labels=labels, fused_head=Objective(advantages))
-    assert "gradient_noise" in out.metrics
+    assert product.called
+    product.reset_mock()
     other = Objective(advantages, execution=Execution())
-    exact = model(**inputs, labels=labels, fused_head=other)
-    assert "gradient_noise" not in exact.metrics
-    torch.testing.assert_close(out.loss, exact.loss)
+    torch.testing.assert_close(model(**inputs, labels=labels, fused_head=other).loss, out.loss)
+    assert not product.called
 
 
 def test_bf16_with_a_float32_head():
@@ -401,8 +400,6 @@ NOT_ATTACHED = {
     "temperature": (None, {"temperature": 0.0}, "temperature: expected a number > 0; got 0.0"),
     "logits_dtype": (None, {"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
     "execution": (None, {"execution": "torch"}, "execution: expected an Execution; got 'torch'"),
-    "seed": (None, {"execution": Execution(backward=Sampled(seed=3))},
-             r"seed: expected a torch\.Generator"),
 }  # fmt: skip
 
 

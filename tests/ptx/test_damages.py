@@ -8,7 +8,6 @@ import torch
 import triton
 
 from grpo_kernels.backends import Entries, LogitTransform, RowGrads, triton_backend
-from grpo_kernels.experimental import triton_column_scores
 from tests.helpers.policy_losses import exact_policy_loss
 from tests.ptx import EmulatedDriver, Settings
 
@@ -31,7 +30,7 @@ def launches(pad=0):
     far[1, 3010] = 200.0  # out of the first anchor's reach: a second sweep
     half = torch.zeros(3, 5003 + pad, dtype=torch.bfloat16)[:, :5003]
     some = torch.randn(6, 3)
-    grads = RowGrads(5 + some[0].abs(), some[1], some[1], some[2], some[3].abs(), some[4])
+    grads = RowGrads(5 + some[0].abs(), some[1], some[2], some[3].abs(), some[4])
     entries, W, h = some_entries(9, [200, 3, 0, 40]), torch.randn(9, 50), torch.randn(4, 50)
     stats = partial(triton_backend.token_stats, targets=y, transform=PLAIN, entropy=True)
 
@@ -67,12 +66,6 @@ def launches(pad=0):
         "token_stats, in place": in_place,
         "logit_grads": to_half,
         "policy_loss": loss,
-        "column_scores": lambda: triton_column_scores.column_scores(
-            x, y, PLAIN, grads, [slice(0, 3)]
-        ),
-        "column_level": lambda: (
-            triton_column_scores.column_level(x[0].abs(), torch.tensor(9.0), 2),
-        ),
         "entry_dots": dots,
         "segment_sums": lambda: sums(torch.float32),
         "segment_sums, bf16": lambda: sums(torch.bfloat16),

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import Support, VocabRanks
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
 from tests.helpers.batches import (
@@ -297,8 +296,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "passes": (lambda c, r: {"config": config(loss_type="gspo")} if r else {},
                f"one pass: {_SAME}[1, 0]"),
     "gradient": (lambda c, r: {"trained": bool(r)}, f"gradient: {_ON_ALL}[1]"),
-    "sampled": (lambda c, r: {"backward": Sampled()},
-                "backward: expected None where ranks share the vocabulary; got Sampled("),
     "capturable": (lambda c, r: {"capturable": True},
                    "capturable: expected False where ranks share the vocabulary; got True"),
     "supports": (lambda c, r: _support(c, r, apart=True),

@@ -107,7 +107,7 @@ DAMAGES = [
          "kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()",
          "kept = False"),
     ),
-    # Kept sets, ranks, drawn columns.
+    # Kept sets, ranks.
     *damages_in(
         "support.py", "test_support",
         ("a support: the target is counted from the first of all entries",
@@ -130,11 +130,6 @@ DAMAGES = [
         "sequences.py", "ranks/test_sequences",
         ("ranks: gathered tokens give every rank the first one's gradient",
          "ctx.begin, ctx.size = sum(sizes[: group.rank()]), size", "ctx.begin, ctx.size = 0, size"),
-    ),
-    *damages_in(
-        "experimental/sampled.py", "test_sampled_backward",
-        ("sampled: the mean state is not taken out of the kept columns",
-         "torch.sub(x, centre, out=torch.empty_like(x))", "x.clone()"),
     ),
     # The objective: mask, clip, correction, KL, averages.
     *damages_in(

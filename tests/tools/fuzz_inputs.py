@@ -21,7 +21,6 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, VocabRanks
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.head import HIDDEN_LAYOUTS, LOGITS_DTYPES
 from grpo_kernels.integrations import verl
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
@@ -199,7 +198,6 @@ GENERATORS: dict[str, Generator] = {
     "batch_invariant": lambda v: True,
     "matmul": lambda v: product,
     "capturable": lambda v: True,
-    "backward": lambda v: v.built(Sampled),
     "keep_gradients": lambda v: False,
     "entries": lambda v: False,
     "targets": lambda v: v.batch.targets.clamp(min=0) if v.call == "selective_log_softmax" else (
@@ -232,14 +230,10 @@ FIELDS: dict[type, dict[str, Generator]] = {
         "start": lambda v: 0,
         "hidden": lambda v: v.draw.choice(HIDDEN_LAYOUTS),
     },
-    Sampled: {
-        "tolerance": lambda v: v.draw.choice((1e-3, 5e-3, 0.1)),
-        "seed": lambda v: v.draw.choice((0, torch.Generator().manual_seed(0))),
-    },
 }
 JUNK = (
     0, 1, -1, 2.5, None, True, "x", "torch", "triton", float("inf"), float("nan"), 10**9,
-    torch.tensor(1.0), torch.ones(3), [], (), {}, 1e-30, Sampled, Built(Sampled, {"seed": 0}),
+    torch.tensor(1.0), torch.ones(3), [], (), {}, 1e-30,
     Support(torch.zeros(1).long(), torch.zeros(2).long()),
 )  # fmt: skip
 # A second change may not go with the first.

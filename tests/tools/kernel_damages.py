@@ -46,7 +46,7 @@ KERNEL_DAMAGES: list[Damage] = [
          f"{_ROW}.to(tl.int64)\n{_WIDE}out_row_ptr", f"{_ROW}\n{_WIDE}out_row_ptr"),
     ),
     *damages_in(
-        "backends/triton_common.py", "test_backends",
+        "backends/triton_logits.py", "test_backends",
         ("more threads than columns, in place",
          "min(launch.num_warps, block_v // 64)", "launch.num_warps"),
     ),
@@ -72,20 +72,6 @@ KERNEL_DAMAGES: list[Damage] = [
         "backends/triton_policy_loss.py", "ptx/test_damages",
         ("a minimum hides NaN",
          "return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)", "return tl.minimum(x, y)"),
-    ),
-    *damages_in(
-        "experimental/triton_column_scores.py", "test_backends",
-        ("sums of columns are stored without a mask",
-         "tl.store(sums_ptr + offs, sums, mask=mask_v)", "tl.store(sums_ptr + offs, sums)"),
-    ),
-    *damages_in(
-        "experimental/triton_column_scores.py", "test_column_draw ptx/test_real_sizes",
-        ("norms past the last one are 0.1",
-         "mask=offs_k < K, other=0.0)", "mask=offs_k < K, other=0.1)"),
-        ("blocks of rows leave their sums in one place",
-         "tl.program_id(1).to(tl.int64) * V + offs_v", "offs_v.to(tl.int64)"),
-        ("rows of the sums of columns are counted in 32 bits",
-         "row = tl.cast(index, tl.int64)", "row = index"),
     ),
     *damages_in(
         "backends/triton_entries.py", "test_triton_entries ptx/test_real_sizes",

@@ -51,8 +51,7 @@ def test_gemms_are_three_and_no_method_is_faster_than_what_it_computes():
     gemms = predict(DEVICES["H200"], shape, METHODS["bare GEMMs"])
     assert floor <= gemms <= 1.1 * floor
     for name, method in METHODS.items():
-        if "sampled" not in name:
-            assert predict(DEVICES["H200"], shape, method) >= gemms
+        assert predict(DEVICES["H200"], shape, method) >= gemms, name
 
 
 def test_a_last_wave_that_is_hardly_filled_costs():

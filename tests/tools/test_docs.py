@@ -8,7 +8,6 @@ from statistics import median
 import pytest
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.experimental import Sampled
 from grpo_kernels.losses import LOSS_TYPES
 from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
 
@@ -33,7 +32,7 @@ def code_blocks(page):
 # The pages with code, and how many blocks they have at least.
 BLOCKS = {
     "README.md": 1, "docs/guide.md": 4, "docs/design.md": 1, "docs/objectives.md": 5,
-    "docs/sampled_backward.md": 1, "docs/support.md": 4, "docs/training.md": 1,
+    "docs/support.md": 4, "docs/training.md": 1,
     "docs/integrations.md": 3, "docs/distributed.md": 2,
 }  # fmt: skip
 
@@ -106,7 +105,6 @@ def test_readme_has_measured_numbers():
         "TRL 1.16, chunked head": "TRL chunked head",
         "Liger 0.8.5, fused linear GRPO": "Liger fused linear",
         "**`fused_grpo_loss`**": "ours, one pass",
-        "**`fused_grpo_loss`, sampled backward**": "ours, one pass, sampled",
     }
     stored = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())["rows"]
     measured = {
@@ -154,7 +152,7 @@ def test_every_metric_is_explained():
     explained = {name for row in rows_of("Metrics") for name in re.findall("`(.*?)`", row[0])}
     calls = [{"config": config(**options), **dict.fromkeys(tensors, True)}
              for options, tensors in OBJECTIVES.values()]  # fmt: skip
-    calls += [{"backward": Sampled()}, {"ce_weights": True}]
+    calls.append({"ce_weights": True})
     batch = with_cross_entropy(make_batch())
     assert {name for call in calls for name in run_fused(batch, exact=False, **call).metrics} == (
         explained
