@@ -64,7 +64,7 @@ class Products:
                 out[part].copy_(matmul(a[part], b))
 
 
-def addmm(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> None:
+def addmm(out: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:
     """`out <- beta out + a @ b`, in the dtype of `out`, which beta = 0 does not read."""
     if beta == 0.0:
         if a.dtype == out.dtype:
