@@ -6,7 +6,6 @@ gradient of a rank's logits follows from its own; dH = sum_r D_r W_r is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
