@@ -68,7 +68,7 @@ def gathered(x: Inputs) -> None:
 def sharded(x: Inputs) -> None:
     """This rank's rows of the head, for the tokens of all ranks."""
     hidden, targets, advantages = (
-        torch.cat(all_gather(y)) for y in (x.hidden, x.targets, x.advantages)
+        torch.cat(all_gather(y, dist.group.WORLD)) for y in (x.hidden, x.targets, x.advantages)
     )
     head = LMHead(x.weight, ranks=VocabRanks(dist.group.WORLD, hidden="partial"))
     fused_grpo_loss(hidden, head, targets, advantages).loss.backward()

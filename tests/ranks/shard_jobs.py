@@ -178,7 +178,7 @@ def own_tokens() -> dict[str, torch.Tensor]:
     hidden = batch.hidden.nan_to_num()[mine].clone().requires_grad_()
     weight = batch.weight[rows].clone().requires_grad_()
     everyone, targets, mask, advantages = (
-        torch.cat(all_gather(x))
+        torch.cat(all_gather(x, dist.group.WORLD))
         for x in (hidden, batch.targets[mine], batch.mask[mine], batch.advantages[mine])
     )
     head = {"ranks": VocabRanks(dist.group.WORLD, hidden="partial")}
