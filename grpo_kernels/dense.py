@@ -76,6 +76,37 @@ class Gradients:
         ]
 
 
+class OneRank:
+    """The only rank: it has every column of the vocabulary, and nobody to tell.
+
+    Ranks that share the vocabulary override what is done here (`vocab_parallel.py`).
+    """
+
+    def place(self, targets: Tensor) -> Tensor:
+        """Places of targets among the columns here; -1 of those that are elsewhere."""
+        return targets
+
+    def see(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
+        """Looks at raw logits `[c, V]` before a sweep takes their memory."""
+
+    def merge(self, stats: TokenStats, targets: Tensor, exps: Tensor | None) -> TokenStats:
+        """The statistics of whole rows, from those of the columns here; `exps [C, V]` follow."""
+        return stats
+
+    def sum(self, picked: Tensor, ids: Tensor) -> Tensor:
+        """Values of targets, from those of the targets that are here."""
+        return picked
+
+    def put(
+        self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
+    ) -> None:
+        """Stores the gradient of rows, times `factors`, from the share of the columns here."""
+        put_rows(grad, index, share, factors)
+
+    def wait(self) -> None:
+        """Waits for what `put` has begun."""
+
+
 class Dense:
     """Sweeps chunks of rows, and adds their gradients; one chunk is in flight at a time.
 
@@ -88,10 +119,14 @@ class Dense:
         entropy: whether the entropy is wanted.
         keeps: whether a sweep leaves its exponentials, of which D is a factor per row; else D is
             made by a second sweep, over logits that are there or made again.
+        ranks: who has the other columns.
     """
 
-    def __init__(self, call: HeadCall, plan: RowPlan, *, entropy: bool, keeps: bool) -> None:
+    def __init__(
+        self, call: HeadCall, plan: RowPlan, ranks: OneRank, *, entropy: bool, keeps: bool
+    ) -> None:
         self.call, self.plan, self.entropy, self.keeps = call, plan, entropy, keeps
+        self.ranks = ranks
         self.backend = call.backend
         self.products = Products.of(call.execution, call.dtype)
         self.V = len(call.terms[0].y)
@@ -115,7 +150,8 @@ class Dense:
         """The x of each term, the targets and the transform of some rows."""
         index = rows.index
         xs = [term.x[index] for term in self.call.terms]
-        return xs, self.call.targets[index], self.call.transform.at(index)
+        targets = self.ranks.place(self.call.targets[index])
+        return xs, targets, self.call.transform.at(index)
 
     def sweep(self, rows: Chunk) -> TokenStats:
         """The statistics of `rows`."""
@@ -126,8 +162,11 @@ class Dense:
         like = self.strip[:count] if exps is None else exps
         stats = TokenStats.empty(like, entropy=self.entropy, total=self.swept)
         for part in self.strips():
+            logits = self.logits(part)
+            if self.swept:
+                self.ranks.see(logits, self.targets[part], self.transform.at(part))
             self.backend.token_stats(
-                self.logits(part),
+                logits,
                 self.targets[part],
                 self.transform.at(part),
                 entropy=self.entropy,
@@ -136,7 +175,7 @@ class Dense:
                 invariant=self.products.multiple > 1,
             )
         self.at_hand = not self.swept
-        self.stats = self.merge(stats)
+        self.stats = self.whole(self.ranks.merge(stats, self.targets, exps))
         return self.stats
 
     def resume(self, rows: Chunk, stats: TokenStats) -> None:
@@ -226,9 +265,10 @@ class Dense:
         for k, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
             if grads.wanted[2 * k]:
                 share = self.times(padded, y, own=k == 0)[: len(d)]
-                self.put(grads.of_rows(2 * k), rows, share, factors)
+                self.ranks.put(grads.of_rows(2 * k), rows.index, share, factors)
             if grads.wanted[2 * k + 1]:
                 self._add_columns(grads, 2 * k + 1, d, x, factors)
+        self.ranks.wait()
 
     def _add_columns(
         self, grads: Gradients, place: int, d: Tensor, x: Tensor, factors: Tensor | None
@@ -264,13 +304,9 @@ class Dense:
         buffer[count:] = 0.0
         return buffer
 
-    def merge(self, stats: TokenStats) -> TokenStats:
-        """The statistics of whole rows, from those of the columns here."""
+    def whole(self, stats: TokenStats) -> TokenStats:
+        """The statistics of rows, with what else is read from them."""
         return stats
-
-    def put(self, grad: Tensor, rows: Chunk, share: Tensor, factors: Tensor | None) -> None:
-        """Stores the gradient of the rows in flight, times `factors`."""
-        put_rows(grad, rows.index, share, factors)
 
 
 def row_factors(stats: TokenStats, d_logps: Tensor, transform: LogitTransform) -> Tensor:

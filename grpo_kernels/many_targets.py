@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .backends import RowGrads, TokenStats
 from .dense import Dense
-from .row_plan import Chunk, slices
-
-# Pairs of a row's targets that are compared at a time.
-_PAIRS = 1 << 22
+from .row_plan import Chunk
 
 
 class ManyTargets(Dense):
@@ -40,14 +38,9 @@ class ManyTargets(Dense):
         self.picked[part] = found.gather(1, self.places[part]).float()
         return found
 
-    def merge(self, stats: TokenStats) -> TokenStats:
-        whole = super().merge(stats)
-        z = self.transform.apply(self.whole(self.picked))
-        return whole._replace(logps=z - whole.logsumexp[:, None])
-
-    def whole(self, picked: Tensor) -> Tensor:
-        """The raw logits of all targets, from those of the columns here."""
-        return picked
+    def whole(self, stats: TokenStats) -> TokenStats:
+        z = self.transform.apply(self.ranks.sum(self.picked, self.ids))
+        return stats._replace(logps=z - stats.logsumexp[:, None])
 
     def d_logits(
         self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None
@@ -67,11 +60,18 @@ class ManyTargets(Dense):
         d = of_all.at_target - _of_others(self.ids[part], d_logps)
         transform = self.transform.at(part)
         slope = transform.slope(self.picked[part])
-        self.set_targets(part, out, (d * slope).to(out.dtype))
+        self._set(part, out, (d * slope).to(out.dtype))
 
-    def set_targets(self, part: slice, out: Tensor, d: Tensor) -> None:
+    def _set(self, part: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""
-        out.scatter_(1, self.ids[part], d)
+        # For those elsewhere an entry that is here is set once more, to what it is.
+        ids = self.ids[part]
+        first = (ids >= 0).int().argmax(1, keepdim=True)
+        place = ids.gather(1, first)
+        value = torch.where(place < 0, out[:, :1], d.gather(1, first))
+        out.scatter_(
+            1, torch.where(ids < 0, place.clamp(min=0), ids), torch.where(ids < 0, value, d)
+        )
 
 
 def _columns(stats: TokenStats) -> TokenStats:
@@ -81,10 +81,15 @@ def _columns(stats: TokenStats) -> TokenStats:
 
 
 def _of_others(ids: Tensor, d_logps: Tensor) -> Tensor:
-    """The gradient of the targets of each row that are not this one's id, `[C, K]`."""
-    others = torch.empty_like(d_logps)
-    for rows in slices(0, len(ids), max(1, _PAIRS // ids.shape[1] ** 2)):
-        some, g = ids[rows], d_logps[rows]
-        differ = some[:, :, None] != some[:, None, :]
-        others[rows] = (differ * g[:, None, :]).sum(2)
-    return others
+    """The gradient of the targets of each row that are not this one's id, `[C, K]`.
+
+    Sums of what comes before the run of its id, and after: no difference of sums, which would have
+    no digits beside a target that has nearly all of the probability.
+    """
+    ids, order = ids.sort(1)
+    g = d_logps.gather(1, order)
+    before = pad(g.cumsum(1), (1, 0))
+    after = pad(g.flip(1).cumsum(1), (1, 0)).flip(1)
+    begins, ends = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+    others = before.gather(1, begins) + after.gather(1, ends)
+    return torch.empty_like(others).scatter_(1, order, others)

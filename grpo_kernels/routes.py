@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arguments import HeadCall, check_target_ids, selected
 from .checks import ValueChecks
-from .dense import Dense
+from .dense import Dense, OneRank
 from .head import LMHead
 from .products import INVARIANT_ROWS
 from .row_plan import Buffers, RowPlan, every_row, plan_rows
@@ -45,18 +45,16 @@ class Routes:
 
     def of(self, tensors: Sequence[Tensor], plan: RowPlan, *, entropy: bool, keeps: bool) -> Dense:
         """The route over `tensors`, those of the call's terms; see `Dense` for the rest."""
-        dense: Any = Dense
-        call, given = self.call.of(tensors), list[Any]()
-        many = call.targets.ndim == 2
+        call, dense, ranks = self.call.of(tensors), Dense, OneRank()
         if self.shard is not None:
-            given = [self.shard]
-            if many:
-                from .many_targets_on_ranks import ManyOnRanks as dense
-            else:
-                from .vocab_parallel import VocabParallel as dense
-        elif many:
-            from .many_targets import ManyTargets as dense
-        return dense(*given, call, plan, entropy=entropy, keeps=keeps)
+            from .vocab_parallel import ManyRanks
+
+            ranks = ManyRanks(self.shard)
+        if call.targets.ndim == 2:
+            from .many_targets import ManyTargets
+
+            dense = ManyTargets
+        return dense(call, plan, ranks, entropy=entropy, keeps=keeps)
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""

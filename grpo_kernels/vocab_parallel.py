@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .arguments import HeadCall
 from .backends import Entries, LogitTransform, TokenStats
-from .dense import Dense, Gradients, put_rows
-from .row_plan import Buffers, Chunk, RowPlan, buffer_rows, plan_rows
+from .dense import OneRank, put_rows
+from .row_plan import Buffers, RowPlan, buffer_rows, plan_rows
 from .support import KeptSets
 from .vocab_shard import VocabShard
 
@@ -40,54 +40,52 @@ def plan_of_ranks(
     return replace(plan, tiles=None)
 
 
-class VocabParallel(Dense):
-    """Rows of logits of which each rank has some columns."""
+class ManyRanks(OneRank):
+    """Ranks of which each has some columns of every row of logits."""
 
-    def __init__(
-        self, shard: VocabShard, call: HeadCall, plan: RowPlan, *, entropy: bool, keeps: bool
-    ) -> None:
-        super().__init__(call, plan, entropy=entropy, keeps=keeps)
+    def __init__(self, shard: VocabShard) -> None:
         self.shard = shard
-        self.sums: list[tuple[Tensor, Tensor, dist.Work]] = []
-
-    def operands(self, rows: Chunk) -> tuple[list[Tensor], Tensor, LogitTransform]:
-        xs, targets, transform = super().operands(rows)
-        return xs, self.shard.place(targets), transform
-
-    def sweep(self, rows: Chunk) -> TokenStats:
         self.slopes: list[Tensor] = []
-        return super().sweep(rows)
+        self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
 
-    def logits(self, part: slice) -> Tensor:
-        found = super().logits(part)
-        if self.swept and self.transform.softcap is not None:
-            of_targets = found.gather(1, self.targets[part, None].clamp(min=0)).squeeze(1)
-            self.slopes.append(self.transform.at(part).softcap_slope(of_targets))  # type: ignore[arg-type]
-        return found
+    def place(self, targets: Tensor) -> Tensor:
+        return self.shard.place(targets)
 
-    def merge(self, stats: TokenStats) -> TokenStats:
-        whole = self.shard.merge(stats, self.targets)
-        if self.swept:
-            exps = self.gradient_rows(len(self.targets))
+    def see(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
+        slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
+        if slope is not None:
+            self.slopes.append(slope.squeeze(1))
+
+    def merge(self, stats: TokenStats, targets: Tensor, exps: Tensor | None) -> TokenStats:
+        whole = self.shard.merge(stats, targets)
+        if exps is not None:
             slope = torch.cat(self.slopes) if self.slopes else None
-            self.shard.mend(exps, self.targets, slope, stats, whole)
+            self.shard.mend(exps, targets, slope, stats, whole)
+        self.slopes.clear()
         return whole
 
-    def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
-        super().multiply(rows, d, factors, grads)
-        for grad, share, work in self.sums:
-            work.wait()
-            put_rows(grad, rows.index, share)
-        self.sums.clear()
+    def sum(self, picked: Tensor, ids: Tensor) -> Tensor:
+        """Adds them up over the ranks, 4 bytes each."""
+        total = torch.where(ids < 0, 0.0, picked)
+        self.shard.sum(total).wait()
+        return total
 
-    def put(self, grad: Tensor, rows: Chunk, share: Tensor, factors: Tensor | None) -> None:
+    def put(
+        self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
+    ) -> None:
         """Begins to add up the gradient of rows, which goes on beside the product with y."""
         if self.shard.layout == "partial":
-            super().put(grad, rows, share, factors)
+            put_rows(grad, index, share, factors)
             return
         if factors is not None:
             share.mul_(factors[:, None])
-        self.sums.append((grad, share, self.shard.sum(share)))
+        self.sums.append((grad, index, share, self.shard.sum(share)))
+
+    def wait(self) -> None:
+        for grad, index, share, work in self.sums:
+            work.wait()
+            put_rows(grad, index, share)
+        self.sums.clear()
 
 
 class SharedSets(KeptSets):
