@@ -78,6 +78,33 @@ def test_a_teachers_top_k(direction, backend):
         assert relative_error(mine.grad, expected.grad) < 2e-5
 
 
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("sharp", (1.0, 12.0), ids=("flat", "sharp"))
+def test_many_targets_that_repeat(sharp, backend):
+    """Each is given the gradient of all that are its id, also where one has all probability."""
+    from grpo_kernels import Execution
+
+    batch, g = make_batch(B=2, T=5, H=24, V=V), torch.Generator().manual_seed(5)
+    hidden = sharp * batch.hidden.nan_to_num()
+    ids = torch.randint(0, 40, (2, 5, 200), generator=g)
+    ids[0, 0], ids[0, 1, 7:] = 3, 11  # of one id alone, and nearly
+    likeliest = (hidden @ batch.weight.T).argmax(-1, keepdim=True)
+    ids[1] = torch.where(torch.rand(5, 200, generator=g) < 0.3, likeliest[1], ids[1])
+    weights = torch.randn(2, 5, 200, generator=g)
+    found = []
+    for call, dtype in ((exact, torch.float64), (None, torch.float32)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight)]
+        if call is None:
+            execution = Execution(backend=backend)
+            logps = linear_logprobs(*leaves, ids, execution=execution).logps
+        else:
+            logps = call.linear_logprobs(*leaves, ids).logps
+        (logps * weights).sum().backward()
+        found.append([logps.detach(), *(x.grad for x in leaves)])
+    for truth, mine in zip(*found, strict=True):
+        assert truth.norm() > 0 and relative_error(mine, truth) < 2e-5
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_ids_of_the_whole_softmax_have_a_tail(direction):
     """The rest of the vocabulary is one outcome; with all of it there is none."""
