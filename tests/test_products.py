@@ -9,7 +9,7 @@ from benchmarks.workloads import make
 from grpo_kernels import Execution, linear_logprobs
 from grpo_kernels.arguments import head_call
 from grpo_kernels.backends import torch_backend
-from grpo_kernels.dense import Dense
+from grpo_kernels.dense import Dense, OneRank
 from grpo_kernels.products import Products, columns_at_once, slices_of
 from grpo_kernels.row_plan import Chunk, RowPlan
 from tests.helpers.batches import config, make_batch, relative_error
@@ -41,7 +41,8 @@ def test_a_bf16_weight_is_upcast_in_slices():
 def test_products_with_a_bf16_weight_are_those_of_its_values():
     torch.manual_seed(0)
     weight, hidden = torch.randn(100, 8).bfloat16(), torch.randn(5, 8)
-    dense = Dense(call_of(hidden, weight), RowPlan(None, 5, 5, 5, 5), entropy=False, keeps=False)
+    plan = RowPlan(None, 5, 5, 5, 5)
+    dense = Dense(call_of(hidden, weight), plan, OneRank(), entropy=False, keeps=False)
     dense.resume(Chunk(slice(0, 5), 5, True), None)
     torch.testing.assert_close(dense.logits(slice(0, 5)), hidden @ weight.float().T)
     d = torch.randn(5, 100)
