@@ -62,7 +62,8 @@ def flatten(x: Tensor) -> Tensor:
 
 def saveable(x: Tensor) -> Tensor:
     """`x`, or its copy if it was made in inference mode: autograd saves no such constant."""
-    return x.clone() if x.is_inference() else x
+    tracing = torch.compiler.is_dynamo_compiling()  # which knows of no such mode
+    return x.clone() if not tracing and x.is_inference() else x
 
 
 @dataclass

@@ -110,6 +110,8 @@ def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
 
 def _log_rest(log_p: Tensor) -> Tensor:
     """The log of 1 - sum of the probabilities `[..., K]`; of an ulp of 1 where none is left."""
+    if not log_p.shape[-1]:
+        return log_p.sum(-1)
     # Of the likeliest, 1 - p by expm1: as a difference a confident model's has no digits.
     place = log_p.argmax(-1, keepdim=True)
     others = log_p.exp().scatter(-1, place, 0.0).sum(-1)

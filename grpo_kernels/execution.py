@@ -14,7 +14,7 @@ from .config import check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The way a call is computed: results are the same up to rounding .
+    """The way a call is computed: results are the same up to rounding.
 
     Args:
         backend: `"auto"` (Triton on a GPU, torch on a CPU), `"triton"` or `"torch"`.

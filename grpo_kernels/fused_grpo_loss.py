@@ -176,7 +176,7 @@ def fused_grpo_loss(
 
 
 class _OnePass(torch.autograd.Function):
-    """The loop over routes, of a token-local objective.
+    """The loop over chunks, of a token-local objective.
 
     Returns the loss; per token, detached, log-probs, entropy and the loss's gradient by each, which
     are None where not computed.

@@ -1,6 +1,6 @@
 """Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
 
-Two passes over the same routes, four GEMMs. The forward computes each chunk of logits once and
+Two passes over the same rows, four GEMMs. The forward computes each chunk of logits once and
 keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
 computes the logits again for the rows that have one:
 
@@ -148,8 +148,9 @@ def scored(
     if entries:
         everywhere = log_p.new_zeros(sets.size)
         everywhere[sets.places] = log_p
-        return everywhere, of_sets if entropy else None, lse
-    found = sets.logps(log_p), of_sets, lse
+        # Copies: the caller may change them in place.
+        return everywhere, of_sets.clone() if entropy else None, lse
+    found = sets.logps(log_p), of_sets.clone(), lse
     if routes.plan.num_rows:
         logps, of_rows, of_lse = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
         others = logps, of_sets if of_rows is None else of_rows, of_lse

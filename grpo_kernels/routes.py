@@ -1,7 +1,8 @@
-"""The routes that the tokens of a call take; the one file that knows all of them.
+"""Who makes rows of logits in a call, and which rows; the one file that knows all of them.
 
-Most calls have one, `Dense`. A support adds one for the tokens that have a kept set; ranks that
-share the vocabulary take the place of `Dense`. Each is imported where it is asked for.
+That is `Dense`, or `ManyTargets` where a token has several. Tokens that have a kept set are no rows
+(`support.py`). Ranks are an object in the place of `OneRank`. Each is imported where it is asked
+for.
 """
 
 from __future__ import annotations

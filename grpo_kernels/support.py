@@ -241,7 +241,9 @@ class _EntryLogits(torch.autograd.Function):
         *tensors, raw = ctx.saved_tensors
         sets, call = ctx.sets, ctx.call
         here, sums = sets.here, call.backend.segment_sums
-        d = sets.own((d[:, None] * ctx.transform.slope(raw)).squeeze(1))
+        # Tokens without a gradient have no part in any product, whatever their states hold.
+        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)
+        d = sets.own(d)
         grads: list[Tensor | None] = [None] * len(tensors)
         of_ids = None
         for k, (x, y) in enumerate(call.of(tensors).terms):

@@ -78,6 +78,25 @@ def test_a_teachers_top_k(direction, backend):
         assert relative_error(mine.grad, expected.grad) < 2e-5
 
 
+@pytest.mark.parametrize("form", ("targets", "support"))
+def test_topk_kl_under_a_graph_and_functional_transforms(form):
+    g = torch.Generator().manual_seed(6)
+    s, t = torch.randn(2, 4, 3, generator=g).log_softmax(-1) - 0.3
+    more = ()
+    if form == "support":
+        s, t, more = s.flatten(), t.flatten(), (torch.tensor([0, 5, 12]),)
+    leaf = s.clone().requires_grad_()
+    topk_kl(leaf, t, *more).sum().backward()
+    assert leaf.grad.norm() > 0
+    of_func = torch.func.grad(lambda x: topk_kl(x, t, *more).sum())(s)
+    compiled = s.clone().requires_grad_()
+    whole = torch.compile(topk_kl, backend="aot_eager", fullgraph=True)
+    whole(compiled, t, *more).sum().backward()
+    for mine in (of_func, compiled.grad):
+        torch.testing.assert_close(mine, leaf.grad)
+    assert topk_kl(s.new_zeros(2, 0), s.new_zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 @pytest.mark.parametrize("sharp", (1.0, 12.0), ids=("flat", "sharp"))
 def test_many_targets_that_repeat(sharp, backend):
@@ -150,9 +169,10 @@ def test_ids_that_both_ban_have_no_part(direction, form):
     torch.testing.assert_close(gradient[:, ~banned], of_others)
 
 
+@pytest.mark.parametrize("form", ("targets", "support"))
 @pytest.mark.parametrize("rest", (1e-2, 1e-5, 1e-7, 1e-9))
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_tail_of_a_confident_model(direction, rest):
+def test_the_tail_of_a_confident_model(direction, rest, form):
     """1 - p of the likeliest id has its digits, however near p is to 1."""
     z = torch.zeros(2, 50, dtype=torch.float64)
     z[:, 0] = math.log((1 - rest) / rest * 49)
@@ -163,6 +183,10 @@ def test_the_tail_of_a_confident_model(direction, rest):
     whole = [torch.cat([x[:, :3], x[:, 3:].logsumexp(1, keepdim=True)], 1) for x in (s, t)]
     expected = divergence(*whole, direction, 0.3)
     found = topk_kl(s[:, :3].float(), t[:, :3].float(), direction=direction, beta=0.3)
+    if form == "support":
+        offsets, expected = torch.tensor([0, 50, 100]), divergence(s, t, direction, 0.3)
+        given = z.float().flatten(), t.float().flatten(), offsets
+        found = topk_kl(*given, direction=direction, beta=0.3)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
     mine, truth = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (found, expected))
     assert truth.norm() > 0 and relative_error(mine, truth) < 1e-3

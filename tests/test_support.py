@@ -117,8 +117,9 @@ def test_rows_that_no_token_kept_are_not_read(batch):
     assert not weight.grad[~used].any() and weight.grad[used].any(1).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("softcap", (None, 9.0), ids=("plain", "softcap"))
 @pytest.mark.parametrize(("backend", "loss_type"), [("torch", "sapo"), ("triton", "dapo")])
-def test_states_without_gradient_stay_out(backend, loss_type):
+def test_states_without_gradient_stay_out(backend, loss_type, softcap):
     """NaN and inf in the states of tokens of advantage 0."""
     batch = make_batch(**SMALL)
     mask = torch.ones_like(batch.mask)
@@ -133,7 +134,8 @@ def test_states_without_gradient_stay_out(backend, loss_type):
         states, weight = states.requires_grad_(), batch.weight.clone().requires_grad_()
         out = fused_grpo_loss(
             states, weight, batch.targets, advantages, mask, support=kept, backend=backend,
-            old_logps=torch.full(mask.shape, -0.5), config=config(loss_type=loss_type),
+            softcap=softcap, old_logps=torch.full(mask.shape, -0.5),
+            config=config(loss_type=loss_type),
         )  # fmt: skip
         out.loss.backward()
         gradients.append((states.grad, weight.grad))

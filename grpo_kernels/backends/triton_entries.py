@@ -36,8 +36,8 @@ _MOST_DOTS, _MOST_SUMMED = 64, 32
 PART = 128
 
 
-# The number of entries, and pointers to one value per entry or token, are not specialized: see
-# `triton_common`.
+# The number of entries, and pointers to one value per entry or token, are not specialized:
+# otherwise each new one would compile the kernel again, in the middle of training.
 @triton.jit(
     do_not_specialize=["E"],
     do_not_specialize_on_alignment=["ids_ptr", "tokens_ptr", "out_ptr"],

@@ -52,7 +52,7 @@ per_row = triton.jit(
     do_not_specialize_on_alignment=[
         f"{name}_ptr"
         for name in ("targets", "temperature", "logps", "logsumexp", "entropy", "total",
-                     "at_target", "d_softmax", "d_entropy", "offsets")
+                     "at_target", "d_softmax", "d_entropy")
     ],
 )  # fmt: skip
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_IN_BLOCK = threading.local()  # `any`: of a thread that is not the main one
+
 
 class TimedOut(BaseException):
     """Not an Exception, which the code in the block may catch."""
@@ -27,10 +29,10 @@ def at_most(seconds: float, late: Late) -> Iterator[None]:
     """Raises `TimedOut` in the block after so many seconds, and says so in `late`; 0: never.
 
     In the main thread by an alarm, which ends a call that waits, too; elsewhere between two
-    instructions of Python.
+    instructions of Python, and of blocks inside one another by the outermost alone.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not seconds:
+    if not seconds or getattr(_IN_BLOCK, "any", False):
         yield
     elif main and hasattr(signal, "setitimer"):
         with _by_alarm(seconds, late):
@@ -98,9 +100,12 @@ def _from_a_thread(seconds: float, late: Late) -> Iterator[None]:
     timer = threading.Timer(seconds, ring)
     timer.daemon = True
     timer.start()
+    # An exception that is due while another timer starts would reach that one's thread.
+    _IN_BLOCK.any = True
     try:
         yield
     finally:
+        _IN_BLOCK.any = False
         with lock:
             over = True
             raise_in(me, None)  # takes back what was not raised yet

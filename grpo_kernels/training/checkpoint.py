@@ -84,8 +84,12 @@ def digests(
         name: f"{len(problems)} problems, sha256 {_digest(map(_as_text, problems))}"
         for name, problems in parts.items()
     }
-    ids = (str(encode(problem)) for problems in parts.values() for problem in problems)
-    found["tokens of the prompts"] = f"sha256 {_digest(ids)}"
+    # Not the prompts as encoded: a chat template may print the date.
+    tokenizer = encode.tokenizer
+    prompts = (problem["prompt"] for problems in parts.values() for problem in problems)
+    ids = (str(tokenizer(str(prompt)).input_ids) for prompt in prompts)
+    template = str(getattr(tokenizer, "chat_template", None))
+    found["tokens of the prompts"] = f"sha256 {_digest((template, *ids))}"
     weights = (
         f"{name} {x.dtype} {list(x.shape)} {_some_numbers(x.data)}"
         for name, x in model.state_dict(keep_vars=True).items()

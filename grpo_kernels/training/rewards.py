@@ -144,8 +144,20 @@ def equal(given: str | None, right: str) -> bool:
     return _equal_expressions(given, right)
 
 
-@lru_cache(4096)  # a reward and accuracy ask for the same
 def _equal_expressions(given: str, right: str) -> bool:
+    """True if two expressions are equal; False if that is not found out in `_SECONDS`."""
+    late = Late()
+    try:
+        with at_most(_SECONDS, late):
+            return _compared(given, right)
+    except TimedOut:
+        if not late.rang:
+            raise  # that of a block around this one
+        return False
+
+
+@lru_cache(4096)  # a reward and accuracy ask for the same
+def _compared(given: str, right: str) -> bool:
     try:
         from math_verify import grader, parse, parser, verify
     except ImportError as error:
@@ -155,15 +167,8 @@ def _equal_expressions(given: str, right: str) -> bool:
 
     # Its own bound is an alarm that the main thread alone has, and that ends one of a caller's.
     parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
-    late = Late()
-    try:
-        with at_most(_SECONDS, late):
-            sides = [parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
-            return bool(verify(*sides, timeout_seconds=None))
-    except TimedOut:
-        if not late.rang:
-            raise  # that of a block around this one
-        return False
+    sides = [parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
+    return bool(verify(*sides, timeout_seconds=None))
 
 
 REWARDS: dict[str, Reward] = {"answer": answer, "format": format, "math_equal": math_equal}

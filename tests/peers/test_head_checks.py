@@ -94,3 +94,18 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
     assert own(**inputs).logits.abs().max() < 2
     with pytest.raises(ValueError, match="scaled and capped as the config says; those of Qwen2"):
         attach_fused_head(model)
+
+
+def test_autocast_inside_a_wrapped_forward_is_known():
+    """Accelerate wraps it so, and returns float32."""
+    model = family_model("llama")
+    own = model.forward
+
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = own(*args, **kwargs)
+        out.logits = out.logits.float()
+        return out
+
+    model.forward = forward
+    check_logits(model)
