@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -210,8 +211,8 @@ def _segment_slices(offsets: Tensor, step: int) -> Iterator[slice]:
     # A slice may begin at every step-th segment, and at the first behind every step-th entry.
     marks = torch.arange(0, int(offsets[-1]) if count else 0, step, device=offsets.device)
     inside = torch.searchsorted(offsets[:-1].contiguous(), marks).tolist()
-    firsts = sorted({*range(0, count, step), *(i for i in inside if i < count)})
-    for begin, end in zip(firsts, [*firsts[1:], count], strict=True):
+    cuts = sorted({*range(0, count, step), *(i for i in inside if i < count), count})
+    for begin, end in pairwise(cuts):
         yield slice(begin, end)
 
 
