@@ -123,7 +123,8 @@ DAMAGES = [
         ("ranks: the target's entry is that of this rank's columns alone",
          "self.shard.mend(exps, targets, slope, stats, whole)", "pass"),
         ("ranks: other ranks' gradients of hidden states are left out",
-         'if self.shard.layout == "partial":\n            put_rows', "if True:\n            put_rows"),
+         'if self.shard.layout == "partial":\n            put_rows',
+         "if True:\n            put_rows"),
     ),
     *damages_in(
         "sequences.py", "ranks/test_sequences",
