@@ -8,10 +8,22 @@ import torch.distributed as dist
 from grpo_kernels import gather_tokens, grpo_loss
 from tests.helpers.batches import Result, make_batch, packed
 from tests.helpers.flat_calls import linear_logprobs
-from tests.ranks.shard_jobs import sequences_of, whole_case
+from tests.ranks.shard_jobs import whole_case
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
 CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
+
+
+PER_SEQUENCE = (
+    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
+    "advantages", "ce_weights",
+)  # fmt: skip
+
+
+def sequences_of(batch, places):
+    """Some sequences of a batch."""
+    parts = {n: x[list(places)] for n in PER_SEQUENCE if (x := getattr(batch, n)) is not None}
+    return replace(batch, **parts)
 
 
 def part_of(batch, cuts):
