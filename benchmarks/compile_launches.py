@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from grpo_kernels.backends import (
+from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
     RowGrads,

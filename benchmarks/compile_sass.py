@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_entries, sum_entries
-from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
+from grpo_kernels.kernels import LogitTransform, RowGrads, triton_backend
 
 # Instructions per logit, rounded up from what is known to be possible.
 BUDGETS = {

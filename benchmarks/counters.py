@@ -29,8 +29,8 @@ Case = tuple[Callable[[], Any], int]
 
 def cases() -> dict[str, Case]:
     """The launches, and how many logits, elements or tokens each handles."""
-    from grpo_kernels.backends import LogitTransform, RowGrads, triton_backend
-    from grpo_kernels.backends.triton_policy_loss import policy_loss
+    from grpo_kernels.kernels import LogitTransform, RowGrads, triton_backend
+    from grpo_kernels.kernels.triton_policy_loss import policy_loss
 
     y, plain = torch.zeros(ROWS, dtype=torch.int64), LogitTransform()
     grads, entries = RowGrads(*[torch.ones(ROWS)] * 3), some_entries(64)

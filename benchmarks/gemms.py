@@ -26,7 +26,7 @@ from benchmarks.cost_model import error_of_the_model
 from benchmarks.gpu_costs import Device, device_of, gemm_ms
 from benchmarks.measure import add_device_option, header, print_header, reason, write_json
 from benchmarks.tune import measure
-from grpo_kernels.products import addmm
+from grpo_kernels.head.products import addmm
 
 # The odd vocabulary is GPT-2's, next to it the same padded: on some GPUs odd ones are slow.
 HEADS = ((151_936, 1536), (151_936, 4096), (50_257, 1536), (50_304, 1536))

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from benchmarks.contenders import contender
 from benchmarks.cost_model import shape
 from benchmarks.workloads import Workload
-from grpo_kernels.backends import BACKENDS
+from grpo_kernels.kernels import BACKENDS
 
 FLOOR = "bare GEMMs"
 # The GPU's memory is exhausted, or the system killed the process for want of memory.

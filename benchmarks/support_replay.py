@@ -34,7 +34,7 @@ from benchmarks.measure import (
 )
 from benchmarks.tune import INTERPRETED, measure
 from grpo_kernels import Execution, Support, fused_grpo_loss
-from grpo_kernels.backends import Entries, select_backend
+from grpo_kernels.kernels import Entries, select_backend
 
 CHECKED_TOKENS = 32
 # Of the logarithm of a set's size.

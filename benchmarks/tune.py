@@ -36,7 +36,7 @@ from benchmarks.measure import (
     time_once,
     write_json,
 )
-from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend
+from grpo_kernels.kernels import LogitTransform, RowGrads, torch_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COPY = "copy"
@@ -46,8 +46,8 @@ Run = Callable[[], Any]
 def row_settings(cuda: bool) -> list[dict[str, Any]]:
     """Returns the settings of the kernels that work row by row, the default first."""
     if cuda or INTERPRETED:
-        from grpo_kernels.backends.triton_common import Launch
-        from grpo_kernels.backends.triton_logits import ROW_LAUNCH
+        from grpo_kernels.kernels.triton_common import Launch
+        from grpo_kernels.kernels.triton_logits import ROW_LAUNCH
 
         tried = itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)) if cuda else []
         return [{"launch": x} for x in dict.fromkeys([ROW_LAUNCH, *(Launch(*t) for t in tried)])]
@@ -58,8 +58,8 @@ def row_settings(cuda: bool) -> list[dict[str, Any]]:
 def token_settings(cuda: bool) -> list[dict[str, Any]]:
     if not (cuda or INTERPRETED):
         return [{}]
-    from grpo_kernels.backends.triton_common import Launch
-    from grpo_kernels.backends.triton_policy_loss import TOKEN_LAUNCH
+    from grpo_kernels.kernels.triton_common import Launch
+    from grpo_kernels.kernels.triton_policy_loss import TOKEN_LAUNCH
 
     tried = itertools.product((128, 256, 512, 1024), (2, 4, 8)) if cuda else []
     return [{"launch": x} for x in dict.fromkeys([TOKEN_LAUNCH, *(Launch(*t) for t in tried)])]
@@ -70,7 +70,7 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
     cuda = device.type == "cuda"
     backend: Any = torch_backend
     if cuda or INTERPRETED:
-        from grpo_kernels.backends import triton_backend as backend
+        from grpo_kernels.kernels import triton_backend as backend
     g = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(N, V, generator=g, device=device)
     targets = torch.randint(0, V, (N,), generator=g, device=device)

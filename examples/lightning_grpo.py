@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels import GRPOLossConfig, group_advantages
-from grpo_kernels.hf_head import evaluating
+from grpo_kernels.integrations.hf_head import evaluating
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 
 Batch = dict[str, Tensor]

@@ -3,21 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .advantages import group_advantages, per_token_kl
-from .config import GRPOLossConfig
-from .execution import Execution
-from .fused_grpo_loss import fused_grpo_loss
-from .grpo_loss import grpo_loss
-from .head import LMHead, Support, VocabRanks
-from .linear_logprobs import linear_logprobs
-from .outputs import GRPOLossOutput, LogprobOutput
-from .selective_log_softmax import selective_log_softmax
-from .sequences import gather_tokens
+from .base.outputs import GRPOLossOutput, LogprobOutput
+from .base.sequences import gather_tokens
+from .calls import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
+from .head.execution import Execution
+from .head.lm_head import LMHead, Support, VocabRanks
+from .loss.advantages import group_advantages, per_token_kl
+from .loss.config import GRPOLossConfig
 
 if TYPE_CHECKING:
-    from .distillation import topk_kl
+    from .head.support import batch_support
+    from .loss.distillation import topk_kl
     from .sampler_check import SamplerCheck, check_sampler
-    from .support import batch_support
 
 __version__ = "0.3.0.dev0"
 
@@ -44,10 +41,10 @@ __all__ = [
 
 # What an exact call does not load, and where it is.
 _NOT_OF_A_CALL = {
-    "batch_support": "support",
+    "batch_support": "head.support",
     "SamplerCheck": "sampler_check",
     "check_sampler": "sampler_check",
-    "topk_kl": "distillation",
+    "topk_kl": "loss.distillation",
 }
 
 

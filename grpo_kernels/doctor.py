@@ -28,12 +28,11 @@ from . import (
     GRPOLossConfig,
     __version__,
     check_sampler,
-    fused_grpo_loss,
-    linear_logprobs,
     reference,
 )
-from .backends import select_backend
-from .head import LOGITS_DTYPES, LMHead, Support
+from .calls import fused_grpo_loss, linear_logprobs
+from .head.lm_head import LOGITS_DTYPES, LMHead, Support
+from .kernels import select_backend
 
 
 class Package(NamedTuple):

@@ -29,19 +29,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import head_call, loss_inputs, rows_of_loss
-from .autograd import dtypes_of, power_of_two_scale, refuse_double_backward, scaled_gradient
-from .config import GRPOLossConfig
-from .dense import Gradients
-from .execution import Execution
-from .grpo_loss import flat_loss, policy_loss
-from .head import LMHead, Support
-from .linear_logprobs import scored
-from .metrics import loss_metrics
-from .objective import LossInputs, token_local
-from .outputs import GRPOLossOutput
-from .retry import with_fewer_rows
-from .routes import keeps_gradients, local_head, routes_of
+from .base.autograd import (
+    dtypes_of,
+    power_of_two_scale,
+    refuse_double_backward,
+    scaled_gradient,
+)
+from .base.outputs import GRPOLossOutput
+from .head.call import head_call
+from .head.dense import Gradients
+from .head.execution import Execution
+from .head.linear_logprobs import scored
+from .head.lm_head import LMHead, Support
+from .head.plan import with_fewer_rows
+from .head.routes import keeps_gradients, local_head, routes_of
+from .loss.config import GRPOLossConfig
+from .loss.grpo_loss import flat_loss, policy_loss
+from .loss.inputs import loss_inputs, rows_of_loss
+from .loss.metrics import loss_metrics
+from .loss.objective import LossInputs, token_local
 
 
 def fused_grpo_loss(
@@ -128,14 +134,6 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    if torch.compiler.is_dynamo_compiling():
-        from .compiled import fused_grpo_loss as operator
-
-        return operator(
-            hidden, head, targets, advantages, mask, old_logps=old_logps, ref_logps=ref_logps,
-            sampling_logps=sampling_logps, ce_weights=ce_weights, support=support, config=config,
-            num_items=num_items, cu_seqlens=cu_seqlens, execution=execution,
-        )  # fmt: skip
     rows = rows_of_loss(mask, ce_weights, targets)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
     inputs = loss_inputs(

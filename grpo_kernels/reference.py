@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Layout, check_entropy_given, loss_inputs
-from .checks import ValueChecks
-from .config import GRPOLossConfig
-from .head import LMHead, Support
-from .metrics import loss_metrics
-from .objective import policy_loss
-from .outputs import GRPOLossOutput, LogprobOutput
+from .base.checks import ValueChecks
+from .base.layout import Layout
+from .base.outputs import GRPOLossOutput, LogprobOutput
+from .head.lm_head import LMHead, Support
+from .loss.config import GRPOLossConfig
+from .loss.inputs import check_entropy_given, loss_inputs
+from .loss.metrics import loss_metrics
+from .loss.objective import policy_loss
 
 
 def linear_logits(
@@ -125,7 +126,7 @@ def grpo_loss(
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> GRPOLossOutput:
-    """`grpo_kernels.objective` over all tokens at once, differentiated by autograd."""
+    """`grpo_kernels.loss.objective` over all tokens at once, differentiated by autograd."""
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
     inputs = loss_inputs(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .checks import FLOATS, check_tensor
+from .base.checks import FLOATS, check_tensor
 
 # A ratio of policy to sampler outside of these counts as far off.
 NEAR = (0.9, 1.1)

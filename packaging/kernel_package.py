@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_kernels"
-LEFT_OUT = ("integrations", "training", "hf_head.py")
+LEFT_OUT = ("integrations", "training")
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
 VERSION = 1  # of what the hub serves, which goes up where calls change
 

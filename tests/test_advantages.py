@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_kernels import group_advantages, per_token_kl, reference
-from grpo_kernels.config import KL_ESTIMATORS, GRPOLossConfig
+from grpo_kernels.loss.config import KL_ESTIMATORS, GRPOLossConfig
 
 NAN = float("nan")
 

@@ -223,7 +223,7 @@ def test_gradient_checkpointing(call, use_reentrant, batch, expected):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_no_grad_allocates_no_gradients(call, batch, monkeypatch):
-    from grpo_kernels.dense import Dense
+    from grpo_kernels.head.dense import Dense
 
     def refuse(*_):
         raise AssertionError("gradient work without a gradient")
@@ -278,7 +278,7 @@ def test_retained_graph_gives_the_same_twice(call, batch, expected):
 
 def test_the_stored_gradient_becomes_the_gradient(batch, monkeypatch):
     """Scaled in place and handed over: no second tensor of the head's size."""
-    from grpo_kernels.dense import Gradients
+    from grpo_kernels.head.dense import Gradients
 
     stored = []
     original = Gradients.all

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from grpo_kernels.backends import LogitTransform, RowGrads, torch_backend, triton_backend
-from grpo_kernels.dense import row_factors
+from grpo_kernels.head.dense import row_factors
+from grpo_kernels.kernels import LogitTransform, RowGrads, torch_backend, triton_backend
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
 from tests.helpers.tiers import INTERPRETED, cases, compiled_alone

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.products import INVARIANT_ROWS
+from grpo_kernels.head.products import INVARIANT_ROWS
 from tests.helpers.batches import relative_error
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs
 from tests.helpers.half_gemms import imitate

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, compiled, compiled_loss
+from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support
+from grpo_kernels.compiled import calls as compiled
+from grpo_kernels.compiled import losses as compiled_loss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.training.policy import Batch, Policy
 from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, relative_error

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import (
-    Execution,
-    LMHead,
-    gather_tokens,
-    per_token_kl,
-    reference,
-)
+from grpo_kernels import Execution, LMHead, gather_tokens, per_token_kl, reference
 from tests.helpers.batches import config, make_batch, packed, relative_error
 from tests.helpers.head_options import BACKENDS
 from tests.helpers.supports import make_support, with_logps_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.losses import LOSS_TYPES, Cispo, Clip, Loss, Sapo, Vespo, flat_fields
+from grpo_kernels.loss.losses import LOSS_TYPES, Cispo, Clip, Loss, Sapo, Vespo, flat_fields
 from tests.helpers.batches import config
 
 

@@ -7,7 +7,7 @@ import torch
 
 from grpo_kernels import LMHead, Support, linear_logprobs, topk_kl
 from grpo_kernels import reference as exact
-from grpo_kernels.distillation import DIRECTIONS
+from grpo_kernels.loss.distillation import DIRECTIONS
 from tests.helpers.batches import make_batch, relative_error
 
 V = 211

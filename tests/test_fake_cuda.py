@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import arguments, grpo_loss, routes, selective_log_softmax
-from grpo_kernels.backends import torch_backend
-from grpo_kernels.checks import ValueChecks
-from grpo_kernels.row_plan import RowPlan
+from grpo_kernels import grpo_loss, selective_log_softmax
+from grpo_kernels.base.checks import ValueChecks
+from grpo_kernels.head import call as head_calls
+from grpo_kernels.head import routes
+from grpo_kernels.head.plan import RowPlan
+from grpo_kernels.kernels import torch_backend
 from tests.helpers.batches import OBJECTIVES, config
 from tests.helpers.fake_cuda import (
     FakeCUDA,
@@ -246,7 +248,7 @@ def test_loss_of_log_probs_reads_nothing(objective):
 
 def test_operands_of_two_dtypes_are_warned_of_once(monkeypatch):
     """Outside autocast: their GEMMs run in float32."""
-    arguments._warn_of_float32_products.cache_clear()
+    head_calls._warn_of_float32_products.cache_clear()
     said = "weight: bfloat16 hidden states and a float32 head are multiplied in float32"
     for how, expected in (("autocast", 0), ("", 1), ("", 0)):
         with FakeCUDA(answer_with()), warnings.catch_warnings(record=True) as warned:

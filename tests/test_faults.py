@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from tokenizers import normalizers
 
-from grpo_kernels.head import Support
+from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import (
     Completion,
     Trainer,

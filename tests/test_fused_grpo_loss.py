@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import make
-from grpo_kernels.dense import Dense
+from grpo_kernels.head.dense import Dense
 from tests.helpers.batches import (
     OBJECTIVES,
     config,

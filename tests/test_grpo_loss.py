@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from grpo_kernels import grpo_loss, reference
-from grpo_kernels.backends import PolicyLoss
-from grpo_kernels.config import KL_ESTIMATORS
-from grpo_kernels.grpo_loss import policy_loss
-from grpo_kernels.sequences import Sequences
-from grpo_kernels.tokens import LossInputs
+from grpo_kernels.base.sequences import Sequences
+from grpo_kernels.kernels import PolicyLoss
+from grpo_kernels.loss.config import KL_ESTIMATORS
+from grpo_kernels.loss.grpo_loss import policy_loss
+from grpo_kernels.loss.tokens import LossInputs
 from tests.helpers.batches import (
     NAN,
     OBJECTIVES,

@@ -9,9 +9,8 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
-from grpo_kernels.dense import Dense
-from grpo_kernels.retry import ran_out_of_memory
-from grpo_kernels.row_plan import RowPlan
+from grpo_kernels.head.dense import Dense
+from grpo_kernels.head.plan import RowPlan, ran_out_of_memory
 from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import reference

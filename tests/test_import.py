@@ -68,20 +68,32 @@ def test_every_public_name_has_a_docstring():
 PACKAGE = ROOT / "grpo_kernels"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # These may import what their extras install.
-WITH_EXTRAS = ("hf_head", "integrations", "training")
+WITH_EXTRAS = ("integrations", "training")
 
 
-def parts():
-    """Part to its modules, and part to the parts it may import: the table of docs/design.md."""
+def part_of(module):
+    """The file or folder of the package that a module, `head.dense`, is in."""
+    return module.split(".")[0]
+
+
+def allowed_imports():
+    """Part to the parts, and single modules, that it may import: the table of docs/design.md."""
     section = (ROOT / "docs" / "design.md").read_text().split("## Parts\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     cells = [[re.findall("`(.*?)`", cell) for cell in row] for row in rows]
-    modules = {module: part for (part,), names, _ in cells for module in names}
-    return modules, {part: {part, *allowed} for (part,), _, allowed in cells}
+    return {part: {part, *allowed} for (part,), _, allowed in cells}
+
+
+def module_of(path):
+    """The module's name below the package, that of a folder `head.__init__`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = {module_of(path) for path in FILES}
 
 
 def imports_of(path):
-    """Names of modules and packages, and whether they are of this package.
+    """Modules of this package, and packages from outside, each with whether it is of this package.
 
     Imports for type checkers alone are left out.
     """
@@ -92,33 +104,49 @@ def imports_of(path):
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
         for node in ast.walk(block)
     }
-    depth = len(path.relative_to(PACKAGE).parts)
+    folders = path.relative_to(PACKAGE).parts[:-1]
     for node in set(ast.walk(tree)) - for_types:
         if isinstance(node, ast.Import):
             yield from ((alias.name.split(".")[0], False) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = node.module.split(".")
-            yield (names[1] if names[0] == "grpo_kernels" else names[0]), names[0] == "grpo_kernels"
-        elif isinstance(node, ast.ImportFrom) and node.level == depth:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            for name in names:
-                name = name.split(".")[0]
-                is_module = (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
-                yield (name if is_module else "__init__"), True
+        elif isinstance(node, ast.ImportFrom):
+            below = node.module.split(".") if node.module else []
+            if node.level == 0 and below[0] != "grpo_kernels":
+                yield below[0], False
+                continue
+            above = folders[: len(folders) + 1 - node.level] if node.level else ()
+            place = [*above, *(below if node.level else below[1:])]
+            for alias in node.names:
+                found = [*place, alias.name]
+                names = (found, [*found, "__init__"], place, [*place, "__init__"])
+                yield next(x for x in map(".".join, names) if x in MODULES), True
 
 
 def test_every_module_is_in_the_table_of_parts():
-    assert set(parts()[0]) == {path.relative_to(PACKAGE).parts[0].split(".")[0] for path in FILES}
+    assert set(allowed_imports()) == {part_of(module) for module in MODULES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_what_its_part_may(path):
-    modules, allowed = parts()
-    part = modules[path.relative_to(PACKAGE).parts[0].split(".")[0]]
+    part = part_of(module_of(path))
+    allowed = allowed_imports()[part]
     for name, own in imports_of(path):
         if own:
-            assert modules[name] in allowed[part], f"{part} imports {name}"
+            assert {name, part_of(name)} & allowed, f"{part} imports {name}"
         elif part not in WITH_EXTRAS:
-            kernels = part == "backends" or path.stem.startswith("triton_")
-            known = {"torch", *(["triton"] if kernels else []), *sys.stdlib_module_names}
+            known = {"torch", *(["triton"] if part == "kernels" else []), *sys.stdlib_module_names}
             assert name in known, f"{part} imports {name}"
+
+
+def test_loss_and_head_never_import_each_other():
+    """Nor is it written in the table that they may."""
+    allowed = allowed_imports()
+    assert not allowed["loss"] & {"head"} and not allowed["head"] & {"loss"}
+    assert not (allowed["base"] | allowed["kernels"]) & {"loss", "head"}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """At the head of its file or inside of a function."""
+    imported = {module_of(path): {x for x, own in imports_of(path) if own} for path in FILES}
+    while leaves := {name for name, needs in imported.items() if not needs & set(imported)}:
+        imported = {name: needs for name, needs in imported.items() if name not in leaves}
+    assert not imported, f"in or behind a circle: {sorted(imported)}"

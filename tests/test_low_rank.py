@@ -66,7 +66,7 @@ def test_equals_the_weight_it_stands_for():
 
 @pytest.mark.parametrize("call", ("loss", "logps"))
 def test_next_to_a_frozen_weight(call, monkeypatch):
-    from grpo_kernels.dense import Gradients
+    from grpo_kernels.head.dense import Gradients
 
     batch = make_batch()
     leaves = operands(batch, frozen=("weight", "bias"))

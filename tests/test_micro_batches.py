@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
-from grpo_kernels.config import AGGREGATIONS
-from grpo_kernels.hf_head import head_of
+from grpo_kernels.integrations.hf_head import head_of
+from grpo_kernels.loss.config import AGGREGATIONS
 from grpo_kernels.training import load_model, ranks
 from grpo_kernels.training.micro_batches import (
     Size,

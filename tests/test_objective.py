@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, per_token_kl, reference
-from grpo_kernels.config import IS_CORRECTIONS, KL_ESTIMATORS
-from grpo_kernels.losses import LOSS_TYPES as ALL_LOSS_TYPES
+from grpo_kernels.loss.config import IS_CORRECTIONS, KL_ESTIMATORS
+from grpo_kernels.loss.losses import LOSS_TYPES as ALL_LOSS_TYPES
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.tiers import in_turn
 

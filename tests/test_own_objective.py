@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
-from grpo_kernels.losses import LOSS_TYPES, Clip, Loss
+from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Loss
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of

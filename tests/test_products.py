@@ -7,11 +7,11 @@ import torch
 
 from benchmarks.workloads import make
 from grpo_kernels import Execution, linear_logprobs
-from grpo_kernels.arguments import head_call
-from grpo_kernels.backends import torch_backend
-from grpo_kernels.dense import Dense, OneRank
-from grpo_kernels.products import Products, columns_at_once, slices_of
-from grpo_kernels.row_plan import Chunk, RowPlan
+from grpo_kernels.head.call import head_call
+from grpo_kernels.head.dense import Dense, OneRank
+from grpo_kernels.head.plan import Chunk, RowPlan
+from grpo_kernels.head.products import Products, columns_at_once, slices_of
+from grpo_kernels.kernels import torch_backend
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.flat_calls import fused_grpo_loss, reference
 from tests.helpers.half_gemms import imitate

@@ -7,7 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_kernels.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
+from grpo_kernels.loss.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
 from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
 

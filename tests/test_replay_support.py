@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_kernels import GRPOLossConfig, reference
-from grpo_kernels.head import LMHead
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy

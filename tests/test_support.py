@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import grpo_kernels
 from grpo_kernels import batch_support
-from grpo_kernels.support import _warn_of_wide_sets
+from grpo_kernels.head.support import _warn_of_wide_sets
 from tests.helpers.batches import OBJECTIVES, assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.half_gemms import imitate

@@ -5,9 +5,10 @@ import sys
 import pytest
 import torch
 
-from grpo_kernels import objective, products
-from grpo_kernels.backends import torch_backend, triton_backend
-from grpo_kernels.dense import Gradients
+from grpo_kernels.head import products
+from grpo_kernels.head.dense import Gradients
+from grpo_kernels.kernels import torch_backend, triton_backend
+from grpo_kernels.loss import objective
 from tests.helpers.batches import config, make_batch, relative_error, run_fused
 from tests.helpers.head_options import CHUNK, expect_equal, objective_options
 
@@ -89,7 +90,7 @@ def test_damaged_objective(objective, damage, backend, monkeypatch):
     if backend is triton_backend and options["config"].one_pass:
         used, name = backend, "policy_loss"
     else:
-        used, name = sys.modules["grpo_kernels.grpo_loss"], "_differentiated"
+        used, name = sys.modules["grpo_kernels.loss.grpo_loss"], "_differentiated"
     original = getattr(used, name)
 
     def damaged(*args, **kwargs):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.losses import Sapo
+from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import (
     Completion,
     Trainer,

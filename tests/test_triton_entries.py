@@ -6,12 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo_kernels.backends import (
-    Entries,
-    torch_backend,
-    triton_backend,
-    triton_entries,
-)
+from grpo_kernels.kernels import Entries, torch_backend, triton_backend, triton_entries
 from tests.helpers.batches import relative_error
 from tests.helpers.tiers import INTERPRETED, cases
 

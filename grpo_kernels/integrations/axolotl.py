@@ -18,7 +18,7 @@ except ImportError as error:
         f"{__name__}: expected the package axolotl, 0.19 or newer; got: {error}"
     ) from error
 
-from ..execution import Execution
+from ..head.execution import Execution
 
 
 class GRPOKernelsOptions(BaseModel):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head import Support
+from ..head.lm_head import Support
 
 try:
     from transformers import (

@@ -29,14 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..advantages import apply_is_weights
-from ..arguments import scalar
-from ..checks import FLOATS, check_tensor
-from ..config import GRPOLossConfig
-from ..execution import Execution
-from ..fused_grpo_loss import fused_grpo_loss
-from ..head import LMHead, Support
-from ..linear_logprobs import linear_logprobs
+from ..base.checks import FLOATS, check_tensor, scalar
+from ..calls import fused_grpo_loss, linear_logprobs
+from ..head.execution import Execution
+from ..head.lm_head import LMHead, Support
+from ..loss.advantages import apply_is_weights
+from ..loss.config import GRPOLossConfig
 from .patching import Patch, check_version, is_ours
 from .reused import Reused
 

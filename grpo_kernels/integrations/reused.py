@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..execution import Execution, check_execution
-from ..head import LMHead
+from ..head.execution import Execution, check_execution
+from ..head.lm_head import LMHead
 
 
 @dataclass(frozen=True)

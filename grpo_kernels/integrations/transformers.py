@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_config
-from ..checks import INTEGERS, check_tensor
-from ..config import GRPOLossConfig
-from ..execution import Execution, check_execution
-from ..fused_grpo_loss import fused_grpo_loss
-from ..head import LMHead, Support
-from ..hf_head import (
+from ..base.checks import INTEGERS, check_tensor
+from ..calls import fused_grpo_loss, linear_logprobs
+from ..head.execution import Execution, check_execution
+from ..head.lm_head import LMHead, Support
+from ..loss.config import GRPOLossConfig
+from ..loss.inputs import check_config
+from .hf_head import (
     base_model,
     body_of,
     check_is_loaded,
@@ -43,7 +43,6 @@ from ..hf_head import (
     let_go_of_head,
     register_with_zero3,
 )
-from ..linear_logprobs import linear_logprobs
 from .reused import Reused
 
 try:

@@ -37,12 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..advantages import apply_is_weights
-from ..config import GRPOLossConfig
-from ..execution import Execution
-from ..head import Support
-from ..hf_head import head_of, is_prompt_learning
-from ..support import batch_support
+from ..head.execution import Execution
+from ..head.lm_head import Support
+from ..head.support import batch_support
+from ..loss.advantages import apply_is_weights
+from ..loss.config import GRPOLossConfig
+from .hf_head import head_of, is_prompt_learning
 from .patching import Patch, Replacement
 from .reused import Reused
 from .trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, LogitsInName, labels_of, reading

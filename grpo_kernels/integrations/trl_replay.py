@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..head import Support
+from ..head.lm_head import Support
 from .generation import SupportRecorder, support_of
 from .patching import Replacement
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hf_head import base_model, beyond_lora, is_prompt_learning
+from .hf_head import base_model, beyond_lora, is_prompt_learning
 
 # What the two sides say to each other; they may be of different versions.
 PROTOCOL = 1

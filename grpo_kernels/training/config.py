@@ -10,8 +10,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..config import GRPOLossConfig, check_choice, check_number
-from ..execution import Execution
+from ..base.checks import check_choice, check_number
+from ..head.execution import Execution
+from ..loss.config import GRPOLossConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hf_head import head_of
+from ..head.plan import default_chunk_bytes
+from ..integrations.hf_head import head_of
 from ..integrations.vllm import FILE_BYTES, names_of
-from ..row_plan import default_chunk_bytes
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable

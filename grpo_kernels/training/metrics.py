@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..objective import masked_quantile
+from ..base.sequences import masked_quantile
 from .rewards import weighted_sum
 from .samples import Samples
 

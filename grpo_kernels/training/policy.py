@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import GRPOLossConfig, fused_grpo_loss, linear_logprobs
-from ..arguments import to_device
-from ..execution import Execution
-from ..head import LMHead, Support
-from ..hf_head import base_model, body_of, head_of, register_with_zero3
+from .. import GRPOLossConfig
+from ..base.layout import to_device
+from ..calls import fused_grpo_loss, linear_logprobs
+from ..head.execution import Execution
+from ..head.lm_head import LMHead, Support
+from ..integrations.hf_head import base_model, body_of, head_of, register_with_zero3
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
 

@@ -14,7 +14,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..objective import masked_quantile
+from ..base.sequences import masked_quantile
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")

@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
-from ..arguments import to_device
-from ..checks import check_tensor
-from ..head import Support
-from ..hf_head import evaluating
-from ..retry import ran_out_of_memory
+from ..base.checks import check_tensor
+from ..base.layout import to_device
+from ..head.lm_head import Support
+from ..head.plan import ran_out_of_memory
+from ..integrations.hf_head import evaluating
 from . import ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import batch_support
-from ..arguments import to_device
+from ..base.layout import to_device
 from .data import Problem, level_of
 from .micro_batches import Plan, Size, plan_micro_batches
 from .policy import Batch

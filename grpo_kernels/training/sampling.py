@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from .. import group_advantages
-from ..arguments import to_device
+from ..base.layout import to_device
 from . import ranks
 from .data import Problem
 from .loading import check_has_logps

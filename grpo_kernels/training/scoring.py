@@ -12,10 +12,10 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from .. import GRPOLossConfig, SamplerCheck, check_sampler
-from ..execution import Execution
-from ..head import LOGITS_DTYPES
-from ..hf_head import head_of
-from ..row_plan import default_chunk_bytes, gpu
+from ..head.execution import Execution
+from ..head.lm_head import LOGITS_DTYPES
+from ..head.plan import default_chunk_bytes, gpu
+from ..integrations.hf_head import head_of
 from . import ranks
 from .config import TrainingConfig
 from .interruptions import Interruptions, OutOfMemory, StepError

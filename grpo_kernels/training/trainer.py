@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from ..hf_head import check_logits
-from ..retry import ran_out_of_memory
+from ..head.plan import ran_out_of_memory
+from ..integrations.hf_head import check_logits
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Order, Problem, PromptEncoder, short_enough

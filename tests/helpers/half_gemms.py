@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_kernels import arguments
+from grpo_kernels.head import call
 
 
 def imitate(monkeypatch, dtype):
@@ -22,6 +22,6 @@ def imitate(monkeypatch, dtype):
         assert acc is out and a.dtype == b.dtype and out.dtype in (torch.float32, a.dtype)
         return out.copy_(acc * beta + mm(a.float(), b.float()))
 
-    monkeypatch.setattr(arguments, "_gemm_dtype", lambda *_: dtype)
+    monkeypatch.setattr(call, "_gemm_dtype", lambda *_: dtype)
     monkeypatch.setattr(torch, "mm", half_mm)
     monkeypatch.setattr(torch, "addmm", half_addmm)

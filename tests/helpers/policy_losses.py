@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import LogitTransform, PolicyLoss
+from grpo_kernels.kernels import LogitTransform, PolicyLoss
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},

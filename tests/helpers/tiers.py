@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from triton.runtime import JITFunction
 
-from grpo_kernels.backends.triton_logits import token_stats_kernel
+from grpo_kernels.kernels.triton_logits import token_stats_kernel
 
 # Triton's interpreter cuts digits off where bfloat16 is stored, garbles float64 and is slow.
 INTERPRETED = not isinstance(token_stats_kernel, JITFunction)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from grpo_kernels.head import Support
+from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import (
     Completion,
     Trainer,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_kernels.hf_head import check_logits
+from grpo_kernels.integrations.hf_head import check_logits
 from grpo_kernels.integrations.transformers import attach_fused_head
 from tests.helpers.model_families import FAMILIES, LORAS, family_model, with_lora
 from tests.peers.test_transformers import batch_of, check_scores, expected, hooked, with_head

@@ -18,8 +18,8 @@ pytest.importorskip("liger_kernel", reason="needs the extra 'test'")
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import GRPOLossConfig, reference
-from grpo_kernels.execution import Execution
-from grpo_kernels.head import LMHead
+from grpo_kernels.head.execution import Execution
+from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations import liger as integration
 from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger

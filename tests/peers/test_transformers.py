@@ -10,13 +10,9 @@ import torch
 import transformers
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
-from grpo_kernels.execution import Execution
-from grpo_kernels.hf_head import head_of
-from grpo_kernels.integrations.transformers import (
-    Objective,
-    attach_fused_head,
-    detach_fused_head,
-)
+from grpo_kernels.head.execution import Execution
+from grpo_kernels.integrations.hf_head import head_of
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
 from tests.helpers.model_families import COMMON, FAMILIES, LORAS, family_model, llava, with_lora
 from tests.helpers.tiny_models import V, make_model
 
@@ -303,7 +299,7 @@ def test_two_loras_on_the_head():
 
 def test_lora_on_the_head_makes_no_weight(monkeypatch):
     """Nothing has the size of the head but one chunk of logits."""
-    from grpo_kernels.dense import Gradients
+    from grpo_kernels.head.dense import Gradients
 
     model, inputs, labels = with_head(with_lora(family_model("qwen2"), **LORAS["head"]))
     asked, original = [], Gradients.__init__

@@ -14,8 +14,8 @@ pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
-from grpo_kernels import compiled
-from grpo_kernels.execution import Execution
+from grpo_kernels.compiled import calls as compiled
+from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl

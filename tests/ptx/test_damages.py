@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from grpo_kernels.backends import Entries, LogitTransform, RowGrads, triton_backend
+from grpo_kernels.kernels import Entries, LogitTransform, RowGrads, triton_backend
 from tests.helpers.policy_losses import exact_policy_loss
 from tests.ptx import EmulatedDriver, Settings
 

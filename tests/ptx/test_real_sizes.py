@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends import (
+from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
     RowGrads,
@@ -14,7 +14,7 @@ from grpo_kernels.backends import (
     triton_backend,
     triton_entries,
 )
-from grpo_kernels.backends.triton_common import build
+from grpo_kernels.kernels.triton_common import build
 from tests.helpers.batches import relative_error
 from tests.ptx import EmulatedDriver, SanitizerError
 

@@ -5,7 +5,7 @@ import random
 import torch
 
 from grpo_kernels import fused_grpo_loss
-from grpo_kernels.execution import Execution
+from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.helpers.ranks import WORLD

@@ -25,63 +25,63 @@ def damages_in(path: str, tests: str, *damages: tuple[str, str, str]) -> list[Da
 DAMAGES = [
     # A row of logits: its columns, its transform, its target.
     *damages_in(
-        "backends/torch_backend.py", "test_fused_grpo_loss",
+        "kernels/torch_backend.py", "test_fused_grpo_loss",
         ("the softcap's slope is left out", "d_logits.mul_(chain)", "pass"),
     ),
     *damages_in(
-        "backends/__init__.py", "test_linear_logprobs",
+        "kernels/__init__.py", "test_linear_logprobs",
         ("no entropy gradient at the target",
          "at_target -= stats.logps.exp() * d_entropy", "at_target -= 0 * d_entropy"),
     ),
     *damages_in(
-        "backends/triton_logits.py", "test_backends",
+        "kernels/triton_logits.py", "test_backends",
         ("triton: columns past the vocabulary count",
          'shifted = tl.where(mask_v, shifted, float("-inf"))',
          "shifted = tl.where(mask_v, shifted, 0.0)"),
     ),
     # Tokens scored over the whole vocabulary: terms, chunks, sums.
     *damages_in(
-        "dense.py", "test_fused_grpo_loss",
+        "head/dense.py", "test_fused_grpo_loss",
         ("the gradient of the weight is the last chunk's",
          "d[:, columns].t(), x, beta=beta)", "d[:, columns].t(), x, beta=0.0)"),
         ("one sweep loses the temperature",
          "(-transform.logit_scale / transform.temperature)", "(-transform.logit_scale)"),
     ),
     *damages_in(
-        "backends/__init__.py", "test_linear_logprobs",
+        "kernels/__init__.py", "test_linear_logprobs",
         ("the gradient of logsumexp has its sign flipped",
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
     ),
     *damages_in(
-        "dense.py", "test_products",
+        "head/dense.py", "test_products",
         ("a strip's exponentials go where the last ones are",
          "exps=None if exps is None else exps[part]",
          "exps=None if exps is None else exps[: part.stop - part.start]"),
     ),
     *damages_in(
-        "products.py", "test_products test_batch_invariant",
+        "head/products.py", "test_products test_batch_invariant",
         ("a batch-invariant call's products take all rows",
          "step = len(out) if self.multiple == 1 else self.multiple", "step = len(out)"),
         ("the caller's product is not asked",
          "matmul = self.matmul if own else None", "matmul = None"),
     ),
     *damages_in(
-        "row_plan.py", "test_row_plan",
+        "head/plan.py", "test_plan",
         ("rows without a gradient come first", "rank += ~group", "rank += group"),
     ),
     *damages_in(
-        "retry.py", "test_head_memory",
+        "head/plan.py", "test_head_memory",
         ("memory that runs out over the head ends the call",
          "if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
     ),
     # What comes in, and the two calls.
     *damages_in(
-        "arguments.py", "test_pairs",
+        "head/call.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come",
          "selected(flat_mask, x, 0), y)", "x, y)"),
     ),
     *damages_in(
-        "routes.py", "test_support",
+        "head/routes.py", "test_support",
         ("tokens with a kept set are scored over the whole vocabulary, too",
          "call = replace(call, mask=others if call.mask is None else call.mask & others)", "pass"),
     ),
@@ -98,28 +98,28 @@ DAMAGES = [
          "masked = plan.has_masked or inputs.ce_weights is not None", "masked = plan.has_masked"),
     ),
     *damages_in(
-        "linear_logprobs.py", "test_linear_logprobs",
+        "head/linear_logprobs.py", "test_linear_logprobs",
         ("masked rows are given a gradient", "needed &= routes.tokens", "pass"),
     ),
     *damages_in(
-        "autograd.py", "test_autograd",
+        "base/autograd.py", "test_autograd",
         ("a gradient that is asked for again is scaled again",
          "kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()",
          "kept = False"),
     ),
     # Kept sets, ranks.
     *damages_in(
-        "support.py", "test_support",
+        "head/support.py", "test_support",
         ("a support: the target is counted from the first of all entries",
          "return found, place - begins", "return found, place"),
     ),
     *damages_in(
-        "vocab_shard.py", "ranks/test_vocab_parallel",
+        "head/ranks.py", "ranks/test_vocab_parallel",
         ("ranks: the entropy within a rank is not weighed by its share",
          "log_shares.exp() * (ranks[:, 2] - log_shares)", "ranks[:, 2] - log_shares"),
     ),
     *damages_in(
-        "vocab_parallel.py", "ranks/test_vocab_parallel",
+        "head/ranks.py", "ranks/test_vocab_parallel",
         ("ranks: the target's entry is that of this rank's columns alone",
          "self.shard.mend(exps, targets, slope, stats, whole)", "pass"),
         ("ranks: other ranks' gradients of hidden states are left out",
@@ -127,18 +127,18 @@ DAMAGES = [
          "if True:\n            put_rows"),
     ),
     *damages_in(
-        "sequences.py", "ranks/test_sequences",
+        "base/sequences.py", "ranks/test_sequences",
         ("ranks: gathered tokens give every rank the first one's gradient",
          "ctx.begin, ctx.size = sum(sizes[: group.rank()]), size", "ctx.begin, ctx.size = 0, size"),
     ),
     # The objective: mask, clip, correction, KL, averages.
     *damages_in(
-        "tokens.py", "test_objective test_grpo_loss",
+        "loss/tokens.py", "test_objective test_grpo_loss",
         ("masked tokens are read",
          "return x if mask is None else torch.where(mask, x, 0.0)", "return x"),
     ),
     *damages_in(
-        "losses.py", "test_objective",
+        "loss/losses.py", "test_objective",
         ("the lower bound of the clip is ignored",
          "ratio.clamp(*self.bounds) * A", "ratio.clamp(max=self.bounds[1]) * A"),
         ("a sequence's token has the gradient of the sequence",
@@ -146,7 +146,7 @@ DAMAGES = [
          "tokens.logps - tokens.logps.detach() + log_ratio"),
     ),
     *damages_in(
-        "objective.py", "test_objective",
+        "loss/objective.py", "test_objective",
         ("the KL is of the reference to the policy",
          "tokens.ref_logps - tokens.logps, config", "tokens.logps - tokens.ref_logps, config"),
         ("num_items is ignored",
@@ -154,7 +154,7 @@ DAMAGES = [
          "    if True:\n        items = count if"),
     ),
     *damages_in(
-        "metrics.py", "test_metrics test_fused_grpo_loss",
+        "loss/metrics.py", "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
          'sums = _stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0).sum(1)',
          'sums = _stack({**named, "": tokens.mask}, tokens.mask < 0, 0.0).sum(1)'),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support, VocabRanks
-from grpo_kernels.head import HIDDEN_LAYOUTS, LOGITS_DTYPES
+from grpo_kernels.head.lm_head import HIDDEN_LAYOUTS, LOGITS_DTYPES
 from grpo_kernels.integrations import verl
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss
 from grpo_kernels.integrations.transformers import Objective

@@ -13,7 +13,7 @@ _WIDE = "    row_ptr = logits_ptr + row * stride_logits_n\n    "
 
 KERNEL_DAMAGES: list[Damage] = [
     *damages_in(
-        "backends/triton_logits.py", "test_backends",
+        "kernels/triton_logits.py", "test_backends",
         ("the logits are loaded without a mask",
          "u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0)", "u = tl.load(row_ptr + offs_v)"),
         ("exponentials are stored without a mask",
@@ -35,24 +35,24 @@ KERNEL_DAMAGES: list[Damage] = [
          "out_row_ptr, whole, V, row_grads", "out_row_ptr, whole - 1, V, row_grads"),
     ),
     *damages_in(
-        "backends/triton_logits.py", "test_batch_invariant",
+        "kernels/triton_logits.py", "test_batch_invariant",
         ("invariant sums are taken in the order of the layout",
          "    if INVARIANT:\n        # As", "    if False:\n        # As"),
     ),
     *damages_in(
-        "backends/triton_logits.py", "ptx/test_real_sizes",
+        "kernels/triton_logits.py", "ptx/test_real_sizes",
         ("rows of the statistics are counted in 32 bits",
          f"{_ROW}.to(tl.int64)\n{_WIDE}exps_row_ptr", f"{_ROW}\n{_WIDE}exps_row_ptr"),
         ("rows of the gradient are counted in 32 bits",
          f"{_ROW}.to(tl.int64)\n{_WIDE}out_row_ptr", f"{_ROW}\n{_WIDE}out_row_ptr"),
     ),
     *damages_in(
-        "backends/triton_logits.py", "test_backends",
+        "kernels/triton_logits.py", "test_backends",
         ("more threads than columns, in place",
          "min(launch.num_warps, block_v // 64)", "launch.num_warps"),
     ),
     *damages_in(
-        "backends/triton_policy_loss.py", "test_grpo_loss test_backends",
+        "kernels/triton_policy_loss.py", "test_grpo_loss test_backends",
         ("a masked load has no value for the masked",
          "weights = tl.load(weights_ptr + offs_n, mask=mask_n, other=0.0)",
          "weights = tl.load(weights_ptr + offs_n, mask=mask_n)"),
@@ -70,12 +70,12 @@ KERNEL_DAMAGES: list[Damage] = [
          "tl.where(mask_n, d_entropy, 0.0), mask=offs_n < 0)"),
     ),
     *damages_in(
-        "backends/triton_policy_loss.py", "ptx/test_damages",
+        "kernels/triton_policy_loss.py", "ptx/test_damages",
         ("a minimum hides NaN",
          "return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)", "return tl.minimum(x, y)"),
     ),
     *damages_in(
-        "backends/triton_entries.py", "test_triton_entries ptx/test_real_sizes",
+        "kernels/triton_entries.py", "test_triton_entries ptx/test_real_sizes",
         ("rows of entries are loaded without a mask",
          "rows = tl.load(rows_ptrs, mask=mask, other=0.0)", "rows = tl.load(rows_ptrs)"),
         ("sums of entries are stored without a mask",

@@ -112,7 +112,7 @@ def test_a_contender_that_fails_has_a_row_and_no_time(tiny, one_process, monkeyp
 
 
 def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
-    from grpo_kernels.backends import triton_backend
+    from grpo_kernels.kernels import triton_backend
 
     widths = []
 
@@ -384,7 +384,7 @@ def test_tune_times_only_what_is_right(monkeypatch):
     assert {"copy", "token_stats", "logit_grads, float32"} < known
     moved = {row["kernel"]: row["bytes"] for row in good}
     assert moved["token_stats"] == 4 * 4 * 300 and moved["logit_grads, float32"] == 8 * 4 * 300
-    from grpo_kernels.backends import triton_backend, triton_logits
+    from grpo_kernels.kernels import triton_backend, triton_logits
 
     right = triton_backend.token_stats
 

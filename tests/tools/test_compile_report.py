@@ -15,7 +15,7 @@ SETUP = """
 import sys
 from dataclasses import replace
 from benchmarks import compile_report as report, compile_sass as sass
-from grpo_kernels.backends import triton_backend
+from grpo_kernels.kernels import triton_backend
 launches = report.all_launches()
 few = {}
 for launch in launches:

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.losses import LOSS_TYPES
+from grpo_kernels.loss.losses import LOSS_TYPES
 from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_kernels import doctor
-from grpo_kernels.backends import torch_backend
+from grpo_kernels.kernels import torch_backend
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -1,0 +1,151 @@
+"""Checks of tensors, at once, and of values on the device, all in one transfer.
+
+Shapes, dtypes and devices are known on the host. Values (target ids, masks that are not 0 or 1,
+`cu_seqlens`) live on the device, where reading them synchronizes; `ValueChecks` gathers those
+questions, so that a call that reads its row counts anyway asks them in the same transfer, and a
+call that reads nothing asserts them on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (*HEAD_DTYPES, torch.float64)
+
+
+def check_tensor(
+    name: str,
+    x: object,
+    *,
+    shape: Sequence[int] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Returns `x`, a tensor of this shape, one of these dtypes and on this device, or raises."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}")
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
+    if dtypes is not None and x.dtype not in dtypes:
+        expected = ", ".join(map(name_of, dtypes))
+        is_wide = x.dtype == torch.float64 and torch.float64 not in dtypes
+        hint = "; float64 is for grpo_kernels.reference" if is_wide else ""
+        raise TypeError(f"{name}: expected dtype {expected}; got {name_of(x.dtype)}{hint}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
+    return x
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool; got {value!r}")
+
+
+def check_number(name: str, value: object) -> float:
+    """Returns the value, a finite number, or raises."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
+    if not -math.inf < value < math.inf:  # which torch.compile knows of a number that varies
+        raise ValueError(f"{name}: expected a finite number; got {value}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
+        )
+
+
+def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
+    """Returns a number, or a 0-d tensor on `device`; one on the CPU is read without waiting."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0:
+            raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
+        if value.is_complex():
+            raise TypeError(f"{name}: expected a real number; got {value.dtype}")
+        if value.device == device:
+            return value.detach()
+        if value.device.type != "cpu":
+            raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
+        value = value.item()
+    check_number(name, value)
+    assert isinstance(value, (int, float))
+    return value
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def flatten(x: Tensor) -> Tensor:
+    """Flattens to `[N]`, contiguous, as kernels address it: reshape may return a strided view.
+
+    A copy of one made in inference mode, which autograd would not save.
+    """
+    return saveable(x.reshape(-1).contiguous())
+
+
+def saveable(x: Tensor) -> Tensor:
+    """`x`, or its copy if it was made in inference mode: autograd saves no such constant."""
+    tracing = torch.compiler.is_dynamo_compiling()  # which knows of no such mode
+    return x.clone() if not tracing and x.is_inference() else x
+
+
+@dataclass
+class Sizes:
+    """Whole numbers, int64 `[K]` on the device; `numbers` once they have been read."""
+
+    on_device: Tensor
+    numbers: list[int] = field(default_factory=list)
+
+
+@dataclass
+class ValueChecks:
+    """Questions about values on the device: each a count of offenders and a message.
+
+    And sizes that are wanted for their own sake.
+    """
+
+    counts: list[Tensor] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
+
+    def add(self, offenders: Tensor, message: str) -> None:
+        self.counts.append(offenders.sum())
+        self.messages.append(message)
+
+    def ask(self, *sizes: Tensor) -> Sizes:
+        """Sizes, 0-d or `[K]`, that are read together with the checks."""
+        asked = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
+        self.sizes.append(asked)
+        return asked
+
+    def read(self, *further: Tensor) -> list[int]:
+        """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
+        questions = [x.reshape(1) for x in (*self.counts, *further)]
+        questions += [asked.on_device for asked in self.sizes]
+        answers = iter(torch.cat(questions).tolist() if questions else ())
+        for message in self.messages:
+            if count := next(answers):
+                raise ValueError(f"{message} ({count} of them)")
+        of_further = [next(answers) for _ in further]
+        for asked in self.sizes:
+            asked.numbers = [next(answers) for _ in range(len(asked.on_device))]
+        return of_further
+
+    def check_without_sync(self) -> None:
+        """Raises on a CPU; leaves a device-side assertion on a GPU, as torch's own gather does."""
+        for count, message in zip(self.counts, self.messages, strict=True):
+            if count.device.type != "cpu":
+                torch._assert_async(count == 0, message)
+            elif int(count):
+                raise ValueError(f"{message} ({int(count)} of them)")

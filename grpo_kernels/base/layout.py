@@ -1,0 +1,152 @@
+"""Where the tokens of a call lie: padded or packed, and what has one value per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    FLOATS,
+    INTEGERS,
+    ValueChecks,
+    check_tensor,
+    flatten,
+)
+from .sequences import Sequences
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of the tokens: padded `[B, T]`, or packed `[N]` with or without sequences."""
+
+    shape: torch.Size
+    device: torch.device
+    sequences: Sequences | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape.numel()
+
+    @staticmethod
+    def of(name: str, x: Tensor, cu_seqlens: Tensor | None, checks: ValueChecks) -> Layout:
+        """The layout of the token tensor `x`."""
+        if x.ndim not in (1, 2):
+            raise ValueError(
+                f"{name}: expected shape [B, T] (padded) or [N] (packed); got {list(x.shape)}"
+            )
+        if cu_seqlens is None:
+            if x.ndim == 1:
+                return Layout(x.shape, x.device, None)
+            B, T = x.shape
+            ids = torch.arange(B, device=x.device).repeat_interleave(T, output_size=B * T)
+            return Layout(x.shape, x.device, Sequences(ids, B))
+        if x.ndim == 2:
+            raise ValueError(
+                "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
+                f"[N]; got a tensor with {name} of shape {list(x.shape)}"
+            )
+        check_tensor("cu_seqlens", cu_seqlens, dtypes=INTEGERS[:2], device=x.device)
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(f"cu_seqlens: expected shape [B + 1]; got {list(cu_seqlens.shape)}")
+        N = x.shape[0]
+        if N and cu_seqlens.numel() == 1:
+            raise ValueError(f"cu_seqlens: expected to end at N = {N}; got no sequence at all")
+        bounds = torch.stack([cu_seqlens[0], N - cu_seqlens[-1]]) != 0
+        checks.add(
+            torch.cat([bounds, cu_seqlens.diff() < 0]),
+            f"cu_seqlens: expected to start at 0, never to decrease, and to end at N = {N}; "
+            "got offsets that do not",
+        )
+        positions = torch.arange(N, device=x.device, dtype=cu_seqlens.dtype)
+        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+        count = cu_seqlens.numel() - 1
+        return Layout(x.shape, x.device, Sequences(ids.clamp(max=max(count - 1, 0)), count))
+
+    def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Flattens a constant with one value per token to `[N]`."""
+        x = check_tensor(name, x, shape=self.shape, dtypes=FLOATS, device=self.device)
+        return flatten(x.detach()).to(dtype)
+
+    def flat_mask(self, mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
+        """Flattens a mask to bool `[N]`; None when every token counts."""
+        if mask is None:
+            return None
+        dtypes = (torch.bool, *INTEGERS, *FLOATS)
+        mask = check_tensor("mask", mask, shape=self.shape, dtypes=dtypes, device=self.device)
+        flat = flatten(mask.detach())
+        if flat.dtype == torch.bool:
+            return flat
+        checks.add((flat != 0) & (flat != 1), "mask: expected 0 or 1; got other values")
+        return flat != 0
+
+    def flat_advantages(
+        self, advantages: object, checks: ValueChecks, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Flattens `[B]`, `[B, T]` or `[N]` to `[N]`."""
+        x = check_tensor("advantages", advantages, dtypes=FLOATS, device=self.device)
+        x = x.detach().to(dtype)
+        sequences = self.sequences
+        if x.shape == self.shape:
+            if len(self.shape) == 1 and sequences and sequences.count == self.num_tokens:
+                checks.add(
+                    sequences.ids != torch.arange(self.num_tokens, device=self.device),
+                    f"advantages: expected {list(x.shape)} to be one per sequence or one per "
+                    "token; got as many sequences as tokens, some of them empty, so that it may be "
+                    "either: pass one per token with the empty sequences removed from cu_seqlens",
+                )
+            return flatten(x)
+        if x.ndim == 1 and sequences and x.shape[0] == sequences.count:
+            return sequences.spread(x)
+        if len(self.shape) == 2:
+            expected = f"[{self.shape[0]}] or {list(self.shape)}"
+        elif sequences:
+            expected = f"[{sequences.count}] (one per sequence) or {list(self.shape)}"
+        else:
+            expected = f"{list(self.shape)}, or one per sequence together with cu_seqlens"
+        raise ValueError(f"advantages: expected shape {expected}; got {list(x.shape)}")
+
+    def flat_temperature(
+        self, temperature: float | Tensor, mask: Tensor | None, checks: ValueChecks
+    ) -> float | Tensor:
+        """Flattens the temperature to a number, or to float32 `[N]`; `mask` is flat."""
+        if not isinstance(temperature, Tensor):
+            return float(temperature)
+        if temperature.ndim == 0:
+            temperature = temperature.expand(self.shape)
+        flat = self.flat("temperature", temperature)
+        invalid = ~(flat > 0)
+        checks.add(
+            invalid if mask is None else invalid & mask,
+            "temperature: expected numbers > 0; got others",
+        )
+        return flat
+
+
+def check_targets(targets: object, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Returns the target ids as int64 `[N]`."""
+    targets = check_tensor("targets", targets, shape=shape, dtypes=INTEGERS, device=device)
+    return flatten(targets.detach()).long()
+
+
+def check_target_ids(targets: Tensor, mask: Tensor | None, V: int, checks: ValueChecks) -> None:
+    outside = targets != targets.clamp(0, V - 1)
+    where = "" if mask is None else " at unmasked positions"
+    checks.add(
+        outside if mask is None else selected(mask, outside, False),
+        f"targets: expected ids in [0, {V}){where}; got ids outside",
+    )
+
+
+def selected(mask: Tensor, x: Tensor, otherwise: float) -> Tensor:
+    """The rows of `x` in `mask`; `otherwise` in the others."""
+    return torch.where(mask if x.ndim == 1 else mask[:, None], x, otherwise)
+
+
+def to_device(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """Copies `x`, on a CPU, to `device`, without waiting for the device's work."""
+    if device is None or torch.device(device).type != "cuda" or x.numel() == 0:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

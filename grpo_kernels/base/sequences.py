@@ -1,0 +1,132 @@
+"""Which sequence each token belongs to, sums over sequences, and tokens gathered from ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Those that `gather_tokens` knows.
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`."""
+
+    ids: Tensor
+    count: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sums `x [..., N]` over each sequence, `[..., B]`.
+
+        In float64 where there is one: a GPU adds in any order, and the differences that makes are
+        then rounded away.
+        """
+        wide = widened(x)
+        total = wide.new_zeros(*x.shape[:-1], self.count)
+        return total.index_add_(-1, self.ids, wide).to(x.dtype)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """Gives every token its sequence's value, `[N]` from `[B]`."""
+        return per_sequence[self.ids]
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same in float64, except on devices that have none."""
+    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tokens of all ranks of a group, `[B, T]` from this rank's `[B, T_r]`.
+
+    Equivalent PyTorch, where all T_r are the same:
+
+        torch.cat(torch.distributed.nn.all_gather(x, group=group), dim=-1)
+
+    but that the gradient of `x` is this rank's slice of the result's, not the sum of all ranks'
+    slices: with the same loss on every rank their gradients add up to that of the loss.
+
+    Args:
+        x: `[B, T_r]` or `[N_r]`, floats, integers or bools: log-probs, ids, a mask. T_r may differ
+            from rank to rank, and be 0; B and the dtype are the same on all of them.
+        group: a process group, in the order of whose ranks the tokens are joined. Every rank has to
+            call; the backward exchanges nothing.
+
+    Returns:
+        `[B, T]` or `[N]`, the same on all ranks, T the sum of the T_r.
+
+    Raises:
+        TypeError: no tensor, or no process group.
+        ValueError: another number of dimensions; on all ranks alike, rows or dtypes that differ.
+    """
+    import torch.distributed as dist
+
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor; got {type(x).__name__}")
+    if x.ndim not in (1, 2):
+        raise ValueError(f"x: expected shape [B, T] or [N]; got {list(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x: expected real numbers or bools; got {x.dtype}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a torch.distributed process group that this rank is in; got {group!r}"
+        )
+    return _GatherTokens.apply(x, group)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        import torch.distributed as dist
+
+        def of_ranks(mine: Tensor) -> list[Tensor]:
+            # As bytes, for not every backend sends every dtype.
+            sent = mine.contiguous().view(torch.uint8)
+            ranks = [torch.empty_like(sent) for _ in range(group.size())]
+            dist.all_gather(ranks, sent, group=group)
+            return [rank.view(mine.dtype) for rank in ranks]
+
+        rows, size = x.shape if x.ndim == 2 else (1, len(x))
+        mine = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size])
+        told = torch.stack(of_ranks(mine.to(x.device))).tolist()
+        if any(row[:3] != told[0][:3] for row in told):
+            raise ValueError(
+                "x: expected the same rows, dimensions and dtype on all ranks; got "
+                + ", ".join(f"{_shape(*row)} of {_DTYPES[row[2]]}" for row in told)
+            )
+        sizes = [row[3] for row in told]
+        ctx.begin, ctx.size = sum(sizes[: group.rank()]), size
+        padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - size))
+        if not padded.numel():
+            return x.new_empty(*x.shape[:-1], sum(sizes))
+        parts = [part[..., :size] for part, size in zip(of_ranks(padded), sizes, strict=True)]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return d_out.narrow(-1, ctx.begin, ctx.size), None
+
+
+def _shape(ndim: int, rows: int, _: int, size: int) -> str:
+    return str([rows, size] if ndim == 2 else [size])
+
+
+def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
+    """`torch.quantile(x[mask], q)`, 0-d, of any size and without reading the mask's count."""
+    if not x.numel():
+        return x.new_zeros(())
+    ordered = torch.where(mask != 0, x, torch.inf).sort().values
+    position = q * (widened(mask).sum() - 1).clamp(min=0)
+    below = position.floor()
+    # Not ordered[below], which would read the index from the device.
+    ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())
+    return torch.lerp(ends[0], ends[1], (position - below).to(x.dtype))

@@ -1,0 +1,167 @@
+"""A call over a head, checked once and flat."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..base.checks import (
+    HEAD_DTYPES,
+    ValueChecks,
+    check_tensor,
+    name_of,
+)
+from ..base.layout import Layout, check_targets, selected
+from ..kernels import Backend, LogitTransform, select_backend
+from .execution import Execution, check_execution
+from .lm_head import LMHead, Term
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """A call over a head, checked and flat; `checks` are still to be read from the device."""
+
+    terms: tuple[Term, ...]  # of the raw logits, the head's weight first
+    targets: Tensor  # int64 [N]
+    mask: Tensor | None  # bool [N], the tokens that take part; None: every token
+    transform: LogitTransform
+    layout: Layout
+    checks: ValueChecks
+    backend: Backend
+    dtype: torch.dtype  # of the operands of GEMMs with the weight
+    rounding: torch.dtype | None  # what raw logits are rounded to; None: they are float32
+    head: LMHead
+    execution: Execution
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The terms' tensors, x and y in turns."""
+        return [tensor for term in self.terms for tensor in term]
+
+    def of(self, tensors: Sequence[Tensor]) -> HeadCall:
+        """The same call on `tensors`, as an autograd Function gets them."""
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return replace(self, terms=tuple(Term(x, y) for x, y in pairs))
+
+    def without_tensors(self) -> HeadCall:
+        """The same call to be kept for the backward, without what has a graph."""
+        return replace(self, terms=(), head=None)  # type: ignore[arg-type]
+
+    def wants_grad(self) -> list[bool]:
+        """True for each of `tensors` whose gradient the current call is to prepare."""
+        enabled = torch.is_grad_enabled()
+        return [enabled and x.requires_grad for x in self.tensors]
+
+
+def head_call(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    targets: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    execution: Execution,
+) -> HeadCall:
+    """Checks and flattens the arguments that all calls over a head share."""
+    check_execution(execution)
+    head = _checked_head(hidden, head)
+    backend = select_backend(execution.backend, hidden.device)
+    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
+    checks = ValueChecks()
+    layout = Layout.of("targets", targets, cu_seqlens, checks)
+    flat_mask = layout.flat_mask(mask, checks)
+    temperature = layout.flat_temperature(head.temperature, flat_mask, checks)
+    terms = head.terms(hidden)
+    if execution.capturable and flat_mask is not None:
+        # Masked rows take part, and may hold anything but for the ones of a bias.
+        of_states = 1 + (head.low_rank is not None)
+        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:of_states])
+        terms = (*clean, *terms[of_states:])
+        flat_targets = selected(flat_mask, flat_targets, 0)
+        if isinstance(temperature, Tensor):
+            temperature = selected(flat_mask, temperature, 1)
+    return HeadCall(
+        terms=terms,
+        targets=flat_targets,
+        mask=flat_mask,
+        transform=LogitTransform(float(head.logit_scale), head.softcap, temperature),
+        layout=layout,
+        checks=checks,
+        backend=backend,
+        dtype=_gemm_dtype(hidden, head.weight),
+        rounding=_rounding(hidden, head),
+        head=head,
+        execution=execution,
+    )
+
+
+def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:
+    """The head, of plain tensors, which goes with `hidden [..., H]`."""
+    hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES)
+    if hasattr(hidden, "full_tensor"):
+        raise TypeError(
+            "hidden: expected a plain tensor, whole; got a DTensor: call this inside the wrapped "
+            "module's forward, or pass hidden.full_tensor()"
+        )
+    if hidden.ndim not in (2, 3):
+        raise ValueError(f"hidden: expected shape [B, T, H] or [N, H]; got {list(hidden.shape)}")
+    if hidden.device.type == "meta":
+        raise ValueError("hidden: expected a tensor with values; got one on the meta device")
+    head = LMHead.of(head)
+    check_tensor("weight", head.weight, dtypes=HEAD_DTYPES, device=hidden.device)
+    if head.weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: expected shape [V, {hidden.shape[-1]}]; got {list(head.weight.shape)}"
+        )
+    if head.bias is not None:
+        check_tensor("bias", head.bias, dtypes=HEAD_DTYPES)
+    if head.low_rank is not None:
+        a_out, lora_b = head.low_rank
+        shape = [*hidden.shape[:-1], lora_b.shape[1]]
+        check_tensor("low_rank[0]", a_out, shape=shape, dtypes=HEAD_DTYPES)
+        check_tensor("low_rank[1]", lora_b, dtypes=HEAD_DTYPES)
+    return head
+
+
+def _gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the operands of GEMMs with the weight.
+
+    CUDA tensor cores take bf16 and fp16 operands and give float32. Elsewhere the result would be
+    rounded to the operands' dtype, so they are upcast, a slice of the vocabulary at a time.
+    Autocast asks for its dtype on CUDA; on a CPU it is ignored, to the result's benefit.
+    """
+    if hidden.device.type != "cuda" or torch.version.hip is not None:
+        return torch.float32
+    if torch.is_autocast_enabled("cuda"):
+        autocast = torch.get_autocast_dtype("cuda")
+        if autocast in (torch.bfloat16, torch.float16):
+            return autocast
+    if hidden.dtype != weight.dtype:
+        _warn_of_float32_products(hidden.dtype, weight.dtype)
+        return torch.float32
+    return hidden.dtype
+
+
+@cache
+def _warn_of_float32_products(hidden: torch.dtype, weight: torch.dtype) -> None:
+    warnings.warn(
+        f"weight: {name_of(hidden)} hidden states and a {name_of(weight)} head are multiplied in "
+        "float32, some 15 times slower than in half precision: call under torch.autocast, or cast "
+        "one to the dtype of the other",
+        stacklevel=2,
+    )
+
+
+def _rounding(hidden: Tensor, head: LMHead) -> torch.dtype | None:
+    """The dtype that the model's own head would have its logits in, if it is asked for."""
+    if head.logits_dtype == "fp32":
+        return None
+    device = hidden.device.type
+    own = hidden.dtype if hidden.dtype == head.weight.dtype else torch.float32
+    if torch.is_autocast_enabled(device):
+        own = torch.get_autocast_dtype(device)
+    return None if own == torch.float32 else own

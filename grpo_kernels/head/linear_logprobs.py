@@ -1,0 +1,311 @@
+"""Per-token log-probs and entropy of a linear head, differentiable, for any loss of the caller's.
+
+Two passes over the same rows, four GEMMs. The forward computes each chunk of logits once and
+keeps three numbers per row; the backward, which only then knows the gradient of every log-prob,
+computes the logits again for the rows that have one:
+
+    forward    Z = h W^T;  lse, l, E = token_stats(Z)
+    backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
+
+Where the head is frozen dh is all, and a row's is its log-prob's times a number: two GEMMs.
+
+    forward    Z = h W^T;  lse, l, E = token_stats(Z);  u = (dl / dZ) W
+    backward   dh = g u
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.autograd import (
+    dtypes_of,
+    power_of_two_scale,
+    refuse_double_backward,
+    scaled_gradient,
+)
+from ..base.checks import check_bool
+from ..base.layout import selected
+from ..base.outputs import LogprobOutput
+from ..kernels import TokenStats
+from .call import HeadCall, head_call
+from .dense import Gradients
+from .execution import Execution
+from .lm_head import LMHead, Support
+from .plan import RowPlan, with_fewer_rows
+from .routes import Routes, keeps_gradients, local_head, routes_of, with_targets
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    targets: Tensor | None,
+    mask: Tensor | None = None,
+    *,
+    entropy: bool = False,
+    support: Support | None = None,
+    entries: bool = False,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+) -> LogprobOutput:
+    """Computes log-probs of the targets under a linear head, without ever holding the logits.
+
+    Equivalent PyTorch:
+
+        logits = (hidden @ weight.T + bias).float() / temperature
+        logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+    Args:
+        hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16. `hidden[..., t, :]`
+            is the state that predicts `targets[..., t]`: the caller shifts.
+        head: the LM head's weight `[V, H]`, or an `LMHead`.
+        targets: `[B, T]` or `[N]`, integer token ids in [0, V) wherever the mask is 1; or with one
+            dimension more, `[..., K]`: several per token, which may repeat. Then `logps` is
+            `[..., K]`, at the GEMMs of one target. Without a support.
+        mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
+            anything, cost nothing, and come back as 0.
+        entropy: computes the entropy, too.
+        support: the sets that the sampler kept for each token: results are of the softmax over
+            these ids (`docs/support.md`).
+        entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
+            `support.token_ids`, from these rows of the head alone. Every token needs a set, and
+            `targets` are None.
+        execution: how it is computed.
+
+    Returns:
+        `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
+        gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient
+        turns out to be 0. Where no tensor of `head` wants a gradient, the forward keeps that of
+        each log-prob by `hidden`, which is all that the backward then needs, unless `entropy` or
+        `logsumexp` have one (`Execution.keep_gradients`).
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. Values on the
+            device (target ids, a mask other than 0/1) are read together with the row count, in
+            the forward's one device-to-host transfer; the backward has one, for its row count.
+        RuntimeError: on double backward.
+
+    Under autocast on a GPU the GEMMs run in its dtype, as in `fused_grpo_loss`.
+
+    Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
+    """
+    check_options(targets, entropy, support, entries)
+    if entries and isinstance(hidden, Tensor):
+        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    each, first = None, targets
+    if isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None):
+        each, first = targets, _first_of(targets)
+    call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
+    if each is not None and each.shape[-1] > 1:
+        call = with_targets(call, each, support)
+    keep = not entries and keeps_gradients(call)
+    routes = routes_of(
+        call,
+        support,
+        None,
+        gradients=keep,
+        keeps=keep and call.dtype != torch.float16,  # beyond which a factor per row may be
+        logsumexp=True,
+        entries=entries,
+        agreed={
+            "entropy": entropy,
+            "entries": entries,
+            "targets per token": 1 if call.targets.ndim == 1 else call.targets.shape[1],
+            "keep_gradients": keep,
+        },
+    )
+    shape = call.layout.shape
+    logps, *others = scored(call, routes, entropy=entropy, keep=keep, entries=entries)
+    if not entries:
+        logps = logps.reshape(shape if each is None else each.shape)
+    return LogprobOutput(
+        logps,
+        *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
+    )
+
+
+def check_options(targets: object, entropy: object, support: object, entries: object) -> None:
+    """Checks what does not depend on the head."""
+    check_bool("entropy", entropy)
+    check_bool("entries", entries)
+    if entries and support is None:
+        raise ValueError("support: expected the sets of all tokens with entries=True; got None")
+    if entries and targets is not None:
+        raise ValueError(
+            "targets: expected None with entries=True, which scores every id of the support; got "
+            f"{type(targets).__name__}"
+        )
+
+
+def scored(
+    call: HeadCall, routes: Routes, *, entropy: bool, keep: bool = False, entries: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and logsumexp, flat: of rows of logits, and of kept sets."""
+    sets = routes.sets
+    if sets is None:
+        return flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+    log_p, of_sets, lse = sets.log_softmax(call)
+    if entries:
+        everywhere = log_p.new_zeros(sets.size)
+        everywhere[sets.places] = log_p
+        # Copies: the caller may change them in place.
+        return everywhere, of_sets.clone() if entropy else None, lse
+    found = sets.logps(log_p), of_sets.clone(), lse
+    if routes.plan.num_rows:
+        logps, of_rows, of_lse = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+        others = logps, of_sets if of_rows is None else of_rows, of_lse
+        found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
+    return found[0], found[1] if entropy else None, found[2]
+
+
+def _first_of(targets: Tensor) -> Tensor:
+    """The first target of each token, of `[..., K]`."""
+    if targets.shape[-1] == 0:
+        raise ValueError(
+            f"targets: expected at least one id per token; got shape {list(targets.shape)}"
+        )
+    return targets[..., 0]
+
+
+def flat_logprobs(
+    tensors: Sequence[Tensor], routes: Routes, *, entropy: bool, keep: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms.
+
+    `keep`: see `keeps_gradients`; the routes are planned for it.
+    """
+    run = partial(_TwoPasses.apply, *tensors, routes, entropy, keep)
+    return with_fewer_rows(run, routes.plan, **routes.limits())
+
+
+class _TwoPasses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        *tensors, routes, wants_entropy, keep, plan = args
+        wanted = ctx.needs_input_grad[: len(tensors)] if keep else None
+        per_token, kept = first_pass(tensors, routes, wants_entropy, wanted, plan)
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
+        if plan.has_masked and routes.tokens is not None:
+            for x in per_token:
+                x.copy_(selected(routes.tokens, x, 0.0))
+        ctx.routes, ctx.wants_entropy = routes, wants_entropy
+        ctx.set_materialize_grads(False)
+        logps, logsumexp, entropy = per_token
+        return logps, entropy if wants_entropy else None, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_logprobs")
+        count, saved = len(ctx.needs_input_grad) - 4, ctx.saved_tensors
+        tensors, wanted = saved[:count], ctx.needs_input_grad[:count]
+        logps, logsumexp, entropy, *kept = saved[count:]
+        stats = TokenStats(logps, logsumexp, entropy if ctx.wants_entropy else None)
+        return (*second_pass(tensors, ctx.routes, stats, kept, given, wanted), *[None] * 4)
+
+
+def first_pass(
+    tensors: Sequence[Tensor],
+    routes: Routes,
+    entropy: bool,
+    keep_for: Sequence[bool] | None,
+    plan: RowPlan,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Log-probs, logsumexp and entropy of every row, `[N]`, masked ones left as they come.
+
+    And what is kept: the gradient of the log-probs by those of the terms' tensors that want one,
+    `keep_for`; None keeps nothing.
+    """
+    N, like = len(tensors[0]), tensors[0]
+    # Not views of one tensor: the caller may change them in place.
+    logps, logsumexp, of_entropy = per_token = [
+        like.new_zeros(shape, dtype=torch.float32)
+        for shape in (routes.call.targets.shape, (N,), (N,))
+    ]
+    kept = None
+    if keep_for is not None:
+        kept = Gradients(tensors, keep_for, every_row=plan.num_rows == N)
+    keeps = kept is not None and routes.call.dtype != torch.float16
+    with torch.autocast(like.device.type, enabled=False):
+        route = routes.of(tensors, plan, entropy=entropy, keeps=keeps)
+        for rows in route.chunks():
+            stats = route.sweep(rows)
+            logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
+            if stats.entropy is not None:
+                of_entropy[rows.index] = stats.entropy
+            if kept is not None:
+                route.add(rows, kept, torch.ones_like(stats.logps))
+    return per_token, [] if kept is None else kept.all()
+
+
+def second_pass(
+    tensors: Sequence[Tensor],
+    routes: Routes,
+    stats: TokenStats,
+    kept: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """The gradients of the terms' tensors, from those of log-probs, entropy and logsumexp.
+
+    `stats` of every row, and `kept`, as the first pass has them.
+    """
+    d_logps, *others = given
+    d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
+    given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
+    each = [x != 0 for x in given if x is not None]
+    needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
+    if routes.tokens is not None:
+        # Masked rows came back as the constant 0, whatever gradient their value is given.
+        needed &= routes.tokens
+    if routes.plan.has_masked:
+        given = [None if x is None else selected(needed, x, 0.0) for x in given]
+    if kept and all(x is None for x in others):
+        return [_rows_times(u, d_logps, needed) for u in kept]
+    scale = _power_of_two_scale_of(given, needed)
+    given = [None if x is None else scale * x for x in given]
+    plan = routes.again(needed, tensors[1])
+    run = partial(_gradients, tensors, routes, stats, given, wanted)
+    with torch.autocast(d_logps.device.type, enabled=False):
+        gradients = with_fewer_rows(run, plan, **routes.limits())
+    return [
+        scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
+        for gradient, dtype in zip(gradients, dtypes_of(*tensors), strict=True)
+    ]
+
+
+def _gradients(
+    tensors: Sequence[Tensor],
+    routes: Routes,
+    stats: TokenStats,
+    given: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    plan: RowPlan,
+) -> list[Tensor | None]:
+    """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
+    grads = Gradients(tensors, wanted, every_row=plan.num_rows == len(tensors[0]))
+    entropy = stats.entropy is not None
+    route = routes.of(tensors, plan, entropy=entropy, keeps=False)
+    for rows in route.chunks():
+        of_rows = [None if x is None else x[rows.index] for x in given]
+        route.resume(rows, stats.at(rows.index))
+        route.add(rows, grads, *of_rows)  # type: ignore[arg-type]
+    return grads.all()
+
+
+def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
+    """The rows of `u` that are needed, times a factor each, rounded once; 0 elsewhere."""
+    if u is None:
+        return None
+    found = torch.mul(u, factors[:, None], out=torch.empty_like(u))
+    return found.masked_fill_(~needed[:, None], 0.0)
+
+
+def _power_of_two_scale_of(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
+    # Rows that are not needed may be given anything, NaN included.
+    given = [x for x in gradients if x is not None and x.numel()]
+    peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
+    none = torch.zeros((), device=needed.device)
+    return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)

@@ -1,0 +1,287 @@
+"""The plan of rows: which take part in a call, in what order, and how many at a time.
+
+Rows are put in order once: those that have a gradient, then those that only need a log-prob;
+masked rows take no part. They are then worked through in chunks that fit a byte budget, so that
+the workspace depends on the vocabulary and the budget, never on the number of tokens. What a row
+takes of it is its logits, and their gradient where that does not lie on the same memory; a chunk's
+logits can be made a strip at a time, so that most of the budget holds gradients: the more rows are
+multiplied at a time, the less often the weight's gradient is read and written.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..base.checks import ValueChecks
+
+# 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
+_CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
+_GPU_CHUNK_BYTES = 1792 << 20
+# GEMMs on a GPU take rows in tiles of this many.
+ROW_MULTIPLE = 128
+# Strips of logits: enough rows to fill a GPU with the tiles of a vocabulary.
+_MOST_STRIP_ROWS = 640
+# The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
+_TILE_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
+
+    index: slice | Tensor
+    size: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+
+    Args:
+        max_chunk_rows: rows whose gradients are multiplied at a time.
+        max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        has_masked: whether masked rows take part, too.
+        tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
+        row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
+    """
+
+    order: Tensor | None
+    num_grad_rows: int
+    num_rows: int
+    max_chunk_rows: int
+    max_logit_rows: int
+    has_masked: bool = False
+    tiles: tuple[int, int] | None = None
+    row_bytes: tuple[int, int] = (0, 0)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
+        for rows, needs_grad in self.parts():
+            index = rows if self.order is None else self.order[rows]
+            yield Chunk(index, rows.stop - rows.start, needs_grad)
+
+    def parts(self) -> Iterator[tuple[slice, bool]]:
+        """The chunks as slices of `order`, and whether they need a gradient."""
+        for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
+            yield rows, True
+        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
+            yield rows, False
+
+    def _rows_per_chunk(self) -> int:
+        """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
+        count, most = self.num_grad_rows, self.max_chunk_rows
+        even = _even_step(count, most)
+        if self.tiles is None or most % ROW_MULTIPLE or count <= most:
+            return even
+        per_step, at_once = self.tiles
+
+        def waves(rows: int) -> int:
+            parts = (x.stop - x.start for x in slices(0, count, rows))
+            return sum(-(-(-(-part // ROW_MULTIPLE) * per_step) // at_once) for part in parts)
+
+        return min(range(even, most + 1, ROW_MULTIPLE), key=waves)
+
+    @property
+    def largest_chunk(self) -> int:
+        """The rows of the largest chunk."""
+        return max((rows.stop - rows.start for rows, _ in self.parts()), default=0)
+
+    @property
+    def logit_rows(self) -> int:
+        """The rows of the buffer of logits."""
+        return min(self.max_logit_rows, self.largest_chunk)
+
+    def halved(self, least: int = 1) -> RowPlan:
+        """Half as many rows at a time, but not fewer than `least`."""
+        most, logit_rows = (
+            max(least, min(rows, self.largest_chunk) // 2)
+            for rows in (self.max_chunk_rows, self.max_logit_rows)
+        )
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
+
+
+def slices(begin: int, end: int, step: int) -> Iterator[slice]:
+    """Cuts a range into slices of `step`, but for the last."""
+    for start in range(begin, end, step):
+        yield slice(start, min(start + step, end))
+
+
+def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
+    """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
+
+    A short last one would waste its pass over the weight.
+    """
+    return slices(begin, end, _even_step(end - begin, most))
+
+
+def _even_step(count: int, most: int) -> int:
+    step = -(-count // max(1, -(-count // most)))
+    return max(1, -(-step // ROW_MULTIPLE) * ROW_MULTIPLE if most % ROW_MULTIPLE == 0 else step)
+
+
+class Buffers(NamedTuple):
+    """The bytes that a row takes of the budget, and for what.
+
+    Args:
+        columns: of a row of logits.
+        grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
+        strips: a chunk's logits are made and used a few rows at a time.
+    """
+
+    columns: int
+    grad_bytes: int = 0
+    strips: bool = False
+
+
+def plan_rows(
+    active: Tensor | None,
+    with_grad: Tensor | None,
+    checks: ValueChecks,
+    weight: Tensor,
+    num_tokens: int,
+    buffers: Buffers,
+    chunk_bytes: int | None,
+) -> RowPlan:
+    """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+
+    Reads the row counts and the value checks in one transfer: the one time that a call waits for
+    the device. Raises ValueError for the checks.
+    """
+    active_grad = with_grad if active is None or with_grad is None else with_grad & active
+    counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
+    num_rows = num_tokens if active is None else next(counts)
+    num_grad_rows = num_rows if active_grad is None else next(counts)
+    order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
+    row_bytes = (4 * buffers.columns, buffers.grad_bytes * buffers.columns)
+    return RowPlan(
+        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
+        tiles=_tiles(weight), row_bytes=row_bytes,
+    )  # fmt: skip
+
+
+def every_row(
+    checks: ValueChecks, weight: Tensor, num_tokens: int, buffers: Buffers, chunk_bytes: int | None
+) -> RowPlan:
+    """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
+    checks.check_without_sync()
+    sizes = buffer_rows(weight, buffers, chunk_bytes)
+    return RowPlan(None, num_tokens, num_tokens, *sizes, True, _tiles(weight))
+
+
+def _tiles(weight: Tensor) -> tuple[int, int] | None:
+    if weight.device.type != "cuda":
+        return None
+    return -(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count
+
+
+def order_of(
+    active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
+    num_grad_rows: int, device: torch.device,
+) -> Tensor | None:  # fmt: skip
+    """The ids of the rows that take part, those with a gradient first; None: as they lie."""
+    if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
+        return None
+    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
+    for group in (active, with_grad):
+        if group is not None:
+            rank += ~group
+    return rank.argsort(stable=True)[:num_rows]
+
+
+def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:
+    """The byte budget for a vocabulary, on a GPU of so many bytes of memory."""
+    if device_type == "cuda":
+        return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
+    if device_type == "cpu":
+        return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
+    return _GPU_CHUNK_BYTES // 4
+
+
+def gpu(device: torch.device) -> Any:
+    """The properties of a CUDA device."""
+    return torch.cuda.get_device_properties(device)
+
+
+def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
+    """The rows whose gradients, and those whose logits, fit the budget together."""
+    device, memory = weight.device, None
+    V, grad_bytes, strips = buffers
+    if chunk_bytes is None:
+        if device.type == "cuda":
+            memory = gpu(device).total_memory
+        chunk_bytes = default_chunk_bytes(V, device.type, memory)
+
+    bytes_per_row = (4 + grad_bytes) * V
+    least = 1 if device.type == "cpu" else ROW_MULTIPLE
+    if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
+        # Of the budget's rows of logits a sixth: the others are worth most as gradients.
+        strip = chunk_bytes // (24 * V) // least * least
+        strip = min(max(strip, least), _MOST_STRIP_ROWS)
+        rows = (chunk_bytes - 4 * V * strip) // (grad_bytes * V)
+        return rows // least * least, strip
+    rows = max(1, chunk_bytes // bytes_per_row)
+    if rows >= least:
+        rows = rows // least * least
+    return rows, rows
+
+
+_T = TypeVar("_T")
+# Fewer rows than these at a time are not tried.
+_LEAST_ROWS = 16
+# What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
+# own calls (Triton's as well), cuBLAS, and Metal.
+_NO_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|std::bad_alloc|could not create a memory"
+    "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    "|MPS backend out of memory"
+)
+
+
+def with_fewer_rows(
+    run: Callable[[RowPlan], _T],
+    plan: RowPlan,
+    *,
+    fixed: bool,
+    multiple: int,
+) -> _T:
+    """Runs `run(plan)`; on out-of-memory halves the rows per chunk and tries again.
+
+    `fixed`: not so, with a budget of the caller's own, where other ranks wait, or in the capture of
+    a graph. `multiple`: of rows, of which no fewer are tried.
+    """
+    first, least = plan, max(multiple, _LEAST_ROWS)
+    while True:
+        try:
+            found = run(plan)
+            break
+        except Exception as error:
+            if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):
+                raise
+        # When the error no longer holds what the run had. Not all that asks is torch's allocator.
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        plan = plan.halved(least)
+    if plan is not first:
+        rows, of_logits, of_gradients = plan.logit_rows, *plan.row_bytes
+        taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
+        warnings.warn(
+            f"memory ran out over the head, which took {rows} rows of logits at a time instead; "
+            f"the result is the same. With chunk_bytes={taken} it begins so, and keeps to that",
+            stacklevel=2,
+        )
+    return found
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """True if `error` means out of memory, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))

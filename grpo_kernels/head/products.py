@@ -1,0 +1,135 @@
+"""GEMMs with rows of logits: operands of one dtype, results in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .execution import Execution
+from .plan import gpu, slices
+
+# Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
+# weight is not read, or packed, too often.
+INVARIANT_ROWS = 256
+# Columns of logits per thread in one GEMM on a CPU: over the whole vocabulary it takes up to a
+# fifth longer.
+_CPU_COLUMNS_PER_THREAD = 768
+# Bytes of a matrix upcast at a time where the GEMM cannot take its own dtype.
+_CPU_UPCAST_BYTES = 16 << 20
+_GPU_UPCAST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of one call.
+
+    Args:
+        dtype: of the operands of products with the head's weight.
+        multiple: rows of a product with rows; 1: any.
+        matmul: the caller's own product, for those with the head's weight; None: torch's.
+    """
+
+    dtype: torch.dtype
+    multiple: int = 1
+    matmul: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @staticmethod
+    def of(execution: Execution, dtype: torch.dtype) -> Products:
+        return Products(dtype, INVARIANT_ROWS if execution.batch_invariant else 1, execution.matmul)
+
+    def padded(self, count: int) -> int:
+        """`count`, or the next multiple of the rows of a product."""
+        return -(-count // self.multiple) * self.multiple
+
+    def rows(
+        self, a: Tensor, b: Tensor, out: Tensor, *, beta: float = 0.0, own: bool = True
+    ) -> None:
+        """`out <- beta out + a @ b`, by the caller's `matmul` if it is `own` and there is one.
+
+        `a [C, J]`, `b [J, K]`, `out [C, K]`, C a multiple of `multiple`.
+        """
+        matmul = self.matmul if own else None
+        step = len(out) if self.multiple == 1 else self.multiple
+        for part in slices(0, len(out), max(step, 1)):
+            if len(b) == 1 and beta == 1.0:
+                out[part].addr_(a[part, 0], b[0])  # exactly, where a GEMM may be TF32
+            elif matmul is None:
+                addmm(out[part], a[part], b, beta=beta)
+            elif beta:
+                out[part].add_(matmul(a[part], b))
+            else:
+                out[part].copy_(matmul(a[part], b))
+
+
+def addmm(out: Tensor, a: Tensor, b: Tensor, *, beta: float) -> None:
+    """`out <- beta out + a @ b`, in the dtype of `out`, which beta = 0 does not read."""
+    if beta == 0.0:
+        if a.dtype == out.dtype:
+            torch.mm(a, b, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+
+
+def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as products take it.
+
+    Autocast changes its dtype once; float32 from bf16 goes by slices.
+    """
+    if dtype.itemsize <= weight.dtype.itemsize:
+        weight = weight.to(dtype)
+    # No BLAS takes other strides: copied once here instead of in every GEMM.
+    return weight if 1 in weight.stride() else weight.contiguous()
+
+
+def columns_at_once(y: Tensor) -> int:
+    """The columns of logits that a product makes at a time, from rows of `y [V, K]`."""
+    if y.device.type != "cpu":
+        return len(y)
+    return _CPU_COLUMNS_PER_THREAD * torch.get_num_threads()
+
+
+def slices_of(y: Tensor, dtype: torch.dtype, at_once: int) -> Iterator[tuple[slice, Tensor]]:
+    """`y [V, K]` in `dtype`, at most so many rows at a time."""
+    if y.dtype != dtype:
+        upcast_bytes = _CPU_UPCAST_BYTES if y.device.type == "cpu" else _GPU_UPCAST_BYTES
+        at_once = min(at_once, max(1, upcast_bytes // (dtype.itemsize * max(1, y.shape[1]))))
+    for columns in column_slices(y, at_once):
+        yield columns, y[columns].to(dtype)
+
+
+def column_slices(y: Tensor, at_once: int | None = None) -> Iterator[slice]:
+    """Cuts the vocabulary into slices that GEMMs take well, at most `at_once` long."""
+    V, tail = len(y), _unaligned_columns(y)
+    yield from slices(0, V - tail, at_once or max(V, 1))
+    if tail:
+        yield slice(V - tail, V)
+
+
+def _unaligned_columns(y: Tensor) -> int:
+    """The last columns of the logits that GEMMs take apart, for V is also a GEMM's inner size.
+
+    Before Hopper tensor cores want inner sizes of which 8 is a factor, or take a slow kernel.
+    """
+    V = len(y)
+    if V % 8 == 0 or y.device.type != "cuda" or y.dtype == torch.float32:
+        return 0
+    return V % 64 if gpu(y.device).major < 9 else 0
+
+
+def pad_rows(x: Tensor, count: int) -> Tensor:
+    """Adds rows of zeros to x, up to `count` in all."""
+    missing = count - len(x)
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def new_rows(like: Tensor, count: int, V: int, dtype: torch.dtype) -> Tensor:
+    """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
+    length = V if like.device.type == "cpu" else -(-V // 64) * 64
+    return like.new_empty((count, length), dtype=dtype)[:, :V]

@@ -1,0 +1,368 @@
+"""The sets that a sampler kept of the vocabulary: their head, entry by entry.
+
+With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t of
+each token. It comes as CSR (`head.Support`); an *entry* is one pair of a token and an id of its
+set. A token without a set is scored over the whole vocabulary, by `dense.py`.
+
+    z_tj = logits of token t at the ids j of its set S_t, and of no others
+    l, E = of their softmax (`base/segments.py`)
+    D_tj = their gradient, as of any softmax
+    dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
+
+so that no row of logits is made: the head costs |S_t| rows of W instead of V. Each row of dh and of
+dW is summed by one owner, in float32 and in one order, and rounded once; for dW the entries are
+sorted by id. Whatever belongs to a masked token is not looked at. Everything is found out on the
+device; the number of entries is read together with the checks, in the one transfer of a call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.autograd import refuse_double_backward
+from ..base.checks import ValueChecks, check_tensor, flatten
+from ..base.layout import to_device
+from ..base.segments import RowsLogSoftmax
+from ..base.sequences import masked_quantile
+from ..kernels import Entries
+from .call import HeadCall
+from .dense import round_
+from .lm_head import Support, Term
+
+# A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
+# are faster then.
+_WIDE = 1 / 20
+
+
+def batch_support(
+    supports: Sequence[tuple[Tensor, Tensor] | None],
+    length: int,
+    device: torch.device | str | None = None,
+    *,
+    targets: Tensor | Sequence[Sequence[int]] | None = None,
+) -> Support:
+    """Joins the supports of completions into that of a batch padded on the right.
+
+    Args:
+        supports: per completion `token_ids [K]` and `offsets [tokens + 1]` on the CPU, as `Support`
+            has them; None for one whose tokens were sampled from the whole vocabulary.
+        length: T, the tokens of a padded completion, which have no entries where there is padding.
+        device: where the result goes, without waiting for the device's work; None: the CPU.
+        targets: `[B, T]` on the CPU, or the ids of each completion. Given, sets that lack their
+            target are emptied: such tokens are then scored over the whole vocabulary. None: a call
+            refuses them.
+
+    Returns:
+        The support of a call on `[B, T]`.
+
+    Raises:
+        ValueError: a completion with more than `length` tokens.
+    """
+    counts = torch.zeros(len(supports), length, dtype=torch.int64)
+    parts = [torch.zeros(0, dtype=torch.int32)]
+    for i, (row, support) in enumerate(zip(counts, supports, strict=True)):
+        if support is None:
+            continue
+        token_ids, offsets = support
+        size = len(offsets) - 1
+        if size > length:
+            raise ValueError(
+                f"length: expected as many as the longest completion has tokens, {size}; got "
+                f"{length}"
+            )
+        of_tokens = offsets.diff().long()
+        if targets is not None:
+            tokens = torch.arange(size).repeat_interleave(of_tokens)
+            ids = torch.as_tensor(targets[i])[:size]
+            found = torch.zeros(size, dtype=torch.bool)
+            found[tokens[token_ids == ids[tokens]]] = True
+            token_ids, of_tokens = token_ids[found[tokens]], torch.where(found, of_tokens, 0)
+        row[:size] = of_tokens
+        parts.append(token_ids)
+    offsets = _from_zero(counts.flatten().cumsum(0))
+    return Support(to_device(torch.cat(parts), device), to_device(offsets, device))
+
+
+class KeptSets:
+    """The kept sets of a call's tokens, checked as far as can be without reading the device.
+
+    A set of one entry has log-prob 0 and no gradient whatever its logit is: it takes no part,
+    unless a logsumexp is wanted.
+
+    Args:
+        call: whose tokens have the sets.
+        support: the sets.
+        targets: int64 `[N]`, in the vocabulary; None: every token is to have a set, whose first id
+            stands for its target.
+        V: ids are below it.
+        logsumexp: whether sets of one entry take part.
+    """
+
+    def __init__(
+        self, call: HeadCall, support: object, targets: Tensor | None, V: int, *, logsumexp: bool
+    ) -> None:
+        refuse_with(call)
+        every, targets = targets is None, call.targets if targets is None else targets
+        ids, offsets = check_support(support, len(targets), targets.device)
+        checks, N, device = call.checks, len(targets), targets.device
+        ids = ids if N else ids[:0]
+        active = torch.ones_like(targets, dtype=torch.bool) if call.mask is None else call.mask
+        begins, ends, last = _intervals(offsets, active, len(ids), checks)
+        counts = ends - begins
+        if every:
+            checks.add(
+                active & (counts == 0),
+                "support: expected a set of every token with entries=True; got tokens without one",
+            )
+            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else targets
+        places = torch.arange(len(ids), device=device)
+        tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
+        belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
+        exists = (ids >= 0) & (ids < V)
+        checks.add(
+            belongs & ~exists, f"support.token_ids: expected ids in [0, {V}); got ids outside"
+        )
+        found, positions = _found(hits, places, begins, ends)
+        checks.add(
+            (counts > 0) & (found == 0),
+            "support: expected the target of every token among its ids "
+            "(batch_support(..., targets=) empties the other sets, whose tokens are then scored "
+            "over the whole vocabulary); got tokens whose target is not",
+        )
+        by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
+        self._raw: tuple[Tensor, ...] = (ids, tokens, belongs, by_id, positions)
+        self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
+        self._takes_part = counts >= (1 if logsumexp else 2)
+        self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
+
+    @property
+    def count(self) -> int:
+        """The number of tokens that have a set."""
+        return self._sizes.numbers[1]
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The entries that take part, by token and by id."""
+        size, counts = self._sizes.numbers[0], self.counts
+        # Let go of what came, which is as large as what comes of it.
+        (ids, tokens, belongs, by_id, positions), self._raw = self._raw, ()
+        self.places: slice | Tensor = slice(0, size)  # of the entries among the support's
+        if size == 0:
+            none, zeros = ids[:0], torch.zeros_like(counts)
+            return Entries(none, none, _from_zero(zeros), zeros, none)
+        if size > _WIDE * self.V * self.count:
+            _warn_of_wide_sets()
+        offsets = _from_zero(torch.where(self._takes_part, counts, 0).cumsum(0))
+        if size == len(ids):
+            return Entries(ids, tokens, offsets, positions, by_id)
+        keep = belongs & self._takes_part[tokens]
+        index = self.places = indices(keep, size)
+        ranks = keep.cumsum(0) - 1
+        order = ranks[by_id[indices(keep[by_id], size)]]
+        return Entries(ids[index], tokens[index], offsets, positions, order)
+
+    def metrics(self, num_tokens: Tensor | None) -> dict[str, Tensor]:
+        """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked, None: all."""
+        has, counts = self.tokens.float(), self.counts.float()
+        with_set = has.sum()
+        return {
+            "support/mean": counts.sum() / with_set.clamp(min=1),
+            "support/p99": masked_quantile(counts, has, 0.99),
+            "support/singletons": (self.counts == 1).sum() / with_set.clamp(min=1),
+            "support/gathered": (
+                has.mean() if num_tokens is None else with_set / num_tokens.clamp(min=1)
+            ),
+        }
+
+    # What ranks that share the vocabulary do otherwise (`ranks.py`).
+
+    @property
+    def here(self) -> Entries:
+        """The entries whose rows of the head are here."""
+        return self.entries
+
+    def own(self, d: Tensor) -> Tensor:
+        """The values of the entries that are here, from those of all."""
+        return d
+
+    def whole(self, z: Tensor) -> Tensor:
+        """The values of all entries, from those of the entries that are here."""
+        return z
+
+    def whole_rows(self, d_x: Tensor) -> Tensor:
+        """The gradient of an x, from that by the entries that are here."""
+        return d_x
+
+    def log_softmax(self, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs `[E]` of the entries, entropy and logsumexp `[N]`, differentiable."""
+        with torch.autocast(call.layout.device.type, enabled=False):
+            z = _EntryLogits.apply(*call.tensors, self, call.without_tensors())
+            entries = self.entries
+            return RowsLogSoftmax.apply(z, entries.tokens, entries.offsets)
+
+    def logps(self, log_p: Tensor) -> Tensor:
+        """Those of the targets `[N]`, 0 where there is no set."""
+        if not len(self.entries):
+            return log_p.new_zeros(len(self.tokens))
+        places = self.entries.offsets[:-1] + self.entries.positions
+        found = log_p[places.clamp(0, len(log_p) - 1)]
+        return torch.where(self.entries.offsets.diff() > 0, found, 0.0)
+
+
+class _EntryLogits(torch.autograd.Function):
+    """The logits `[E]` of the entries, from the tensors of the call's terms."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, sets, call = args
+        here, backend = sets.here, call.backend
+        # Products are float32 whatever the operands are.
+        terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.of(tensors).terms]
+        z = tensors[0].new_zeros(len(here), dtype=torch.float32)
+        if len(here):
+            for x, y in terms:
+                backend.entry_dots(x, y, here, z)
+            if call.rounding is not None:
+                round_(z, call.rounding)
+        raw = sets.whole(z)[:, None]
+        transform = call.transform.at(sets.entries.tokens)
+        ctx.save_for_backward(*tensors, raw)
+        ctx.sets, ctx.call, ctx.transform = sets, call, transform
+        return transform.apply(raw).squeeze(1).clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_logprobs, fused_grpo_loss")
+        *tensors, raw = ctx.saved_tensors
+        sets, call = ctx.sets, ctx.call
+        here, sums = sets.here, call.backend.segment_sums
+        # Tokens without a gradient have no part in any product, whatever their states hold.
+        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)
+        d = sets.own(d)
+        grads: list[Tensor | None] = [None] * len(tensors)
+        of_ids = None
+        for k, (x, y) in enumerate(call.of(tensors).terms):
+            x, y = _by_rows(x), _by_rows(y)
+            if ctx.needs_input_grad[2 * k]:
+                d_x = sums(d, here.ids, here.offsets, y, torch.float32)
+                grads[2 * k] = sets.whole_rows(d_x).to(x.dtype)
+            if ctx.needs_input_grad[2 * k + 1]:
+                if of_ids is None:
+                    begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))
+                    of_ids = (d[here.order], here.tokens_by_id, begins)
+                grads[2 * k + 1] = sums(*of_ids, x, y.dtype)
+        return (*grads, None, None)
+
+
+def refuse_with(call: HeadCall) -> None:
+    """Refuses what a support cannot be computed with."""
+    execution = call.execution
+    if execution.batch_invariant or execution.matmul is not None:
+        raise ValueError(
+            "support: expected None with batch_invariant=True or a matmul, as which entries are "
+            "gathered depends on the whole batch; got a support"
+        )
+    if execution.capturable:
+        raise ValueError(
+            "support: expected None with capturable=True, as the number of entries is read from "
+            "the device; got a support"
+        )
+
+
+def check_support(support: object, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The ids and offsets of a support, of the right shapes and dtypes, as int64."""
+    if not isinstance(support, (tuple, list)) or len(support) != 2:
+        raise TypeError(
+            "support: expected a Support of token_ids and offsets, or None; got "
+            f"{type(support).__name__}"
+        )
+    integers = (torch.int64, torch.int32)
+    ids = check_tensor("support.token_ids", support[0], dtypes=integers, device=device)
+    if ids.ndim != 1:
+        raise ValueError(f"support.token_ids: expected shape [K]; got {list(ids.shape)}")
+    offsets = check_tensor(
+        "support.offsets", support[1], shape=(num_tokens + 1,), dtypes=integers, device=device
+    )
+    return flatten(ids.detach()).long(), flatten(offsets.detach()).long()
+
+
+@cache
+def _warn_of_wide_sets() -> None:
+    warnings.warn(
+        "support: kept sets have more than 1/20 of the vocabulary on average, and each entry costs "
+        "a row of the head: without a support the call is faster, and nearly the same where so "
+        "much is kept",
+        stacklevel=2,
+    )
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 and x.stride(0) else x.contiguous()
+
+
+def _intervals(
+    offsets: Tensor, active: Tensor, K: int, checks: ValueChecks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Begin and end of each token's entries, equal where masked or wrong; and how far they reach.
+
+    The last, the largest end so far, ascends whatever masked tokens have.
+    """
+    begins, ends = offsets[:-1], offsets[1:]
+    reached = torch.where(active, ends, 0).cummax(0).values if len(ends) else ends
+    wrong = (begins < _from_zero(reached)[:-1]) | (ends < begins) | (ends > K)
+    # Masked tokens may lie at either end.
+    wrong[:1] |= begins[:1] != 0
+    wrong[-1:] |= ends[-1:] != K
+    checks.add(
+        wrong & active,
+        "support.offsets: expected offsets that start at 0, never decrease, and end at the "
+        f"{K} ids; got offsets that do not",
+    )
+    begins = begins.clamp(0, K)
+    return begins, torch.where(active & ~wrong, ends, begins), reached
+
+
+def _compared(
+    ids: Tensor, places: Tensor, tokens: Tensor, of_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Masks of the entries that belong to their token, and that are its target."""
+    begin, end, target = of_tokens[:, tokens]
+    belongs = (places >= begin) & (places < end)
+    return belongs, belongs & (ids == target)
+
+
+def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts each token's hits, and finds the place of an only one, from its begin."""
+    sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
+    found, place = sums[:, ends] - sums[:, begins]
+    return found, place - begins
+
+
+def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
+    """The permutation that sorts `ids`, where V stands for none; checks that none repeats."""
+    ordered, by_id = ids.sort(stable=True)
+    of = tokens[by_id]
+    again = (ordered[1:] == ordered[:-1]) & (of[1:] == of[:-1]) & (ordered[1:] < V)
+    checks.add(again, "support.token_ids: expected each id once per token; got repeated ones")
+    return by_id
+
+
+def indices(keep: Tensor, count: int) -> Tensor:
+    """The indices of the `count` entries of `keep` that are True, without reading the device."""
+    everything = torch.arange(len(keep), device=keep.device)
+    if count == len(keep):
+        return everything
+    # All others go to one place past the end.
+    place = torch.where(keep, keep.cumsum(0) - 1, count)
+    return everything.new_empty(count + 1).scatter_(0, place, everything)[:count]
+
+
+def _from_zero(sums: Tensor) -> Tensor:
+    """A 0 before the last dimension's first entry."""
+    return torch.nn.functional.pad(sums, (1, 0))

@@ -1,0 +1,361 @@
+"""Finds the LM head of a Hugging Face model and what the model does to its output.
+
+    logits = softcap(logit_scale * (hidden @ weight.T + lora_a_out @ lora_b.T + bias))
+
+`lora_a_out` and `lora_b` come from PEFT's LoRA on the head, if there is one. Model families name
+the scale and the softcap differently in their configs; `check_logits` compares the result with the
+model's own logits, so that a model that does something else is refused.
+
+Nothing here imports transformers: a model is known by its attributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..head.lm_head import LMHead
+from ..reference import linear_logits
+
+# Config fields with a softcap, and the model types that have them (as of transformers 5.23).
+SOFTCAP_FIELDS = (
+    "final_logit_softcapping",  # gemma2, gemma3, gemma3n, gemma4, nanochat, ...
+    "logits_soft_cap",  # recurrent_gemma
+    "output_logit_soft_cap",  # xlstm
+)
+# Config fields that logits are multiplied by.
+SCALE_FIELDS = (
+    "logit_scale",  # cohere, cohere2
+    "output_multiplier",  # muse_glimmer, muse_spark
+    "lm_head_multiplier",  # falcon_h1
+)
+# The config field that logits are divided by: granite, granitemoe, granitemoehybrid, ...
+SCALING_FIELD = "logits_scaling"
+# Model types that multiply logits by SCALING_FIELD.
+SCALING_IS_A_FACTOR = ("hyperclovax",)
+# Config fields that a model type has but does not use.
+UNUSED_FIELDS = {"mpt": "logit_scale"}
+# `check_logits` allows this share of the largest logit, or a few roundings in half precision.
+_CHECK_TOLERANCE = 1e-3
+# The largest logit that it asks for: a softcap leaves alone what is far smaller than the cap.
+_LARGE_LOGIT = 100.0
+# Whose hooks and forwards only gather, move or cast: what uses the weight without them does it too.
+_KNOWN_HOOKS = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "trl.")
+
+
+class Head(NamedTuple):
+    """The LM head: its linear layer, and what happens to that layer's output."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    logit_scale: float
+    adapters: tuple[Adapter, ...] = ()
+
+    def at(
+        self,
+        hidden: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        logits_dtype: str = "fp32",
+    ) -> LMHead:
+        """The head of a call on these states, its weights gathered from all ranks.
+
+        Args:
+            hidden: `[..., H]`, the input of the head; LoRA's first matrix is applied to it.
+            temperature: divides the logits, as in `LMHead`.
+            logits_dtype: as in `LMHead`.
+        """
+        low_rank = None
+        if self.adapters:
+            a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
+            lora_b = torch.cat([full_tensor(adapter.lora_b) for adapter in self.adapters], 1)
+            low_rank = (a_out, lora_b)
+        return LMHead(
+            full_tensor(self.weight),
+            full_tensor(self.bias),
+            low_rank,
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=temperature,
+            logits_dtype=logits_dtype,
+        )
+
+
+class Adapter(NamedTuple):
+    """A LoRA, which adds `scaling * lora_a(dropout(hidden)) @ lora_b.T` to the logits."""
+
+    lora_a: nn.Module  # [..., H] -> [..., r]
+    lora_b: Tensor  # [V, r]
+    scaling: float
+    dropout: nn.Module
+
+    def lora_a_out(self, hidden: Tensor) -> Tensor:
+        """Returns `scaling * lora_a(dropout(hidden))`, `[..., r]`."""
+        weight = next(self.lora_a.parameters())
+        hidden = self.dropout(hidden.to(weight.dtype))
+        if hasattr(weight, "full_tensor"):
+            return self.scaling * nn.functional.linear(hidden, full_tensor(weight))
+        # Calls the module: ZeRO-3 gathers its weight in a hook around the call.
+        return self.scaling * self.lora_a(hidden)
+
+
+def base_model(model: Any) -> Any:
+    """Returns the transformers model inside a PEFT one (its layers hold the adapters)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def body_of(model: Any) -> Any:
+    """Returns the module inside a transformers model that makes the last hidden states.
+
+    Raises:
+        ValueError: there is none; such a model makes them in its own forward.
+    """
+    # Some (Llama4ForCausalLM, MllamaForCausalLM) have it by another name than they say.
+    body = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if not isinstance(body, nn.Module):
+        raise ValueError(
+            "model: expected a causal language model with its body in one module, such as "
+            f"LlamaForCausalLM; got {type(model).__name__}"
+        )
+    return body
+
+
+def is_prompt_learning(model: Any) -> bool:
+    """Returns True for a PEFT model that puts virtual tokens before the prompt."""
+    config = getattr(model, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
+def head_of(model: Any) -> Head:
+    """Returns the head of a transformers or PEFT model in its present state.
+
+    Raises:
+        ValueError: the output layer is not a linear layer of floating-point weights, has an
+            adapter that is not plain LoRA, or a hook or forward that would be left out.
+    """
+    model = base_model(model)
+    config = model.config.get_text_config()
+    outer = model.get_output_embeddings()
+    layer, adapters = _split_adapters(outer)
+    if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
+        raise ValueError(
+            "model: expected an output layer that is a torch.nn.Linear with floating-point "
+            f"weights; got {type(layer).__name__}"
+        )
+    _check_forward(outer)
+    _check_forward(layer)
+    softcaps = (getattr(config, name, None) for name in SOFTCAP_FIELDS)
+    softcap = next((cap for cap in softcaps if cap is not None), None)
+    return Head(layer.weight, layer.bias, softcap, _logit_scale(config), adapters)
+
+
+def _check_forward(layer: nn.Module) -> None:
+    """Refuses what would run in a call of the layer, as its weight is used without one."""
+    found = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate puts one there
+        found.append(vars(layer)["forward"])
+    for function in found:
+        function = getattr(function, "func", function)  # of a partial
+        module, name = (str(getattr(function, x, "")) for x in ("__module__", "__qualname__"))
+        if not module.startswith(_KNOWN_HOOKS):
+            raise ValueError(
+                "model: expected an output layer without hooks and without a forward of its own, "
+                f"as it is used without a call; got {module}.{name}"
+                + (" (PEFT's adapter_names)" if "_adapter_names" in name else "")
+            )
+
+
+def check_is_loaded(weight: Tensor) -> None:
+    """Refuses a weight that is not here.
+
+    Raises:
+        ValueError: it is on the meta device.
+    """
+    if weight.is_meta:
+        raise ValueError(
+            "model: expected an output layer whose weight is in memory; got one on the meta "
+            "device, as accelerate's cpu_offload and device_map leave what they offload"
+        )
+
+
+def _logit_scale(config: Any) -> float:
+    model_type = config.model_type
+    for name in SCALE_FIELDS:
+        value = getattr(config, name, None)
+        if value is not None and UNUSED_FIELDS.get(model_type) != name:
+            return float(value)
+    scaling = float(getattr(config, SCALING_FIELD, None) or 1.0)
+    return scaling if model_type.startswith(SCALING_IS_A_FACTOR) else 1.0 / scaling
+
+
+def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
+    """Splits PEFT's wrapper into the layer in use and its active adapters."""
+    if hasattr(layer, "modules_to_save"):  # PEFT trains a copy of the layer
+        off = layer.disable_adapters or not layer.active_adapters
+        active = layer.original_module if off else layer.modules_to_save[layer.active_adapters[0]]
+        return active, ()
+    if not hasattr(layer, "base_layer"):
+        return layer, ()
+    if layer.disable_adapters:
+        if layer.merged:
+            layer.unmerge()
+        return layer.base_layer, ()
+    if layer.merged:
+        return layer.base_layer, ()
+    names = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
+    # AdaLoRA's are parameters.
+    plain = isinstance(getattr(layer, "lora_A", None), nn.ModuleDict)
+    plain = plain and not any(beyond_lora(layer, name) for name in names)
+    if not plain or not isinstance(layer.base_layer, nn.Linear):
+        raise ValueError(
+            "model: expected no adapter on the output layer, or LoRA without a bias and without "
+            f"variants such as DoRA; got {type(layer).__module__}.{type(layer).__name__}"
+        )
+    adapters = (
+        Adapter(
+            lora_a=layer.lora_A[name],
+            lora_b=layer.lora_B[name].weight,
+            scaling=layer.scaling[name],
+            dropout=layer.lora_dropout[name],
+        )
+        for name in names
+    )
+    return layer.base_layer, tuple(adapters)
+
+
+def beyond_lora(layer: Any, adapter: str) -> str | None:
+    """Names what an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)  # since PEFT 0.16
+    if variant is not None:
+        return type(variant).__name__
+    options = ("use_dora", "lora_bias")
+    return next((name for name in options if getattr(layer, name, {}).get(adapter)), None)
+
+
+@torch.no_grad()
+def check_logits(model: Any, ids: Tensor | None = None) -> None:
+    """Compares the logits that `head_of` leads to with the model's own, as they are and enlarged.
+
+    Args:
+        model: a transformers or PEFT model whose weights are not sharded.
+        ids: `[1, T]`, token ids of a prompt; None takes a few from the middle of the vocabulary.
+
+    Raises:
+        ValueError: the logits differ, as the model does something to them that is not known here,
+            or its head is offloaded.
+    """
+    model, head = base_model(model), head_of(model)
+    check_is_loaded(head.weight)
+    device, V = head.weight.device, head.weight.shape[0]
+    if ids is None:
+        ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    given = {"input_ids": ids, "use_cache": False}
+    with evaluating(model):
+        hidden = body_of(model)(**given).last_hidden_state
+        dtypes = {hidden.dtype, head.weight.dtype}
+        hidden = hidden.to(device, head.weight.dtype)
+        scale = 1.0
+        for _ in range(2):
+            with _scaled_input(model.get_output_embeddings(), scale) as made:
+                expected = model(**given).logits
+            # Autocast around the model is not seen in what it returns.
+            tolerance = max(3 * torch.finfo(x).eps for x in {*dtypes, *made, expected.dtype})
+            largest, error = max(float(expected.abs().max()), 1e-6), math.inf
+            if (expected.shape[-1], hidden.shape[-1]) == head.weight.shape:
+                logits = linear_logits(scale * hidden, head.at(scale * hidden))
+                off = logits.double() - expected.to(device).double()
+                error = float(off.abs().max()) / largest
+            if not error < max(tolerance, _CHECK_TOLERANCE):
+                raise ValueError(
+                    "model: expected logits that are a linear layer of the last hidden states, "
+                    "scaled and capped as the config says; those of "
+                    f"{type(model).__name__} are off by {error:.1%} where the largest is "
+                    f"{largest:.3g}"
+                )
+            if largest >= _LARGE_LOGIT:
+                break
+            # A power of 2 rounds no state.
+            scale = 2.0 ** min(max(math.ceil(math.log2(_LARGE_LOGIT / largest)), 0), 10)
+
+
+@contextmanager
+def _scaled_input(layer: nn.Module, scale: float) -> Iterator[set[torch.dtype]]:
+    """Multiplies what the layer is called with; the dtypes of what it returns."""
+    made: set[torch.dtype] = set()
+    hooks = (
+        layer.register_forward_pre_hook(lambda _, args: (scale * args[0], *args[1:])),
+        layer.register_forward_hook(lambda _, __, out: made.add(out.dtype)),
+    )
+    try:
+        yield made
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Returns True if the values are spread over ranks (ZeRO-3, FSDP2) or not loaded (meta)."""
+    return hasattr(weight, "ds_id") or hasattr(weight, "full_tensor") or weight.is_meta
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts every module in eval mode within a `with` block, then restores each one's own mode.
+
+    In training mode, layers with gradient checkpointing take no key-value cache.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def register_with_zero3(module: nn.Module, weight: Tensor) -> None:
+    """Makes ZeRO-3 gather `weight` around the forward of `module`, which uses it from outside."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        deepspeed.zero.register_external_parameter(module, weight)
+
+
+def gather_head(model: Any) -> None:
+    """Has FSDP2 gather an output layer that is a unit of its own, for a call that does not run it.
+
+    The end of the backward reduces its gradient, as that of other units, and shards it again.
+    Without a backward, `let_go_of_head` does.
+    """
+    layer = base_model(model).get_output_embeddings()
+    # What is no part of a wrapped module has no end of a backward.
+    if hasattr(layer, "unshard") and layer._get_fsdp_state()._is_root is False:
+        layer.unshard()
+
+
+def let_go_of_head(model: Any) -> None:
+    """Shards what `gather_head` has gathered, after a forward that no backward follows."""
+    layer = base_model(model).get_output_embeddings()
+    if hasattr(layer, "reshard") and not torch.is_grad_enabled():
+        layer.reshard()
+
+
+def full_tensor(parameter: Any) -> Any:
+    """Returns a DTensor gathered from all ranks; any other value as it is.
+
+    So a head comes that is sharded without being part of a wrapped module, for which `gather_head`
+    does nothing. The gradient is averaged over ranks, as FSDP2 averages its own.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    placements = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=placements)

@@ -1,0 +1,251 @@
+"""Triton kernels over entries: pairs of a token and an id of its kept set, a row of W.
+
+    z_e  = x[token_e] . rows[id_e]                      `entry_dots`, a program per some entries
+    y_s  = sum over e of segment s of f_e rows[index_e]     `segment_sums`, a program per segment
+
+The second one is dh (segments are tokens, rows those of W) and dW (segments are ids, the entries
+sorted by them, rows the states). Each sum has one owner, which takes it in float32 and always in
+the same order, and rounds it once: no atomics, the same bits in every run. An id that most tokens
+keep has thousands of entries, which one program would add up long after the others are done. A long
+segment, of more than 2 P entries, is cut at the multiples of P into parts of fewer, each with a
+program and a sum of its own; `sum_parts_kernel` adds them up. Between two multiples of P no long
+segment lies, so E / P parts hold them all, and no size is read from the device.
+
+Statistics and gradients of a token's z are those of `base/segments.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import Entries
+from .triton_common import Launch, build, device_of
+
+# Elements of a tile of gathered rows. Where rows are long, one of dots is as wide as a warp's
+# vectors, so that the warp sums an entry by itself; one of sums is wider than those of all warps: a
+# thread loads few ids, adds up columns of its own, and few programs meet an id without entries.
+DOTS_LAUNCH = Launch(2048, 4)
+SUMS_LAUNCH = Launch(4096, 4)
+_DOTS_COLUMNS, _SUMS_COLUMNS = 256, 2048
+# Rows of a tile where they are short.
+_MOST_DOTS, _MOST_SUMMED = 64, 32
+# Entries from cut to cut of a long segment.
+PART = 128
+
+
+# The number of entries, and pointers to one value per entry or token, are not specialized:
+# otherwise each new one would compile the kernel again, in the middle of training.
+@triton.jit(
+    do_not_specialize=["E"],
+    do_not_specialize_on_alignment=["ids_ptr", "tokens_ptr", "out_ptr"],
+)
+def entry_dots_kernel(
+    x_ptr, rows_ptr, ids_ptr, tokens_ptr, out_ptr,
+    E, K,
+    stride_x_n, stride_rows_v,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    offs_e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mask_e = offs_e < E
+    ids = tl.load(ids_ptr + offs_e, mask=mask_e, other=0).to(tl.int64)
+    tokens = tl.load(tokens_ptr + offs_e, mask=mask_e, other=0).to(tl.int64)
+    products = tl.zeros((BLOCK_E, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask = mask_e[:, None] & (offs_k < K)[None, :]
+        rows_ptrs = rows_ptr + ids[:, None] * stride_rows_v + offs_k[None, :]
+        x_ptrs = x_ptr + tokens[:, None] * stride_x_n + offs_k[None, :]
+        rows = tl.load(rows_ptrs, mask=mask, other=0.0).to(tl.float32)
+        products += rows * tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(out_ptr + offs_e, mask=mask_e, other=0.0) + tl.sum(products, axis=1)
+    tl.store(out_ptr + offs_e, z, mask=mask_e)
+
+
+@triton.jit
+def _sum_of_entries(
+    factors_ptr, index_ptr, rows_ptr,
+    begin, end, offs_k, mask_k,
+    stride_rows_m,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    for first in range(begin, end, BLOCK_E):
+        offs_e = first + tl.arange(0, BLOCK_E)
+        mask_e = offs_e < end
+        factors = tl.load(factors_ptr + offs_e, mask=mask_e, other=0.0)
+        index = tl.load(index_ptr + offs_e, mask=mask_e, other=0)
+        # Entries without a gradient, those of tokens of advantage 0 say, are not read.
+        rows = tl.load(
+            rows_ptr + index[:, None] * stride_rows_m + offs_k[None, :],
+            mask=(factors != 0.0)[:, None] & mask_k[None, :], other=0.0,
+        )  # fmt: skip
+        sums += tl.sum(factors[:, None] * rows.to(tl.float32), axis=0)
+    return sums
+
+
+@triton.jit(do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr"])
+def segment_sums_kernel(
+    factors_ptr, index_ptr, offsets_ptr, rows_ptr, out_ptr,
+    K,
+    stride_rows_m, stride_out_s,
+    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    # Long ones are those of `sum_parts_kernel`.
+    if end - begin > 2 * PART:
+        return
+    sums = _sum_of_entries(
+        factors_ptr, index_ptr, rows_ptr,
+        begin, end, offs_k, mask_k,
+        stride_rows_m,
+        BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
+
+
+# Part p is what a long segment has around entry p * PART: up to the next multiple of PART, and from
+# its begin where the last multiple is another's.
+@triton.jit(
+    do_not_specialize_on_alignment=["factors_ptr", "index_ptr", "offsets_ptr", "segments_ptr"]
+)
+def part_sums_kernel(
+    factors_ptr, index_ptr, offsets_ptr, segments_ptr, rows_ptr, out_ptr,
+    K,
+    stride_rows_m, stride_out_p,
+    PART: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    segment = tl.load(segments_ptr + part)
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    if end - begin <= 2 * PART:
+        return
+    cut = part * PART
+    sums = _sum_of_entries(
+        factors_ptr, index_ptr, rows_ptr,
+        tl.where(begin > cut - PART, begin, cut), tl.minimum(end, cut + PART), offs_k, mask_k,
+        stride_rows_m,
+        BLOCK_E, BLOCK_K,
+    )  # fmt: skip
+    tl.store(out_ptr + part * stride_out_p + offs_k, sums, mask=mask_k)
+
+
+@triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "segments_ptr"])
+def sum_parts_kernel(
+    offsets_ptr, segments_ptr, parts_ptr, out_ptr,
+    K,
+    stride_parts_p, stride_out_s,
+    PART: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    segment = tl.load(segments_ptr + part)
+    begin = tl.load(offsets_ptr + segment)
+    end = tl.load(offsets_ptr + segment + 1)
+    # The program of a long segment's first part owns its sum.
+    if (end - begin <= 2 * PART) | (part != tl.cdiv(begin, PART)):
+        return
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    end_part = tl.cdiv(end, PART)
+    for first in range(part, end_part, BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        parts = tl.load(
+            parts_ptr + offs_p[:, None] * stride_parts_p + offs_k[None, :],
+            mask=(offs_p < end_part)[:, None] & mask_k[None, :], other=0.0,
+        )  # fmt: skip
+        sums += tl.sum(parts, axis=0)
+    out_ptrs = out_ptr + segment * stride_out_s + offs_k
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_k)
+
+
+def entry_dots(
+    x: Tensor, rows: Tensor, entries: Entries, out: Tensor, *, launch: Launch = DOTS_LAUNCH
+) -> None:
+    E, K = len(entries), x.shape[1]
+    block_k = _block_k(K, _DOTS_COLUMNS)
+    block_e = min(launch.block // block_k, _MOST_DOTS)
+    with device_of(x):
+        entry_dots_kernel[(triton.cdiv(E, block_e),)](
+            x, rows, entries.ids, entries.tokens, out,
+            E, K,
+            x.stride(0), rows.stride(0),
+            BLOCK_E=block_e, BLOCK_K=block_k, **build(launch.num_warps),
+        )  # fmt: skip
+
+
+def segment_sums(
+    factors: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    dtype: torch.dtype,
+    *,
+    launch: Launch = SUMS_LAUNCH,
+) -> Tensor:
+    S, K = len(offsets) - 1, rows.shape[1]
+    result = rows.new_empty((S, K), dtype=dtype)
+    assert K == 1 or rows.stride(1) == 1
+    block_e, block_k, num_warps = _sums_tile(launch, K, _SUMS_COLUMNS)
+    if S:
+        with device_of(rows):
+            segment_sums_kernel[(S, triton.cdiv(K, block_k))](
+                factors, index, offsets, rows, result,
+                K,
+                rows.stride(0), result.stride(0),
+                PART=PART, BLOCK_E=block_e, BLOCK_K=block_k,
+                **build(num_warps),
+            )  # fmt: skip
+            if len(factors) > 2 * PART:
+                _sum_long_segments(factors, index, offsets, rows, result)
+    return result
+
+
+def _sum_long_segments(
+    factors: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    out: Tensor,
+) -> None:
+    """Writes the sums of segments of more than 2 * PART entries to `out`."""
+    K = rows.shape[1]
+    cuts = torch.arange(0, len(factors), PART, device=offsets.device)
+    # The first to end behind the entry: the one that has it.
+    segments = torch.searchsorted(offsets[1:], cuts, right=True)
+    parts = rows.new_empty((len(cuts), K), dtype=torch.float32)
+    block_m, block_k, num_warps = _sums_tile(SUMS_LAUNCH, K, _SUMS_COLUMNS // 2)
+    grid = (len(cuts), triton.cdiv(K, block_k))
+    part_sums_kernel[grid](
+        factors, index, offsets, segments, rows, parts,
+        K,
+        rows.stride(0), parts.stride(0),
+        PART=PART, BLOCK_E=block_m, BLOCK_K=block_k, **build(num_warps),
+    )  # fmt: skip
+    sum_parts_kernel[grid](
+        offsets, segments, parts, out,
+        K,
+        parts.stride(0), out.stride(0),
+        PART=PART, BLOCK_P=block_m, BLOCK_K=block_k, **build(num_warps),
+    )  # fmt: skip
+
+
+def _sums_tile(launch: Launch, K: int, most: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile of a sum, and warps."""
+    block_k = _block_k(K, most)
+    block_m = min(launch.block // block_k, _MOST_SUMMED)
+    return block_m, block_k, min(launch.num_warps, max(1, block_k // 256))
+
+
+def _block_k(K: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(K)))

@@ -1,0 +1,277 @@
+"""Advantages from rewards, and the per-token KL for those who subtract it from the reward.
+
+With R the reward of a completion, and mean and std (of n - 1) over the completions of its group:
+
+    A = (R - mean) / (std + eps)         scale="group"
+    A = (R - mean) / (std of all + eps)  scale="batch"
+    A = R - mean                         scale="none"
+    A = (R - mean) / (mean + eps)        scale="mean", for rewards >= 0
+
+In the place of the group's mean may be that of its tokens, sum L R / sum L with L the lengths of
+the completions (baseline="length"), or for the best completion the second best's reward, where all
+others have advantage 0 (baseline="runner_up").
+
+Several reward functions are weighed and summed into R ("sum_then_normalize"), or each normalised
+within the group first, and their weighted sum R' over the batch ("normalize_then_sum", GDPO):
+
+    A = (R' - mean of all R') / (std of all R' + eps)
+
+References: GRPO, arXiv:2402.03300; no std, arXiv:2503.20783; std of the batch, arXiv:2508.08221;
+GDPO, arXiv:2601.05242; division by the mean (MaxRL), arXiv:2602.02710; means of tokens (OPO),
+arXiv:2505.23585; the best less the second best, for pass@k, arXiv:2503.19595.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..base.checks import check_choice, check_number, check_tensor
+from .config import KL_ESTIMATORS
+from .objective import kl_estimate
+
+SCALES = ("group", "batch", "none", "mean")
+BASELINES = ("mean", "length", "runner_up")
+REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+
+def group_advantages(
+    rewards: Tensor,
+    groups: int | Tensor,
+    *,
+    scale: str = "group",
+    weights: Sequence[float] | Tensor | None = None,
+    aggregation: str = "sum_then_normalize",
+    baseline: str = "mean",
+    lengths: Tensor | None = None,
+    eps: float = 1e-4,
+) -> Tensor:
+    """The advantage of every completion over the others of its group.
+
+    Equivalent PyTorch, for one reward function and groups of G:
+
+        grouped = rewards.view(-1, G)
+        mean, std = grouped.mean(1, keepdim=True), grouped.std(1, keepdim=True)
+        advantages = ((grouped - mean) / (std + eps)).view(-1)
+
+    A group whose rewards are all equal, so also a group of one, gets exactly 0.
+
+    Args:
+        rewards: `[B]`, or `[B, R]` of R reward functions. NaN where a function did not apply: it
+            is left out of that completion's sum. A completion to which none applied takes no part
+            in any mean or std, and its advantage is 0.
+        groups: the number of completions in every group, which then lie together; or `[B]`, the
+            integer id of each completion's group, in any order, of groups of any size.
+        scale: `"group"`, `"batch"`, `"none"` or `"mean"`: what the difference to the baseline is
+            divided by.
+        weights: `[R]`, of the reward functions; None is 1 each.
+        aggregation: `"sum_then_normalize"` or `"normalize_then_sum"`; the latter has divisions of
+            its own and takes `scale="group"` and `baseline="mean"` only.
+        baseline: `"mean"`, `"length"` or `"runner_up"`, see above.
+        lengths: `[B]`, the tokens of each completion, for `baseline="length"`.
+        eps: added to the divisor.
+
+    Returns:
+        float32 `[B]`; computed in float64. Under several ranks, give the rewards of all of them:
+        groups may be split, and "batch" means all.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    check_tensor("rewards", rewards, dtypes=floats)
+    if rewards.ndim not in (1, 2):
+        raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
+    check_choice("scale", scale, SCALES)
+    check_choice("aggregation", aggregation, REWARD_AGGREGATIONS)
+    check_number("eps", eps)
+    if eps <= 0:
+        raise ValueError(f"eps: expected a number > 0; got {eps}")
+    check_choice("baseline", baseline, BASELINES)
+    for name, value, own in (("scale", scale, "group"), ("baseline", baseline, "mean")):
+        if aggregation == "normalize_then_sum" and value != own:
+            raise ValueError(
+                f"{name}: expected {own!r}, as aggregation='normalize_then_sum' has differences "
+                f"and divisions of its own; got {value!r}"
+            )
+    if (lengths is None) == (baseline == "length"):
+        raise ValueError(
+            f"lengths: expected {'[B] numbers' if lengths is None else 'None'} with "
+            f"baseline={baseline!r}; got {'None' if lengths is None else 'a tensor'}"
+        )
+    if lengths is not None:
+        check_tensor("lengths", lengths, shape=rewards.shape[:1], device=rewards.device)
+        lengths = lengths.double()[:, None]
+    values = rewards.detach().double()
+    values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
+    factors = _weights(weights, values)
+    of_group = _Groups(groups, values)
+    unscorable = values.isnan().all(1)
+
+    if aggregation == "sum_then_normalize":
+        total = (values * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
+        mean = of_group.mean(total)
+        match baseline:
+            case "length":
+                advantages = total - of_group.mean(total, lengths)
+            case "runner_up":
+                advantages = of_group.lead(total)
+            case _:
+                advantages = total - mean
+        if scale == "mean":
+            advantages = advantages / (mean + eps)
+        elif scale == "group":
+            advantages = advantages / (of_group.std(total, mean) + eps)
+        elif scale == "batch":
+            advantages = advantages / (_std(total) + eps)
+        equal = of_group.all_equal(total)
+    else:
+        mean = of_group.mean(values)
+        normalised = (values - mean) / (of_group.std(values, mean) + eps)
+        equal = of_group.all_equal(values)
+        total = (normalised * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
+        advantages = (total - total.nanmean()) / (_std(total) + eps)
+    # A std over one value is NaN, and so is an unscorable completion's advantage.
+    advantages = advantages.nan_to_num(nan=0.0)
+    return advantages.squeeze(1).masked_fill(equal.all(1) | unscorable, 0.0).float()
+
+
+def per_token_kl(
+    logps: Tensor,
+    ref_logps: Tensor,
+    mask: Tensor | None = None,
+    *,
+    estimator: str = "k3",
+    clamp: float | None = None,
+) -> Tensor:
+    """An estimate of every token's KL to the reference, to subtract from the reward.
+
+    Equivalent PyTorch, for "k3":  `d = ref_logps - logps;  kl = d.exp() - d - 1`
+
+    Args:
+        logps: log-probs of the sampled tokens under the policy, any shape.
+        ref_logps: under the reference policy, likewise.
+        mask: likewise, bool or 0/1; None is all. Masked tokens come back as 0.
+        estimator: as `GRPOLossConfig.kl_estimator` has it.
+        clamp: as `GRPOLossConfig.kl_clamp` has it.
+
+    Returns:
+        float32 (float64 of float64), differentiable, of the shape of `logps`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    check_tensor("logps", logps)
+    check_tensor("ref_logps", ref_logps, shape=logps.shape, device=logps.device)
+    check_choice("estimator", estimator, KL_ESTIMATORS)
+    if clamp is not None:
+        check_number("clamp", clamp)
+        if clamp <= 0:
+            raise ValueError(f"clamp: expected a number > 0; got {clamp}")
+    dtype = torch.promote_types(torch.float32, logps.dtype)
+    d = ref_logps.to(dtype) - logps.to(dtype)
+    if mask is None:
+        return kl_estimate(estimator, d, clamp)
+    check_tensor("mask", mask, shape=logps.shape, device=logps.device)
+    return kl_estimate(estimator, torch.where(mask != 0, d, 0.0), clamp)
+
+
+def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Multiplies advantages by the importance-sampling weights of another sampler.
+
+    This multiplies each token's surrogate by its weight: the weights are >= 0, and on either side
+    of 0 a surrogate is linear in the advantage.
+
+    Args:
+        advantages: `[B]` or `[B, T]`.
+        weights: `[B]`, `[B, 1]` or `[B, T]`, >= 0.
+        mask: `[B, T]`.
+
+    Returns:
+        `[B, T]`, the shape of the mask.
+    """
+    advantages, weights = (x[:, None] if x.ndim == 1 else x for x in (advantages, weights))
+    return (advantages * weights).expand(mask.shape)
+
+
+class _Groups:
+    """Statistics over groups, each given back to every member; NaN values take no part."""
+
+    def __init__(self, groups: object, values: Tensor) -> None:
+        B = values.shape[0]
+        if isinstance(groups, Tensor):
+            integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+            check_tensor("groups", groups, shape=(B,), dtypes=integers, device=values.device)
+            self.ids = groups.unique(return_inverse=True)[1]
+        else:
+            if isinstance(groups, bool) or not isinstance(groups, int):
+                raise TypeError(
+                    "groups: expected the size of a group, an int, or a tensor [B] of group ids; "
+                    f"got {type(groups).__name__}"
+                )
+            if groups < 1 or B % groups:
+                raise ValueError(
+                    f"groups: expected a divisor of the number of rewards, {B}; got {groups}"
+                )
+            self.ids = torch.arange(B, device=values.device) // groups
+        self.size = B
+
+    def _sum(self, x: Tensor) -> Tensor:
+        sums = x.new_zeros(self.size, x.shape[1]).index_add(0, self.ids, x.nan_to_num(nan=0.0))
+        return sums[self.ids]
+
+    def _count(self, x: Tensor) -> Tensor:
+        return self._sum((~x.isnan()).to(x.dtype))
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is None:
+            return self._sum(x) / self._count(x)
+        weights = weights.masked_fill(x.isnan(), 0.0)
+        return self._sum(weights * x) / self._sum(weights)
+
+    def lead(self, x: Tensor) -> Tensor:
+        """How far the best of each group is ahead of the second best; 0 of all others."""
+        x = x.masked_fill(x.isnan(), -torch.inf)
+        best = self._largest(x)
+        is_best = x == best
+        alone = is_best & (self._sum(is_best.to(x.dtype)) == 1)
+        second = self._largest(x.masked_fill(alone, -torch.inf))
+        return torch.where(alone & second.isfinite(), x - second, 0.0)
+
+    def _largest(self, x: Tensor) -> Tensor:
+        lowest = torch.full((self.size, x.shape[1]), -torch.inf, dtype=x.dtype, device=x.device)
+        index = self.ids[:, None].expand_as(x)
+        return lowest.scatter_reduce(0, index, x, "amax")[self.ids]
+
+    def std(self, x: Tensor, mean: Tensor) -> Tensor:
+        return (self._sum((x - mean).square()) / (self._count(x) - 1)).sqrt()
+
+    def all_equal(self, x: Tensor) -> Tensor:
+        highest, lowest = (
+            self._largest((sign * x).masked_fill(x.isnan(), -torch.inf)) for sign in (1, -1)
+        )
+        # Of a group of none both are -inf.
+        return (highest == -lowest) | highest.isinf()
+
+
+def _std(x: Tensor) -> Tensor:
+    """The standard deviation (of n - 1) of what is not NaN, 0-d; NaN of fewer than two."""
+    count = (~x.isnan()).sum()
+    squares = (x - x.nanmean()).square()
+    return (squares.nansum() / (count - 1)).sqrt()
+
+
+def _weights(weights: Sequence[float] | Tensor | None, values: Tensor) -> Tensor:
+    R = values.shape[1]
+    if weights is None:
+        return values.new_ones(R)
+    factors = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
+    if factors.shape != (R,):
+        raise ValueError(
+            f"weights: expected one for each of {R} reward functions; got {list(factors.shape)}"
+        )
+    if not factors.isfinite().all():
+        raise ValueError(f"weights: expected finite numbers; got {weights}")
+    return factors

@@ -1,0 +1,346 @@
+"""`GRPOLossConfig`: the loss and its options, validated on construction.
+
+The formulas behind the names are in `losses.py` and `objective.py`, the table of them in
+`docs/objectives.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ..base.checks import check_bool, check_choice, check_number
+from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
+
+# Those whose denominator counts tokens; that of the others counts sequences.
+TOKEN_MEANS = ("bnpo", "dapo")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+IS_CORRECTIONS = (
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+)  # fmt: skip
+IS_GATES = ("ratio", "binary_kl", "tv")
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    "> 1": lambda x: x > 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "of any size": lambda x: True,
+}
+# Ranges and names of the options that are no loss type's own; those are in its class.
+_EXPECTED: dict[str, str | tuple[str, ...]] = {
+    "beta": ">= 0",
+    "aggregation": AGGREGATIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "kl_clamp": "> 0",
+    "entropy_coef": "of any size",
+    "top_entropy_quantile": "in [0, 1]",
+    "entropy_threshold": "of any size",
+    "is_correction": IS_CORRECTIONS,
+    "is_gate": IS_GATES,
+    "is_clip_max": "> 0",
+    "is_clip_min": ">= 0",
+    "off_policy_threshold": ">= 0",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLossConfig:
+    """The loss to compute, validated on construction; names and defaults follow TRL's `GRPOConfig`.
+
+    An option that the loss type does not use is refused unless it is left at its default.
+
+    Args:
+        loss_type: `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"luspo"` (clipped ratio, five
+            aggregations), `"gspo"`, `"gspo_token"`, `"gmpo"`, `"cispo"`, `"sapo"`, `"vespo"`,
+            `"reinforce"`, `"dppo_tv"`, `"dppo_kl"`; or an instance of a class of
+            `grpo_kernels.loss.losses`, `Sapo(temperature_neg=1.1)`, which has its options itself;
+            or a callable that takes `grpo_kernels.loss.tokens.Tokens` and returns the loss of every
+            token, `[N]`, before corrections, KL and aggregation (`docs/objectives.md`). Gradients
+            flow to log-probs and entropy, not to parameters it may hold itself.
+        beta: weight of the KL to the reference policy, >= 0; needs `ref_logps` when not 0.
+        epsilon: lower clip range, in [0, 1]: ratios below `1 - epsilon` are clipped. For `gmpo` a
+            bound on the log-ratio (its paper has 0.4), for `dppo_tv` on the probability's change.
+        epsilon_high: upper clip range, >= 0; None takes `epsilon`. For `cispo` the largest weight
+            itself, which has no default (ScaleRL has 5.0).
+        delta: upper bound of the unclipped ratio (two-sided clipping), > 1; None does not bound.
+        dual_clip: bound, > 1, of `loss / -A` where A < 0 (verl has 3.0); None does not bound. Not
+            together with `delta`, which bounds the same and the unclipped ratio of A > 0 besides.
+        importance_sampling_level: `"token"`, or `"sequence"`, where one ratio, the exponential of
+            the mean log-ratio, stands for all tokens of a sequence (`gspo` implies it).
+        aggregation: average over the tokens' losses, named as the loss type that introduced it;
+            None takes the loss type's own.
+        max_completion_length: the T of the `dr_grpo` aggregation; required by it, else refused.
+        kl_estimator: `"k1"`, `"abs"`, `"k2"`, `"k3"`, or `"k1+"`, `"k3+"`: their value with the
+            gradient of k2.
+        kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
+            (verl has 10, on k3 alone). Beyond the bounds there is no gradient. None does not bound.
+        use_bias_correction_kl: multiply the KL by the ratio, with its gradient: its expectation
+            under the old policy is then the one under the current policy (DeepSeek-V3.2).
+        entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
+        top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
+        entropy_threshold: the entropy, in nats, from which on tokens train; None takes the quantile
+            over the call. One over a whole rollout and all ranks makes one pass enough.
+        is_correction: weight for the mismatch between sampler and trainer, from `sampling_logps`:
+            `"none"`; `"token_truncate"`, `"sequence_truncate"`: bounded; `"token_mask"`,
+            `"sequence_mask"`: 0 outside the bounds. A sequence's is the product of its tokens',
+            or with `"geometric_truncate"`, `"geometric_mask"` their geometric mean.
+        is_gate: what the bounds of a mask are of: `"ratio"`, the weight itself; of the sampled
+            token and the rest of the vocabulary as two outcomes `"binary_kl"`, the KL of the
+            sampler to the trainer in nats, or `"tv"`, the change of the token's probability. Of a
+            sequence it is the sum over its tokens, or with `"geometric_mask"` the mean.
+        is_clip_max: upper bound of what `is_gate` says; None does not bound.
+        is_clip_min: lower bound of the weight; None does not bound.
+        off_policy_threshold: drop sequences of negative advantage whose mean log-ratio of sampler
+            to policy exceeds this; None drops none. The sampler is `sampling_logps`, else
+            `old_logps`, else the policy itself, which drops none.
+        sapo_temperature_pos: slope of `sapo`'s gate where A > 0.
+        sapo_temperature_neg: slope of `sapo`'s gate elsewhere.
+        vespo_k_pos: exponent of `vespo`'s weight where A >= 0; `vespo_k_neg` elsewhere.
+        vespo_lambda_pos: decay of `vespo`'s weight where A >= 0; `vespo_lambda_neg` elsewhere.
+        vespo_k_neg: see `vespo_k_pos`.
+        vespo_lambda_neg: see `vespo_lambda_pos`.
+        dppo_ratio_max: bound of the importance weight of `dppo_tv` and `dppo_kl`.
+
+    Raises:
+        ValueError: an unknown name, a value outside its range, an option the loss type lacks.
+        TypeError: a value of the wrong type.
+    """
+
+    loss_type: str | Callable[[Any], Tensor] = "dapo"
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    dual_clip: float | None = None
+    importance_sampling_level: str = "token"
+    aggregation: str | None = None
+    max_completion_length: int | None = None
+    kl_estimator: str = "k3"
+    kl_clamp: float | None = None
+    use_bias_correction_kl: bool = True
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    entropy_threshold: float | None = None
+    is_correction: str = "none"
+    is_gate: str = "ratio"
+    is_clip_max: float | None = 3.0
+    is_clip_min: float | None = None
+    off_policy_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    dppo_ratio_max: float = 20.0
+    text = ""  # of the options, for a graph that torch.compile makes, and makes anew for others
+
+    def __post_init__(self) -> None:
+        for its in fields(self):
+            _check_field(its.name, getattr(self, its.name), its, _EXPECTED.get(its.name))
+        _check_loss(self.loss)
+        self._check_used()
+        self._check_together()
+        if isinstance(self.loss_type, str):
+            options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
+            object.__setattr__(self, "text", json.dumps(options))
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The loss in force, an instance of its class."""
+        given = self.loss_type
+        if isinstance(given, Loss):
+            return given
+        if isinstance(given, type):
+            raise TypeError(f"loss_type: expected an instance, {given.__name__}(); got the class")
+        if callable(given):
+            return OwnLoss(given)
+        check_choice("loss_type", given, LOSS_TYPES, hint=", a loss, or a callable")
+        cls, preset = LOSSES[given]
+        options = {}
+        for name, its in flat_fields(given).items():
+            value = getattr(self, name)
+            _check_field(name, value, its, its.metadata["expected"])
+            if value != its.default:
+                options[its.name] = value
+        return cls(**(preset | options))
+
+    @property
+    def effective_aggregation(self) -> str:
+        """The aggregation in force: `aggregation`, or the loss type's own."""
+        return self.aggregation or self.loss.aggregation
+
+    @property
+    def ratio_level(self) -> str:
+        """The level of the importance ratio, `"token"` or `"sequence"`."""
+        return self.loss.ratio_level
+
+    @property
+    def scales_surrogate(self) -> bool:
+        """True if a mask or an importance sampling weight multiplies the tokens' losses."""
+        return (
+            self.is_correction != "none"
+            or self.off_policy_threshold is not None
+            or self.top_entropy_quantile < 1
+        )
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """True if the sampler's mismatch is weighed sequence by sequence."""
+        return self.is_correction.startswith(("sequence", "geometric"))
+
+    @property
+    def needs_sequences(self) -> bool:
+        """True if the loss tells sequences apart, so that packed input needs `cu_seqlens`."""
+        return (
+            self.effective_aggregation not in TOKEN_MEANS
+            or self.loss.needs_sequences
+            or self.corrects_sequences
+            or self.off_policy_threshold is not None
+        )
+
+    @property
+    def gradient_needs_advantage(self) -> bool:
+        """True if tokens of advantage 0 have no gradient, so that they may be left out.
+
+        With `needs_sequences`, if sequences whose advantages are all 0 have none.
+        """
+        return self.loss.gradient_needs_advantage and not self.beta and not self.entropy_coef
+
+    @property
+    def entropy_has_gradient(self) -> bool:
+        """True if the loss has a gradient by the entropy, as far as it says so."""
+        return bool(self.entropy_coef) or self.loss.entropy_gradient
+
+    @property
+    def one_pass(self) -> bool:
+        """True if `fused_grpo_loss` computes the logits once (3 GEMMs) instead of twice (4).
+
+        One pass is enough for token-local objectives: the gradient of a token's log-prob follows
+        from that token and from constants known before the forward, so each chunk of logits turns
+        into gradients while it is in memory. For the others the forward only takes log-probs, and
+        the backward computes the logits again.
+
+        One case depends on the arguments as well: sequence-level `is_correction` takes one pass
+        given `old_logps`, as assumed here, and two without.
+        """
+        return self.why_two_passes() is None
+
+    def why_two_passes(self, *, has_old_logps: bool = True) -> str | None:
+        """The reason why this objective is not token-local; None if it is. See `one_pass`."""
+        if reason := self.loss.why_two_passes:
+            return reason
+        if self.off_policy_threshold is not None:
+            return "off_policy_threshold looks at a sequence's mean log-prob"
+        if self.corrects_sequences and not has_old_logps:
+            return "without old_logps a sequence's correction takes the log-probs of its tokens"
+        if self.top_entropy_quantile < 1 and self.entropy_threshold is None:
+            return "top_entropy_quantile looks at the entropies of the whole batch"
+        if self.top_entropy_quantile < 1 and self.entropy_coef:
+            return "the entropy bonus averages over the tokens that top_entropy_quantile leaves"
+        return None
+
+    @property
+    def specific_options(self) -> frozenset[str]:
+        """The options that this loss has a use for, and not every loss."""
+        names = set(flat_fields(self.loss_type)) if isinstance(self.loss_type, str) else set()
+        if self.loss_type not in AGGREGATIONS and not self.loss.fixed_aggregation:
+            names.add("aggregation")
+        return frozenset(names)
+
+    def _check_used(self) -> None:
+        for its in fields(self):
+            value = getattr(self, its.name)
+            unused = its.name in _SPECIFIC - self.specific_options
+            is_default = isinstance(value, (int, float, str, type(None))) and value == its.default
+            if unused and not is_default:
+                own = isinstance(self.loss_type, Loss) and its.name != "aggregation"
+                reason = "has options of its own" if own else "has no use for it"
+                raise ValueError(
+                    f"{its.name}: expected {its.default!r}, as loss_type={self.loss_type!r} "
+                    f"{reason}; got {value!r}"
+                )
+        length = self.max_completion_length
+        if length is not None and (type(length) is not int or length < 1):
+            raise ValueError(f"max_completion_length: expected a positive int; got {length!r}")
+        if self.effective_aggregation == "dr_grpo" and length is None:
+            raise ValueError(
+                "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation "
+                "divides by it; got None"
+            )
+        if self.effective_aggregation != "dr_grpo" and length is not None:
+            raise ValueError(
+                "max_completion_length: expected None, as only the 'dr_grpo' aggregation uses it; "
+                f"got {length} with loss_type={self.loss_type!r}"
+            )
+        if self.top_entropy_quantile == 1 and self.entropy_threshold is not None:
+            raise ValueError(
+                "entropy_threshold: expected None, as top_entropy_quantile = "
+                f"{self.top_entropy_quantile} trains every token; got {self.entropy_threshold}"
+            )
+        if self.is_correction == "none" and (self.is_clip_max, self.is_clip_min) != (3.0, None):
+            raise ValueError(
+                "is_clip_max, is_clip_min: expected 3.0 and None, as is_correction='none' has no "
+                f"use for them; got {self.is_clip_max} and {self.is_clip_min}"
+            )
+
+    def _check_together(self) -> None:
+        if self.loss.weighs_sampler and self.corrects_sequences:
+            raise ValueError(
+                "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
+                f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
+                f"{self.is_correction!r}"
+            )
+        if self.is_gate != "ratio" and not self.is_correction.endswith("mask"):
+            raise ValueError(
+                "is_gate: expected 'ratio', as a divergence bounds no weight and only masks; got "
+                f"{self.is_gate!r} with is_correction={self.is_correction!r}"
+            )
+        if self.is_gate != "ratio" and self.is_clip_min is not None:
+            raise ValueError(
+                f"is_clip_min: expected None, as the least {self.is_gate} is that of no mismatch; "
+                f"got {self.is_clip_min}"
+            )
+        if self.is_correction != "none":
+            low, high = self.is_clip_min, self.is_clip_max
+            if low is None and high is None:
+                raise ValueError(
+                    f"is_clip_max: expected a bound, as is_correction={self.is_correction!r} "
+                    "needs one; got None for is_clip_min, too"
+                )
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"is_clip_min: expected less than is_clip_max = {high}; got {low}")
+
+
+_SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
+
+
+def _check_loss(loss: Loss) -> None:
+    of_class: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
+    for its in of_class:
+        _check_field(its.name, getattr(loss, its.name), its, its.metadata.get("expected"))
+    check_choice("loss_type.aggregation", loss.aggregation, AGGREGATIONS)
+    for name in ("token_local", "gradient_needs_advantage", "entropy_gradient"):
+        check_bool(f"loss_type.{name}", getattr(loss, name))
+
+
+def _check_field(
+    name: str, value: object, its: Field[Any], expected: str | tuple[str, ...] | None
+) -> None:
+    """Checks a value: a bool or None by the field's type, else a number or a choice."""
+    if value is None and str(its.type).endswith("None"):
+        return
+    if its.type in (bool, "bool"):
+        check_bool(name, value)
+    elif isinstance(expected, tuple):
+        check_choice(name, value, expected)
+    elif expected is not None:
+        number = check_number(name, value)
+        if not _RANGES[expected](number):
+            raise ValueError(f"{name}: expected a number {expected}; got {value}")

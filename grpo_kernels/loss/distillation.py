@@ -1,0 +1,118 @@
+"""Losses that look at more of the distribution than the sampled token, on log-probs of several ids.
+
+With s the policy's and t the teacher's probabilities of some ids of a token:
+
+    forward   KL(t || s) = sum t (log t - log s)
+    reverse   KL(s || t) = sum s (log s - log t)
+    jsd       beta KL(t || m) + (1 - beta) KL(s || m),  m = beta t + (1 - beta) s
+
+Over a kept set both are renormalised over its ids, so that only these rows of the head are
+needed: `linear_logprobs(..., support=, entries=True)`. Over `targets [..., K]` they are
+probabilities of the whole softmax, and what is left of it is one outcome more, the tail.
+
+References: generalised JSD, arXiv:2306.13649; on-policy distillation from a teacher's top k,
+arXiv:2306.13649 and the trainers of verl and TRL.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor, saveable
+from ..base.segments import RowsLogSoftmax, row_sums
+
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+
+def topk_kl(
+    logps: Tensor,
+    teacher_logps: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    direction: str = "forward",
+    beta: float = 0.5,
+) -> Tensor:
+    """The divergence of each token between a teacher and the policy, over some ids of each.
+
+    Equivalent PyTorch, for `[..., K]` log-probs renormalised over the K, and "forward":
+
+        t, s = (x.log_softmax(-1) for x in (teacher_logps, logps))
+        divergence = (t.exp() * (t - s)).sum(-1)
+
+    Args:
+        logps: the policy's: `[E]` of all entries of a support, or `[..., K]` of several targets
+            per token, none of which repeats.
+        teacher_logps: the teacher's of the same ids, a constant of the same shape.
+        offsets: `[N + 1]`, those of the support, of `[E]`: both are renormalised over each set. A
+            token without entries has divergence 0. None: `[..., K]`, of the whole softmax, with
+            the rest of it as one outcome more.
+        direction: `"forward"`, `"reverse"` or `"jsd"`.
+        beta: of `"jsd"`, the teacher's share of the mixture, in (0, 1).
+
+    Returns:
+        float32 (float64 of float64), `[N]` or `[...]`, in nats, differentiable by `logps`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    check_tensor("logps", logps, dtypes=FLOATS)
+    check_tensor("teacher_logps", teacher_logps, shape=logps.shape, device=logps.device)
+    check_choice("direction", direction, DIRECTIONS)
+    check_number("beta", beta)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta: expected a number in (0, 1); got {beta}")
+    dtype = torch.promote_types(torch.float32, logps.dtype)
+    s, t = logps.to(dtype), saveable(teacher_logps.detach()).to(dtype)
+    if offsets is None:
+        if logps.ndim < 2:
+            raise ValueError(
+                "offsets: expected those of the support with log-probs [E] of its entries; got None"
+            )
+        s, t = (torch.cat([x, _log_rest(x)[..., None]], -1) for x in (s, t))
+        return _divergence(s, t, direction, beta).sum(-1)
+    if logps.ndim != 1:
+        raise ValueError(
+            f"logps: expected shape [E], of the support's entries; got {list(logps.shape)}"
+        )
+    check_tensor("offsets", offsets, dtypes=INTEGERS[:2], device=logps.device)
+    offsets = saveable(offsets).long()
+    tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
+    s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
+    return row_sums(_divergence(s, t, direction, beta), offsets)
+
+
+def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
+    """The share of each outcome in the divergence, from log-probs."""
+    # An outcome that both rule out has no part: of -inf and -inf autograd would make NaN.
+    none = (s == -torch.inf) & (t == -torch.inf)
+    s, t = s.masked_fill(none, 0.0), t.masked_fill(none, 0.0)
+    return _shares(s, t, direction, beta).masked_fill(none, 0.0)
+
+
+def _shares(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
+    if direction == "forward":
+        return _times_log(t, t - s)
+    if direction == "reverse":
+        return _times_log(s, s - t)
+    m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+    return beta * _times_log(t, t - m) + (1 - beta) * _times_log(s, s - m)
+
+
+def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    """`p * log_ratio`, 0 where p is."""
+    none = log_p == -torch.inf
+    return log_p.exp() * log_ratio.masked_fill(none, 0.0)
+
+
+def _log_rest(log_p: Tensor) -> Tensor:
+    """The log of 1 - sum of the probabilities `[..., K]`; of an ulp of 1 where none is left."""
+    if not log_p.shape[-1]:
+        return log_p.sum(-1)
+    # Of the likeliest, 1 - p by expm1: as a difference a confident model's has no digits.
+    place = log_p.argmax(-1, keepdim=True)
+    others = log_p.exp().scatter(-1, place, 0.0).sum(-1)
+    rest = -log_p.gather(-1, place).squeeze(-1).expm1() - others
+    return torch.where(rest > 0, rest, torch.finfo(log_p.dtype).eps).log()

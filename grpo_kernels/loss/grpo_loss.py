@@ -1,0 +1,249 @@
+"""The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
+
+The formulas are in `objective.py` and `losses.py`. Value and gradient come from
+one kernel where there is one, else from autograd; the backward multiplies the gradient by the
+loss's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.autograd import dtypes_of, refuse_double_backward, scaled_gradient
+from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
+from ..base.layout import Layout
+from ..base.outputs import GRPOLossOutput
+from ..kernels import Backend, PolicyLoss, select_backend
+from . import objective
+from .config import GRPOLossConfig
+from .cross_entropy import cross_entropy
+from .inputs import check_entropy_given, loss_inputs
+from .metrics import loss_metrics
+from .objective import surrogate_scale, token_local, tokens_of
+from .tokens import LossInputs
+
+_KERNEL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def grpo_loss(
+    logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
+    ce_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
+    num_items: float | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> GRPOLossOutput:
+    """The GRPO loss of per-token log-probs, with gradients for `logps` and `entropy`.
+
+    Equivalent PyTorch, for on-policy `dapo` without a KL:
+
+        loss = -((logps - logps.detach()).exp() * advantages[:, None] * mask).sum() / mask.sum()
+
+    Args:
+        logps: `[B, T]` or packed `[N]`, float32, bfloat16 or float16; computed in float32.
+        advantages: `[B]`, `[B, T]` or `[N]`; `[B]` with packed input needs `cu_seqlens`.
+        mask: of the shape of `logps`, bool or 0/1; None counts every token. Masked positions may
+            hold anything, NaN included, in any argument.
+        old_logps: the ratio's denominator, a constant of the shape of `logps`; None is on-policy.
+        ref_logps: log-probs under the reference policy, likewise; needed when `config.beta` is
+            not 0, and otherwise used for the `kl` metrics alone.
+        sampling_logps: log-probs as the sampler reported them, likewise, NaN where it reported
+            none; needed by `config.is_correction`, used by `config.off_policy_threshold`, and
+            otherwise by the metrics alone.
+        ce_weights: adds `-(ce_weights * logps).sum()` over any tokens, as in `fused_grpo_loss`.
+        entropy: in nats, of the shape of `logps`; needed when `config.entropy_coef` is not 0 or
+            `config.top_entropy_quantile` below 1, and otherwise used for the metric alone.
+        config: the loss to compute.
+        num_items: the denominator, as in `fused_grpo_loss`.
+        cu_seqlens: `[B + 1]` int32 or int64 offsets of the sequences of a packed input; needed
+            where the objective tells sequences apart.
+        backend: `"auto"`, `"triton"` or `"torch"`. Triton has a kernel for token-local objectives
+            that clip a ratio, cispo among them, without a KL or with one of `"k1"`, `"k2"` and
+            `"k3"`, unclamped; the others are torch operations in any case.
+
+    Returns:
+        `loss`; `metrics` as in `fused_grpo_loss` (`entropy` only where it was given); `logps` and
+        `entropy` as they came, detached.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. No value is
+            read from a GPU: there, offending values end in a device-side assertion.
+        RuntimeError: on double backward.
+
+    Reference: `grpo_kernels.reference.grpo_loss`, in any dtype up to float64.
+    """
+    check_tensor("logps", logps, dtypes=HEAD_DTYPES)
+    selected = select_backend(backend, logps.device)
+    checks = ValueChecks()
+    layout = Layout.of("logps", logps, cu_seqlens, checks)
+    inputs = loss_inputs(
+        config,
+        layout,
+        checks,
+        advantages,
+        layout.flat_mask(mask, checks),
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        ce_weights=ce_weights,
+        num_items=num_items,
+    )
+    checks.check_without_sync()
+    check_entropy_given(config, entropy)
+    flat_entropy = None
+    if entropy is not None:
+        check_tensor(
+            "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
+        )
+        flat_entropy = flatten(entropy)
+    loss, metrics = flat_loss(config, inputs, flatten(logps), flat_entropy, selected)
+    detached = None if entropy is None else entropy.detach().float()
+    return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
+
+
+def flat_loss(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics."""
+    loss, d_logps, d_entropy = _PolicyLoss.apply(
+        logps, entropy, config, inputs, backend, torch.is_grad_enabled()
+    )
+    detached = None if entropy is None else entropy.detach().float()
+    metrics = loss_metrics(config, inputs, logps.detach().float(), detached, d_logps, d_entropy)
+    return loss, metrics
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logps: Tensor,
+        entropy: Tensor | None,
+        config: GRPOLossConfig,
+        inputs: LossInputs,
+        backend: Backend,
+        grad_enabled: bool,
+    ) -> tuple[Tensor | None, ...]:
+        grad = grad_enabled and any(ctx.needs_input_grad)
+        with torch.autocast(logps.device.type, enabled=False):
+            entropy_float = None if entropy is None else entropy.float()
+            policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
+        # Autograd may give back one element at stride 0, which cannot be scaled in place.
+        stored = [None if x is None else x.contiguous() for x in policy[1:]]
+        ctx.save_for_backward(*stored)
+        ctx.dtypes = dtypes_of(logps, entropy)
+        # Copies, as the backward scales the saved ones in place.
+        shown = [None if x is None else x.clone() for x in stored]
+        ctx.mark_non_differentiable(*(x for x in shown if x is not None))
+        return policy.loss, *shown
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("grpo_loss")
+        scaled = (
+            scaled_gradient(stored, d_loss, dtype)
+            for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None, None)
+
+
+def policy_loss(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    backend: Backend,
+    *,
+    grad: bool,
+) -> PolicyLoss:
+    """The loss over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
+
+    The objective, and the cross-entropy term if there is one.
+    """
+    is_local, kernel = token_local(config, inputs), backend.policy_loss
+    options = _kernel_options(config)
+    if kernel is None or options is None or not is_local:
+        policy = _differentiated(config, inputs, logps, entropy, grad=grad, is_local=is_local)
+    else:
+        scale = None
+        if config.scales_surrogate:
+            scale, _ = surrogate_scale(config, tokens_of(config, inputs, logps, entropy))
+        policy = kernel(
+            logps,
+            entropy,
+            advantages=inputs.advantages,
+            weights=inputs.weights,
+            count=inputs.count,
+            mask=inputs.mask,
+            old_logps=inputs.old_logps,
+            ref_logps=inputs.ref_logps,
+            scale=scale,
+            grad=grad,
+            **options,
+        )
+    if inputs.ce_weights is None:
+        return policy
+    return policy._replace(
+        loss=policy.loss + cross_entropy(inputs.ce_weights, logps),
+        d_logps=None if policy.d_logps is None else policy.d_logps - inputs.ce_weights,
+    )
+
+
+def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
+    """The formulas and numbers as the kernel takes them; None where it lacks one."""
+    of_loss = config.loss.kernel()
+    has_kl = config.kl_estimator in _KERNEL_ESTIMATORS and config.kl_clamp is None
+    if of_loss is None or (config.beta and not has_kl):
+        return None
+    options = {"beta": config.beta, "entropy_coef": config.entropy_coef, **of_loss._asdict()}
+    if config.beta:
+        options |= {
+            "kl_estimator": config.kl_estimator,
+            "kl_ratio": config.use_bias_correction_kl,
+        }
+    return options
+
+
+def _differentiated(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    grad: bool,
+    is_local: bool,
+) -> PolicyLoss:
+    """The objective by its definition, differentiated by autograd."""
+    if not grad:
+        with torch.no_grad():
+            return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
+        logps, entropy = leaves[0], leaves[1] if entropy is not None else None
+        loss = objective.policy_loss(config, inputs, logps, entropy, stable_kl=True)
+        d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+    policy = PolicyLoss(
+        loss.detach(),
+        torch.zeros_like(logps) if d_logps is None else d_logps,
+        d_entropy[0] if d_entropy else None,
+    )
+    if is_local and policy.d_entropy is not None and not config.entropy_has_gradient:
+        raise ValueError(
+            "loss_type: expected an objective that says entropy_gradient, as it says token_local "
+            "and has a gradient by the entropy; got one that does not"
+        )
+    return policy

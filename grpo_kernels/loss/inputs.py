@@ -1,0 +1,109 @@
+"""The constants of a loss, checked once and flat."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base.checks import (
+    ValueChecks,
+    check_tensor,
+    scalar,
+)
+from ..base.layout import Layout
+from .config import GRPOLossConfig
+from .objective import LossInputs, aggregation_weights, with_known_weights
+
+
+def loss_inputs(
+    config: GRPOLossConfig,
+    layout: Layout,
+    checks: ValueChecks,
+    advantages: object,
+    mask: Tensor | None,
+    *,
+    num_items: float | Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    **constants: object,
+) -> LossInputs:
+    """The constants of a policy loss, checked, flat, with the weight of every token.
+
+    `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`,
+    None where not given.
+    """
+    check_config(config)
+    if config.beta and constants["ref_logps"] is None:
+        raise ValueError(
+            f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
+            "; got None"
+        )
+    if config.is_correction != "none" and constants["sampling_logps"] is None:
+        raise ValueError(
+            "sampling_logps: expected the sampler's log-probs, as config.is_correction = "
+            f"{config.is_correction!r}; got None"
+        )
+    if config.needs_sequences and layout.sequences is None:
+        raise ValueError(
+            f"cu_seqlens: expected offsets [B + 1], as loss_type={config.loss_type!r} with these "
+            "options tells sequences apart and the input is packed; got None"
+        )
+    sequences = layout.sequences
+    num_items = _num_items(num_items, layout.device, checks)
+    if mask is None:
+        mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
+    else:
+        mask_float = mask.to(dtype)
+    count = mask_float.sum()
+    flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
+    if (ce_weights := flat.get("ce_weights")) is not None:
+        checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
+    inputs = LossInputs(
+        advantages=layout.flat_advantages(advantages, checks, dtype),
+        weights=aggregation_weights(config, mask_float, count, sequences, num_items),
+        count=count,
+        mask=mask,
+        sequences=sequences,
+        **flat,
+    )
+    return with_known_weights(config, inputs)
+
+
+def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, targets: Tensor) -> Tensor | None:
+    """The tokens in the mask or with a cross-entropy weight, in the shape of `targets`."""
+    if mask is None or ce_weights is None:
+        return mask
+    targets = check_tensor("targets", targets)
+    for name, x in (("mask", mask), ("ce_weights", ce_weights)):
+        check_tensor(name, x, shape=targets.shape, device=targets.device)
+    return (mask != 0) | (ce_weights != 0)
+
+
+def check_config(config: object) -> None:
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config: expected a GRPOLossConfig; got {type(config).__name__}")
+
+
+def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
+    """Raises where the loss needs an entropy and none was given."""
+    if entropy is not None:
+        return
+    for name, unused in (("entropy_coef", 0.0), ("top_entropy_quantile", 1.0)):
+        value = getattr(config, name)
+        if value != unused:
+            raise ValueError(
+                f"entropy: expected the entropy of every token, as config.{name} = {value}; "
+                "got None"
+            )
+
+
+def _num_items(
+    num_items: object, device: torch.device, checks: ValueChecks
+) -> float | Tensor | None:
+    if num_items is None:
+        return None
+    number = scalar("num_items", num_items, device)
+    if isinstance(number, Tensor):
+        checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")
+    elif number < 0:
+        raise ValueError(f"num_items: expected a number >= 0; got {number}")
+    return number

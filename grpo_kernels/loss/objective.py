@@ -1,0 +1,268 @@
+"""The objective: losses, corrections, KL and averages, defined once.
+
+Every path of the library computes this definition: the reference in float64, `grpo_loss` and the
+torch backend by differentiating it, the Triton policy-loss kernel by a hand-written copy of a part
+of it that tests hold to it.
+
+With log-prob l, old log-prob l_old (l itself, detached, when absent), reference log-prob l_ref,
+the sampler's log-prob l_roll, advantage A and mask m of a token; L the unmasked tokens of its
+sequence, B sequences:
+
+    x    = loss of the token                               `losses.py`, one class each
+    s    = off-policy mask * high-entropy mask * rho       detached, `surrogate_scale`
+    KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction
+    loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
+
+The aggregation is all in the weight w of a token, where `num_items` takes the place of sum m or B:
+
+    grpo     m / (B * max(L, 1))                     mean over sequences of the mean over tokens
+    bnpo     m / max(sum m, 1)                       mean over the tokens of this batch
+    dr_grpo  m / (B * max_completion_length)         constant denominator, no length bias
+    dapo     m / max(sum m, 1)                       mean over the tokens of the optimizer step
+    luspo    m / B                                   mean over sequences of the sum over tokens
+
+References: the k estimators, http://joschu.net/blog/kl-approx.html; KL bias correction and
+off-policy mask, arXiv:2512.02556; entropy mask, arXiv:2506.01939; of the losses, beside each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..base.sequences import Sequences, masked_quantile
+from .config import TOKEN_MEANS, GRPOLossConfig
+from .losses import Loss
+from .tokens import (
+    MAX_LOG_RATIO,
+    LossInputs,
+    Tokens,
+    binary_kl,
+    bounded_exp,
+    select,
+    total_variation,
+)
+
+_KL_LOG_RATIO = 20.0
+
+
+def policy_loss(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    logps: Tensor,
+    entropy: Tensor | None,
+    *,
+    stable_kl: bool = False,
+) -> Tensor:
+    """The objective over `logps [N]` and `entropy [N]`, a differentiable scalar.
+
+    All tensors share one dtype, float32 or float64. Over chunks of tokens it is additive, if the
+    objective is token-local. `stable_kl` takes the derivative of the KL times the ratio in closed
+    form: autograd's, in float32, cancels.
+    """
+    tokens = tokens_of(config, inputs, logps, entropy)
+    scale, chosen = surrogate_scale(config, tokens)
+    per_token = _loss_of_tokens(config.loss, tokens)
+    if inputs.mask is not None:
+        # Masked tokens may come back as anything, NaN included.
+        per_token = torch.where(inputs.mask, per_token, 0.0)
+    if scale is not None:
+        per_token = per_token * scale
+    if config.beta:
+        kl = kl_terms_in_closed_form if stable_kl else kl_terms
+        per_token = per_token + config.beta * kl(config, tokens, config.loss.log_ratio(tokens))
+    loss = (inputs.weights * per_token).sum()
+    if config.entropy_coef and tokens.entropy is not None:
+        count, entropy = inputs.count, tokens.entropy
+        if chosen is not None:
+            count, entropy = chosen.sum(), select(chosen, entropy)
+        loss = loss - config.entropy_coef * entropy.sum() / count.clamp(min=1)
+    return loss
+
+
+def tokens_of(
+    config: GRPOLossConfig, inputs: LossInputs, logps: Tensor, entropy: Tensor | None
+) -> Tokens:
+    """The tokens as a loss sees them, with their importance sampling weights."""
+    tokens = Tokens.of(inputs, logps, entropy)
+    if config.is_correction == "none" or inputs.importance_sampling_weights is not None:
+        return tokens
+    weights = importance_sampling_weights(config, tokens)
+    return replace(tokens, importance_sampling_weights=weights)
+
+
+def token_local(config: GRPOLossConfig, inputs: LossInputs) -> bool:
+    """True if a token's gradient follows from that token and these inputs alone."""
+    reason = config.why_two_passes(has_old_logps=inputs.old_logps is not None)
+    return reason is None
+
+
+def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
+    """The loss of each token, `[N]`; checked, as it may be the user's own."""
+    if loss.why_two_passes is None:
+        tokens = replace(tokens, sequences=None, of_token_local=True)
+    x: object = loss.per_token(tokens)
+    expected = "loss_type: expected the callable to return the loss of every token, "
+    shape = tokens.logps.shape
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{expected}a tensor {list(shape)}; got {type(x).__name__}")
+    if x.shape != shape:
+        raise ValueError(f"{expected}shape {list(shape)}; got {list(x.shape)}")
+    if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
+        raise ValueError(f"{expected}with a gradient for tokens.logps or tokens.entropy; got none")
+    return x.to(tokens.logps.dtype)
+
+
+@torch.no_grad()
+def surrogate_scale(config: GRPOLossConfig, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
+    """The factor of the surrogate, `[N]`, and the high-entropy mask, `[N]`.
+
+    None where the factor is 1, and where there is no such mask. No gradient flows here.
+    """
+    scale, chosen = None, None
+    if config.off_policy_threshold is not None:
+        scale = off_policy_mask(config, tokens).to(tokens.logps.dtype)
+    if config.top_entropy_quantile < 1:
+        chosen = high_entropy_mask(config, tokens)
+        scale = chosen if scale is None else scale * chosen
+    rho = tokens.importance_sampling_weights
+    if rho is not None and not config.loss.weighs_sampler:
+        scale = rho if scale is None else scale * rho
+    return scale, chosen
+
+
+@torch.no_grad()
+def off_policy_mask(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The tokens to keep, bool `[N]`: advantage >= 0, or a sampler still close to the policy."""
+    assert config.off_policy_threshold is not None
+    sampler = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+    # NaN: the sampler has no log-prob of this token.
+    drift = (sampler - tokens.logps).nan_to_num(nan=0.0)
+    return (tokens.advantages >= 0) | (tokens.sequence_mean(drift) <= config.off_policy_threshold)
+
+
+def high_entropy_mask(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The unmasked tokens in the top quantile of entropy, 0 or 1, `[N]`."""
+    assert tokens.entropy is not None
+    entropy, threshold = tokens.entropy.detach(), config.entropy_threshold
+    if threshold is not None:
+        return (entropy >= threshold).to(entropy.dtype) * tokens.mask
+    quantile = masked_quantile(entropy, tokens.mask, 1 - config.top_entropy_quantile)
+    return (entropy >= quantile).to(entropy.dtype) * tokens.mask
+
+
+@torch.no_grad()
+def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
+    """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence, bounded."""
+    assert tokens.sampling_logps is not None
+    of_sequence = {"sequence": tokens.sequence_sum, "geometric": tokens.sequence_mean}
+    whole = of_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
+    old = tokens.old_logps.detach()
+    # NaN: the sampler has no log-prob of this token, which then keeps weight 1.
+    log_w = (old - tokens.sampling_logps).nan_to_num(nan=0.0)
+    w, low, high = bounded_exp(whole(log_w)), config.is_clip_min, config.is_clip_max
+    if config.is_correction.endswith("truncate"):
+        return w.clamp(low, high)
+    gate = w
+    if config.is_gate != "ratio":
+        moved = binary_kl if config.is_gate == "binary_kl" else total_variation
+        gate = whole(moved(tokens.sampling_logps, old).nan_to_num(nan=0.0))
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return w.masked_fill((gate < low) | (gate > high), 0.0)
+
+
+def with_known_weights(config: GRPOLossConfig, inputs: LossInputs) -> LossInputs:
+    """`inputs` with the importance sampling weights, where old log-probs make them constants."""
+    if config.is_correction == "none" or inputs.old_logps is None:
+        return inputs
+    tokens = tokens_of(config, inputs, inputs.old_logps, None)
+    return replace(inputs, importance_sampling_weights=tokens.importance_sampling_weights)
+
+
+def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
+    """The KL of each token to the reference as it enters the loss, `[N]`."""
+    assert tokens.ref_logps is not None
+    kl = kl_estimate(config.kl_estimator, tokens.ref_logps - tokens.logps, config.kl_clamp)
+    return kl * log_ratio.exp() if config.use_bias_correction_kl else kl
+
+
+def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
+    """`kl_terms` with `d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)`, KL + KL' as one.
+
+    In k3's KL + KL' the terms e^d cancel, and what is left is -d: at d = 12 the product rule has
+    lost four digits. The second term is 0 where the ratio is the token's own. A loss with a ratio
+    of its own has the product rule.
+    """
+    if not config.use_bias_correction_kl or type(config.loss).log_ratio is not Loss.log_ratio:
+        return kl_terms(config, tokens, log_ratio)
+    assert tokens.ref_logps is not None
+    d = (tokens.ref_logps - tokens.logps).detach().requires_grad_()
+    with torch.enable_grad():
+        estimate = kl_estimate(config.kl_estimator, d, config.kl_clamp)
+        slope = -torch.autograd.grad(estimate.sum(), d)[0]
+    kl, d, ratio = estimate.detach(), d.detach(), log_ratio.detach().exp()
+    total = kl + slope
+    if config.kl_estimator == "k3":
+        total = torch.where(slope == 0, kl, -d)  # without a slope: clamped
+    own, bounded = tokens.logps - tokens.logps.detach(), log_ratio >= MAX_LOG_RATIO
+    # Beyond its bound a ratio is a constant.
+    if config.ratio_level == "token" or config.loss.token_gradient:
+        return ratio * (kl + torch.where(bounded, slope, total) * own)
+    moved, others = log_ratio - log_ratio.detach(), tokens.sequence_mean(own)
+    return ratio * (kl + total * moved + slope * (own - torch.where(bounded, 0.0, others)))
+
+
+def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
+    """An estimate of KL(policy || reference) from `d = ref_logps - logps`, elementwise."""
+    if clamp is not None:
+        d = d.clamp(-_KL_LOG_RATIO, _KL_LOG_RATIO)
+    match estimator.rstrip("+"):
+        case "k1":
+            kl = -d
+        case "abs":
+            kl = d.abs()
+        case "k2":
+            kl = d.square() / 2
+        case _:
+            kl = torch.expm1(d) - d
+    if clamp is not None:
+        kl = kl.clamp(-clamp, clamp)
+    if estimator.endswith("+"):
+        k2 = kl_estimate("k2", d, clamp)
+        kl = kl.detach() + (k2 - k2.detach())
+    return kl
+
+
+def aggregation_weights(
+    config: GRPOLossConfig,
+    mask: Tensor,
+    count: Tensor,
+    sequences: Sequences | None,
+    num_items: float | Tensor | None,
+) -> Tensor:
+    """The weight of each token in the loss, `[N]`, from `mask [N]` of 0 and 1 in a float dtype.
+
+    `count`: the tokens that are not masked, 0-d. A denominator of 0 belongs to no token, and is 1.
+    """
+    aggregation, items = config.effective_aggregation, num_items
+    if items is None:
+        items = count if aggregation in TOKEN_MEANS else _known(sequences).count
+    if isinstance(items, Tensor):
+        items = torch.where(items == 0, 1, items).to(mask.dtype)
+    else:
+        items = items or 1
+    if aggregation == "dr_grpo":
+        assert config.max_completion_length is not None
+        items = items * config.max_completion_length
+    if aggregation != "grpo":
+        return mask / items
+    sequences = _known(sequences)
+    return mask / (items * sequences.spread(sequences.sum(mask).clamp(min=1)))
+
+
+def _known(sequences: Sequences | None) -> Sequences:
+    assert sequences is not None
+    return sequences
