@@ -37,12 +37,11 @@ from .base.autograd import (
 )
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
-from .head.dense import Gradients
 from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import LMHead, Support
-from .head.plan import with_fewer_rows
-from .head.routes import keeps_gradients, local_head, routes_of
+from .head.passes import Gradient, local_head, passes_of
+from .head.products import Gradients
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
@@ -149,28 +148,24 @@ def fused_grpo_loss(
         num_items=num_items,
     )
     one_pass = support is None and token_local(config, inputs)
-    wanted = call.wants_grad()
-    # A factor per row makes the gradient of the logits, unless it is beyond float16.
-    keeps = not config.entropy_has_gradient and call.dtype != torch.float16
-    keep = not one_pass and not config.entropy_has_gradient and keeps_gradients(call)
-    routes = routes_of(
+    passes = passes_of(
         call,
         support,
-        partial(_tokens_with_grad, config, inputs),
-        gradients=(one_pass and any(wanted)) or keep,
-        keeps=keeps and any(wanted),
-        agreed={"one pass": one_pass, "entropy_coef": config.entropy_coef, "keep_gradients": keep},
+        Gradient.of(call, one_pass=one_pass, by_entropy=config.entropy_has_gradient),
+        entropy=True,
+        tokens_with_grad=partial(_tokens_with_grad, config, inputs),
+        of_loss={"one pass": one_pass, "entropy_coef": config.entropy_coef},
     )
     if one_pass:
-        run = partial(_OnePass.apply, *call.tensors, config, inputs, routes, keeps, wanted)
-        loss, logps, entropy, *d_stats = with_fewer_rows(run, routes.plan, **routes.limits())
+        run = partial(_OnePass.apply, *call.tensors, config, inputs, passes)
+        loss, logps, entropy, *d_stats = passes.run(run)
         metrics = loss_metrics(config, inputs, logps, entropy, *d_stats)
     else:
-        logps, entropy, _ = scored(call, routes, entropy=True, keep=keep)
+        logps, entropy, _ = scored(call, passes)
         loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
     shape = call.layout.shape
     values = (x.detach().reshape(shape) for x in (logps, entropy))
-    return GRPOLossOutput(loss, metrics | routes.metrics(), *values)
+    return GRPOLossOutput(loss, metrics | passes.metrics(), *values)
 
 
 class _OnePass(torch.autograd.Function):
@@ -182,8 +177,8 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        *tensors, config, inputs, routes, keeps, wanted, plan = args
-        N, any_wanted = len(tensors[0]), any(wanted)
+        *tensors, config, inputs, passes, plan = args
+        N, any_wanted = len(tensors[0]), any(passes.wanted)
         per_token = tensors[0].new_zeros((4, N), dtype=torch.float32)
         logps, entropy, d_logps, d_entropy = per_token.unbind()
         losses = [logps.new_zeros(())]
@@ -191,17 +186,17 @@ class _OnePass(torch.autograd.Function):
         masked = plan.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
-            grads = Gradients(tensors, wanted, every_row=plan.num_grad_rows == N)
-            route = routes.of(tensors, plan, entropy=True, keeps=keeps and any_wanted)
-            for rows in route.chunks():
+            grads = Gradients(tensors, passes.wanted, every_row=plan.num_grad_rows == N)
+            dense = passes.dense(tensors, plan)
+            for rows in plan.chunks():
                 index = rows.index
-                stats = route.sweep(rows)  # GEMM 1
+                stats = dense.sweep(rows)  # GEMM 1
                 policy = policy_loss(
                     config,
                     inputs.at(index, masked=masked),
                     stats.logps,
                     stats.entropy,
-                    routes.call.backend,
+                    passes.call.backend,
                     grad=rows.needs_grad and any_wanted,
                 )
                 losses.append(policy.loss)
@@ -212,9 +207,9 @@ class _OnePass(torch.autograd.Function):
                 d_logps[index] = g
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
-                route.add(rows, grads, g, e)  # GEMMs 2 and 3
-            if plan.has_masked and routes.tokens is not None:
-                per_token[:2].masked_fill_(~routes.tokens, 0.0)
+                dense.add(rows, grads, g, e)  # GEMMs 2 and 3
+            if plan.has_masked and passes.tokens is not None:
+                per_token[:2].masked_fill_(~passes.tokens, 0.0)
         ctx.save_for_backward(scale, *grads.all())
         ctx.dtypes = dtypes_of(*tensors)
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
@@ -230,7 +225,7 @@ class _OnePass(torch.autograd.Function):
             scaled_gradient(stored, factor, dtype)
             for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 4)
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:

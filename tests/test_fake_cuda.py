@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from grpo_kernels import grpo_loss, selective_log_softmax
 from grpo_kernels.base.checks import ValueChecks
 from grpo_kernels.head import call as head_calls
-from grpo_kernels.head import routes
+from grpo_kernels.head import dense
 from grpo_kernels.head.plan import RowPlan
 from grpo_kernels.kernels import torch_backend
 from tests.helpers.batches import OBJECTIVES, config
@@ -353,7 +353,7 @@ def without_the_one_transfer(real_memory, monkeypatch):
     def plan_rows(wanted, with_grad, checks, weight, num_tokens, *_):
         return RowPlan(None, num_tokens, num_tokens, 4, 4)
 
-    monkeypatch.setattr(routes, "plan_rows", plan_rows)
+    monkeypatch.setattr(dense, "plan_rows", plan_rows)
     monkeypatch.setattr(ValueChecks, "check_without_sync", lambda self: None)
     monkeypatch.setattr(torch_backend, "_sum_of_products", lambda exps, x: (exps * x).sum(1))
 

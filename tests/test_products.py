@@ -8,7 +8,7 @@ import torch
 from benchmarks.workloads import make
 from grpo_kernels import Execution, linear_logprobs
 from grpo_kernels.head.call import head_call
-from grpo_kernels.head.dense import Dense, OneRank
+from grpo_kernels.head.dense import Dense, OneRank, OneTarget
 from grpo_kernels.head.plan import Chunk, RowPlan
 from grpo_kernels.head.products import Products, columns_at_once, slices_of
 from grpo_kernels.kernels import torch_backend
@@ -42,7 +42,8 @@ def test_products_with_a_bf16_weight_are_those_of_its_values():
     torch.manual_seed(0)
     weight, hidden = torch.randn(100, 8).bfloat16(), torch.randn(5, 8)
     plan = RowPlan(None, 5, 5, 5, 5)
-    dense = Dense(call_of(hidden, weight), plan, OneRank(), entropy=False, keeps=False)
+    call = call_of(hidden, weight)
+    dense = Dense(call, plan, OneTarget(call, OneRank(100), entropy=False), exponentials=False)
     dense.resume(Chunk(slice(0, 5), 5, True), None)
     torch.testing.assert_close(dense.logits(slice(0, 5)), hidden @ weight.float().T)
     d = torch.randn(5, 100)

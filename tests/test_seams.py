@@ -39,7 +39,7 @@ def test_an_exact_call_loads_nothing_else():
     assert [name for name in loaded if OPTIONAL.search(name.removeprefix("grpo_kernels"))] == []
 
 
-def test_routes_alone_know_the_capabilities():
+def test_passes_alone_know_the_capabilities():
     """Of the files that an exact call loads; and only inside of functions."""
     optional = {"support", "ranks", "many_targets"}
     for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "head").glob("*.py")]:
@@ -50,7 +50,7 @@ def test_routes_alone_know_the_capabilities():
                 continue
             if (node.module or "").split(".")[-1] in optional:
                 # The package's `__getattr__` asks for what is public.
-                assert path.stem in ("routes", "__init__"), path
+                assert path.stem in ("passes", "__init__"), path
                 assert node.col_offset > 0, path
 
 

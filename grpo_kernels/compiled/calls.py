@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,11 @@ from torch.distributed.tensor import DTensor
 from ..base.autograd import refuse_double_backward
 from ..base.outputs import GRPOLossOutput, LogprobOutput
 from ..fused_grpo_loss import fused_grpo_loss as eager_loss
-from ..head.call import HeadCall, head_call
 from ..head.execution import Execution
-from ..head.linear_logprobs import check_options, first_pass, second_pass
+from ..head.linear_logprobs import check_options, first_pass, planned, second_pass
 from ..head.linear_logprobs import linear_logprobs as eager_logprobs
 from ..head.lm_head import LMHead, Support
-from ..head.plan import with_fewer_rows
-from ..head.routes import Routes, routes_of, with_targets
-from ..kernels import TokenStats
+from ..head.passes import keeps_gradients
 from ..loss.config import GRPOLossConfig
 from .losses import (
     LOSS,
@@ -96,8 +94,13 @@ class _Flat(NamedTuple):
             logits_dtype=self.logits_dtype,
         )
 
-    def execution(self) -> Execution:
+    def given(self, leaves: list[Any]) -> tuple[Any, Any, Any, Any]:
+        """The first arguments of a call over a head."""
+        return leaves[0], self.head(leaves), self.targets, self.mask
+
+    def execution(self, keep_gradients: bool = True) -> Execution:
         return Execution(
+            keep_gradients=keep_gradients,
             backend=self.backend,
             chunk_bytes=self.chunk_bytes,
             batch_invariant=self.batch_invariant,
@@ -155,25 +158,6 @@ def _flat(
 # Log-probs
 
 
-def _planned(flat: _Flat, leaves: list[Any], keep: bool) -> tuple[HeadCall, Routes]:
-    targets = flat.targets
-    several = targets.ndim == flat.hidden.ndim
-    first = targets[..., 0] if several else targets
-    call = head_call(leaves[0], flat.head(leaves), first, flat.mask, None, flat.execution())
-    if several and targets.shape[-1] > 1:
-        call = with_targets(call, targets, None)
-    routes = routes_of(
-        call,
-        None,
-        None,
-        gradients=keep,
-        keeps=keep and call.dtype != torch.float16,
-        logsumexp=True,
-        agreed={},
-    )
-    return call, routes
-
-
 @torch.library.custom_op(
     f"{NAMESPACE}::linear_logprobs",
     mutates_args=(),
@@ -185,14 +169,10 @@ def _linear_logprobs(*args: Any) -> list[Tensor]:
     *shared, entropy, keep = args
     flat = _Flat(*shared)
     with as_called(flat.hidden, flat.autocast):
-        call, routes = _planned(flat, flat.leaves(), keep)
-        wanted = [x.requires_grad for x in call.tensors]
+        leaves = flat.leaves()
+        call, passes = planned(*flat.given(leaves), entropy, flat.execution(keep))
     tensors = [x.detach() for x in call.tensors]
-
-    def run(plan: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-        return first_pass(tensors, routes, entropy, wanted if keep else None, plan)
-
-    per_token, kept = with_fewer_rows(run, routes.plan, **routes.limits())
+    per_token, kept = passes.run(partial(first_pass, tensors, passes))
     return [*per_token, *(x for x in kept if x is not None)]
 
 
@@ -223,19 +203,18 @@ def _linear_logprobs_backward(*args: Any) -> list[Tensor]:
     """The gradients of the head's tensors that are wanted."""
     *shared, entropy, found, d_logps, d_logsumexp, d_entropy = args
     flat = _Flat(*shared)
-    logps, logsumexp, of_entropy, *kept = found
+    per_token, kept = found[:3], found[3:]
     with as_called(flat.hidden, flat.autocast):
         leaves = flat.leaves()
-        call, routes = _planned(flat, leaves, bool(kept))
+        call, passes = planned(*flat.given(leaves), entropy, flat.execution(bool(kept)))
         tensors = call.tensors
         wanted = [x.requires_grad for x in tensors]
         of_rows = [x and i % 2 == 0 for i, x in enumerate(wanted)]
         with torch.no_grad():
             gradients = second_pass(
                 [x.detach() for x in tensors],
-                routes,
-                TokenStats(logps, logsumexp, of_entropy if entropy else None),
-                of_wanted(of_rows, kept) if kept else [],
+                passes,
+                [*per_token, *(of_wanted(of_rows, kept) if kept else [])],
                 (d_logps, d_entropy, d_logsumexp),
                 wanted,
             )
@@ -292,9 +271,9 @@ def linear_logprobs(
         eager = _EAGER_LOGPROBS[why or "support"]
         return eager(hidden, head, targets, mask, entropy=entropy, execution=execution, **others)
     flat = _flat(hidden, head, targets, mask, execution)
-    of_states, of_head = flat[-1][0] or flat[-1][3], flat[-1][1] or flat[-1][2] or flat[-1][4]
+    of_head = [flat[-1][i] for i in (1, 2, 4)]
     several = targets.ndim == hidden.ndim and targets.shape[-1] > 1
-    keep = execution.keep_gradients and of_states and not of_head and not several
+    keep = keeps_gradients(execution.keep_gradients, flat[-1][::3], of_head, several)
     logps, logsumexp, of_entropy, *_ = _linear_logprobs(*flat, entropy, keep)
     shape = hidden.shape[:-1]
     logps = logps.reshape(targets.shape)

@@ -11,16 +11,20 @@ dx = r o (X y), dy += X^T (r o x).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..kernels import LogitTransform, RowGrads, TokenStats
+from ..base.checks import ValueChecks
+from ..kernels import Entries, LogitTransform, RowGrads, TokenStats
 from .call import HeadCall
-from .plan import Chunk, RowPlan, even_slices, slices
+from .lm_head import Support
+from .plan import Buffers, Chunk, RowPlan, even_slices, every_row, plan_rows, slices
 from .products import (
+    Gradients,
     Products,
     addmm,
     as_operand,
@@ -28,6 +32,7 @@ from .products import (
     columns_at_once,
     new_rows,
     pad_rows,
+    put_rows,
     slices_of,
 )
 
@@ -35,52 +40,29 @@ from .products import (
 _ROUNDED_BYTES = 32 << 20
 
 
-class Gradients:
-    """The gradients of a call's terms: x and y of each in turns, made when first added to.
-
-    Args:
-        tensors: x and y of each term.
-        wanted: of which tensors gradients are wanted.
-        every_row: True if all rows of every x will be set; others are left 0.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Tensor], wanted: Sequence[bool], *, every_row: bool
-    ) -> None:
-        self.tensors, self.wanted, self.every_row = tensors, list(wanted), every_row
-        self.found: list[Tensor | None] = [None] * len(self.tensors)
-
-    def of_rows(self, place: int) -> Tensor:
-        """The gradient of an x, in its dtype."""
-        found = self.found[place]
-        if found is None:
-            x = self.tensors[place]
-            make = x.new_empty if self.every_row else x.new_zeros
-            found = self.found[place] = make(x.shape)
-        return found
-
-    def of_columns(self, place: int) -> tuple[Tensor, float]:
-        """The gradient of a y, a float32 sum, and what to multiply it with: 0.0 at first."""
-        found = self.found[place]
-        if found is not None:
-            return found, 1.0
-        y = self.tensors[place]
-        self.found[place] = y.new_empty(y.shape, dtype=torch.float32)
-        return self.found[place], 0.0  # type: ignore[return-value]
-
-    def all(self) -> list[Tensor | None]:
-        """All of them, 0 where nothing was added and None where not wanted."""
-        return [
-            x if x is not None or not wanted else torch.zeros_like(like)
-            for x, wanted, like in zip(self.found, self.wanted, self.tensors, strict=True)
-        ]
-
-
 class OneRank:
     """The only rank: it has every column of the vocabulary, and nobody to tell.
 
-    Ranks that share the vocabulary override what is done here (`ranks.py`).
+    Ranks that share the vocabulary override all that is done here (`ranks.py`).
+
+    Args:
+        columns: of the whole vocabulary.
     """
+
+    alone = True
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def plan(
+        self, call: HeadCall, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
+        buffers: Buffers,
+    ) -> RowPlan:  # fmt: skip
+        """Plans the rows that are `active`, those `with_grad` first; reads the call's checks."""
+        N, chunk_bytes = call.layout.num_tokens, call.execution.chunk_bytes
+        if call.execution.capturable:
+            return every_row(call.checks, weight, N, buffers, chunk_bytes)
+        return plan_rows(active, with_grad, call.checks, weight, N, buffers, chunk_bytes)
 
     def place(self, targets: Tensor) -> Tensor:
         """Places of targets among the columns here; -1 of those that are elsewhere."""
@@ -93,9 +75,9 @@ class OneRank:
         """The statistics of whole rows, from those of the columns here; `exps [C, V]` follow."""
         return stats
 
-    def sum(self, picked: Tensor, ids: Tensor) -> Tensor:
-        """Values of targets, from those of the targets that are here."""
-        return picked
+    def sum(self, share: Tensor) -> Tensor:
+        """The sum of what every rank has a share of."""
+        return share
 
     def put(
         self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
@@ -106,35 +88,111 @@ class OneRank:
     def wait(self) -> None:
         """Waits for what `put` has begun."""
 
+    # Of a support.
+
+    def same(self, support: Support, checks: ValueChecks) -> None:
+        """Asks whether all ranks have the same sets."""
+
+    def here(self, entries: Entries) -> tuple[Entries, slice | Tensor]:
+        """The entries whose rows of the head are here, and which of all they are."""
+        return entries, slice(None)
+
+    def whole(self, z: Tensor, which: slice | Tensor, count: int) -> Tensor:
+        """The values of all `count` entries, from those of the entries here."""
+        return z
+
+    def sum_rows(self, share: Tensor) -> Tensor:
+        """The gradient of rows, from the share of the entries here."""
+        return share
+
+
+class OneTarget:
+    """What the kernels read from a row of logits: log-prob of its target, logsumexp, entropy.
+
+    A readout is told which rows are in flight, reads each part of their logits while it is there,
+    and makes the gradient of the logits from a loss's gradients by what it has read. Another one
+    overrides what it reads besides (`many_targets.py`).
+
+    Args:
+        call: whose targets they are.
+        ranks: who has the other columns.
+        entropy: whether the entropy is read.
+    """
+
+    def __init__(self, call: HeadCall, ranks: OneRank, *, entropy: bool) -> None:
+        self.call, self.ranks, self.entropy = call, ranks, entropy
+
+    def take(self, rows: Chunk) -> None:
+        """Turns to `rows`."""
+        self.transform = self.call.transform.at(rows.index)
+        self.targets = self.ranks.place(self.call.targets[rows.index])
+
+    def begin(self, like: Tensor, exps: Tensor | None) -> None:
+        """Begins to read logits `like [C, V]`, and to leave in `exps` their exponentials."""
+        self.exps = exps
+        self.stats = TokenStats.empty(like, entropy=self.entropy, total=exps is not None)
+
+    def read(self, part: slice, logits: Tensor) -> None:
+        """Reads raw logits `[c, V]` of a part of the rows."""
+        targets, transform = self.targets[part], self.transform.at(part)
+        if self.exps is not None:
+            self.ranks.see(logits, targets, transform)
+        self.call.backend.token_stats(
+            logits,
+            targets,
+            transform,
+            entropy=self.entropy,
+            exps=None if self.exps is None else self.exps[part],
+            out=self.stats.at(part),
+            invariant=self.call.execution.batch_invariant,
+        )
+
+    def end(self) -> TokenStats:
+        """The statistics of all rows in flight."""
+        self.stats = self.ranks.merge(self.stats, self.targets, self.exps)
+        return self.stats
+
+    def factors(self, d_logps: Tensor) -> Tensor:
+        """The factor per row that makes D of the exponentials that were left."""
+        return row_factors(self.stats, d_logps, self.transform)
+
+    def given(self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None) -> None:
+        """Takes a loss's gradients by the statistics."""
+        self.grads = RowGrads.of(self.stats, d_logps, d_entropy, d_logsumexp)
+
+    def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
+        """The gradient of a part's raw logits, `[c, V]`, which may lie on them."""
+        self.call.backend.logit_grads_(
+            logits, self.targets[part], self.transform.at(part), self.grads.at(part), out=out
+        )
+
 
 class Dense:
     """Sweeps chunks of rows, and adds their gradients; one chunk is in flight at a time.
 
-    `sweep` leaves in the buffers what `add` needs; `resume` takes the statistics of an earlier
-    sweep in its place.
+    `sweep` leaves what `add` needs: the exponentials of the rows, of which D is a factor per row,
+    or their logits. `resume` takes the statistics of an earlier sweep, and leaves nothing: `add`
+    makes the logits again.
 
     Args:
         call: the terms and their rows.
         plan: the rows that take part, chunk by chunk.
-        entropy: whether the entropy is wanted.
-        keeps: whether a sweep leaves its exponentials, of which D is a factor per row; else D is
-            made by a second sweep, over logits that are there or made again.
-        ranks: who has the other columns.
+        readout: what is read from a row of logits.
+        exponentials: whether a sweep of rows with a gradient leaves these.
     """
 
     def __init__(
-        self, call: HeadCall, plan: RowPlan, ranks: OneRank, *, entropy: bool, keeps: bool
+        self, call: HeadCall, plan: RowPlan, readout: OneTarget, *, exponentials: bool
     ) -> None:
-        self.call, self.plan, self.entropy, self.keeps = call, plan, entropy, keeps
-        self.ranks = ranks
-        self.backend = call.backend
+        self.call, self.plan, self.exponentials = call, plan, exponentials
+        self.readout, self.ranks = readout, readout.ranks
         self.products = Products.of(call.execution, call.dtype)
         self.V = len(call.terms[0].y)
         # A GEMM that rounds its result is enough where nothing is added to that.
         in_gemm = call.rounding == call.dtype and len(call.terms) == 1
         self.strip = self.new_rows(plan.logit_rows, call.dtype if in_gemm else torch.float32)
-        self.exps: Tensor | None = None
-        self.swept = self.at_hand = False
+        self.beside: Tensor | None = None  # the gradients' buffer, where it is one of its own
+        self.left: Literal["exponentials", "logits", "nothing"] = "nothing"
 
     @cached_property
     def ys(self) -> list[Tensor]:
@@ -142,47 +200,22 @@ class Dense:
         weight, *others = (term.y for term in self.call.terms)
         return [as_operand(weight, self.call.dtype), *others]
 
-    def chunks(self) -> Iterator[Chunk]:
-        """The rows of the plan."""
-        return self.plan.chunks()
-
-    def operands(self, rows: Chunk) -> tuple[list[Tensor], Tensor, LogitTransform]:
-        """The x of each term, the targets and the transform of some rows."""
-        index = rows.index
-        xs = [term.x[index] for term in self.call.terms]
-        targets = self.ranks.place(self.call.targets[index])
-        return xs, targets, self.call.transform.at(index)
-
     def sweep(self, rows: Chunk) -> TokenStats:
         """The statistics of `rows`."""
         self._take(rows)
-        count = len(self.targets)
-        self.swept = self.keeps and rows.needs_grad
-        exps = self.gradient_rows(count) if self.swept else None
-        like = self.strip[:count] if exps is None else exps
-        stats = TokenStats.empty(like, entropy=self.entropy, total=self.swept)
+        leaves = self.exponentials and rows.needs_grad
+        exps = self.gradient_rows(rows.size) if leaves else None
+        self.readout.begin(self.strip[: rows.size] if exps is None else exps, exps)
         for part in self.strips():
-            logits = self.logits(part)
-            if self.swept:
-                self.ranks.see(logits, self.targets[part], self.transform.at(part))
-            self.backend.token_stats(
-                logits,
-                self.targets[part],
-                self.transform.at(part),
-                entropy=self.entropy,
-                exps=None if exps is None else exps[part],
-                out=stats.at(part),
-                invariant=self.products.multiple > 1,
-            )
-        self.at_hand = not self.swept
-        self.stats = self.whole(self.ranks.merge(stats, self.targets, exps))
-        return self.stats
+            self.readout.read(part, self.logits(part))
+        self.left = "exponentials" if leaves else "logits"
+        return self.readout.end()
 
     def resume(self, rows: Chunk, stats: TokenStats) -> None:
         """Takes the statistics of `rows`, whose logits `add` will make again."""
         self._take(rows)
-        self.swept = self.at_hand = False
-        self.stats = stats
+        self.readout.stats = stats
+        self.left = "nothing"
 
     def add(
         self,
@@ -193,23 +226,27 @@ class Dense:
         d_logsumexp: Tensor | None = None,
     ) -> None:
         """Adds the share of the rows in flight, from a loss's gradients by their statistics."""
-        if self.swept:
-            exps = self.gradient_rows(len(self.targets))
-            factors = row_factors(self.stats, d_logps, self.transform)
-            self.multiply(rows, exps, factors, grads)
+        d, factors = self.gradient_rows(rows.size), None
+        if self.left == "exponentials":
+            factors = self.readout.factors(d_logps)
         else:
-            d = self.d_logits(d_logps, d_entropy, d_logsumexp)
-            self.multiply(rows, d, None, grads)
+            self.readout.given(d_logps, d_entropy, d_logsumexp)
+            for part in self.strips():
+                logits = self.strip[part] if self.left == "logits" else self.logits(part)
+                self.readout.d_logits(part, logits, d[part])
+        self.multiply(rows, d, factors, grads)
 
     def _take(self, rows: Chunk) -> None:
-        xs, self.targets, self.transform = self.operands(rows)
+        self.count = rows.size
+        xs = [term.x[rows.index] for term in self.call.terms]
         # In float32 beside the weight: it costs little, and an adapter's steps are smaller than
         # bf16's.
         self.xs = [xs[0].to(self.call.dtype), *(x.float() for x in xs[1:])]
+        self.readout.take(rows)
 
     def strips(self) -> Iterator[slice]:
         """Cuts the rows in flight into as many as have their logits in the buffer at a time."""
-        return even_slices(0, len(self.targets), max(1, len(self.strip)))
+        return even_slices(0, self.count, max(1, len(self.strip)))
 
     def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """A buffer for `count` rows as wide as the vocabulary."""
@@ -220,9 +257,9 @@ class Dense:
         """Where the gradient of `count` rows goes: over their logits, if it is as wide."""
         if self.call.dtype == torch.float32:
             return self.strip[:count]
-        if self.exps is None:
-            self.exps = self.new_rows(self.plan.largest_chunk, self.call.dtype)
-        return self.exps[:count]
+        if self.beside is None:
+            self.beside = self.new_rows(self.plan.largest_chunk, self.call.dtype)
+        return self.beside[:count]
 
     def logits(self, part: slice) -> Tensor:
         """Raw logits of a part of the rows in flight, in the strip: valid until the next ones."""
@@ -241,23 +278,6 @@ class Dense:
         for rows in slices(0, len(logits), max(1, _ROUNDED_BYTES // (4 * self.V))):
             round_(logits[rows], dtype)
         return logits
-
-    def d_logits(
-        self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None
-    ) -> Tensor:
-        """D of the rows in flight, `[C, V]`, which may lie on their logits."""
-        out = self.gradient_rows(len(self.targets))
-        grads = RowGrads.of(self.stats, d_logps, d_entropy, d_logsumexp)
-        for part in self.strips():
-            logits = self.strip[part] if self.at_hand else self.logits(part)
-            self.logit_grads(part, logits, grads.at(part), out[part])
-        return out
-
-    def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:
-        """The gradient of a part's raw logits."""
-        self.backend.logit_grads_(
-            logits, self.targets[part], self.transform.at(part), grads, out=out
-        )
 
     def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
         """Adds the products of `d [C, V]`, times `factors [C]`, with the ys and the xs."""
@@ -304,30 +324,11 @@ class Dense:
         buffer[count:] = 0.0
         return buffer
 
-    def whole(self, stats: TokenStats) -> TokenStats:
-        """The statistics of rows, with what else is read from them."""
-        return stats
-
 
 def row_factors(stats: TokenStats, d_logps: Tensor, transform: LogitTransform) -> Tensor:
     """The factor per row that makes D of its exponentials X, float32 `[C]`."""
     assert stats.total is not None
     return d_logps * (-transform.logit_scale / transform.temperature) / stats.total
-
-
-def put_rows(
-    grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None = None
-) -> None:
-    """Stores the gradient of some rows, times a factor per row, in the dtype of `grad`."""
-    if isinstance(index, slice):
-        if factors is None:
-            grad[index].copy_(share)
-        else:
-            torch.mul(share, factors[:, None], out=grad[index])
-    else:
-        if factors is not None:
-            share.mul_(factors[:, None])
-        grad[index] = share.to(grad.dtype)
 
 
 def round_(x: Tensor, dtype: torch.dtype) -> None:

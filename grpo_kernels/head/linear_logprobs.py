@@ -33,11 +33,11 @@ from ..base.layout import selected
 from ..base.outputs import LogprobOutput
 from ..kernels import TokenStats
 from .call import HeadCall, head_call
-from .dense import Gradients
 from .execution import Execution
 from .lm_head import LMHead, Support
-from .plan import RowPlan, with_fewer_rows
-from .routes import Routes, keeps_gradients, local_head, routes_of, with_targets
+from .passes import Gradient, Passes, local_head, passes_of, with_targets
+from .plan import RowPlan
+from .products import Gradients
 
 
 def linear_logprobs(
@@ -93,6 +93,30 @@ def linear_logprobs(
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
     check_options(targets, entropy, support, entries)
+    call, passes = planned(
+        hidden, head, targets, mask, entropy, execution, support=support, entries=entries
+    )
+    logps, *others = scored(call, passes, entries=entries)
+    if targets is not None:
+        logps = logps.reshape(targets.shape)
+    return LogprobOutput(
+        logps,
+        *(None if x is None else x.reshape(call.layout.shape) for x in others),  # type: ignore[arg-type]
+    )
+
+
+def planned(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    targets: Tensor | None,
+    mask: Tensor | None,
+    entropy: bool,
+    execution: Execution,
+    *,
+    support: Support | None = None,
+    entries: bool = False,
+) -> tuple[HeadCall, Passes]:
+    """The checked call of `linear_logprobs`, and its passes."""
     if entries and isinstance(hidden, Tensor):
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     each, first = None, targets
@@ -101,29 +125,9 @@ def linear_logprobs(
     call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
-    keep = not entries and keeps_gradients(call)
-    routes = routes_of(
-        call,
-        support,
-        None,
-        gradients=keep,
-        keeps=keep and call.dtype != torch.float16,  # beyond which a factor per row may be
-        logsumexp=True,
-        entries=entries,
-        agreed={
-            "entropy": entropy,
-            "entries": entries,
-            "targets per token": 1 if call.targets.ndim == 1 else call.targets.shape[1],
-            "keep_gradients": keep,
-        },
-    )
-    shape = call.layout.shape
-    logps, *others = scored(call, routes, entropy=entropy, keep=keep, entries=entries)
-    if not entries:
-        logps = logps.reshape(shape if each is None else each.shape)
-    return LogprobOutput(
-        logps,
-        *(None if x is None else x.reshape(shape) for x in others),  # type: ignore[arg-type]
+    gradient = Gradient.of(call, one_pass=False)
+    return call, passes_of(
+        call, support, gradient, entropy=entropy, logsumexp=True, entries=entries
     )
 
 
@@ -141,12 +145,13 @@ def check_options(targets: object, entropy: object, support: object, entries: ob
 
 
 def scored(
-    call: HeadCall, routes: Routes, *, entropy: bool, keep: bool = False, entries: bool = False
+    call: HeadCall, passes: Passes, *, entries: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Log-probs, entropy and logsumexp, flat: of rows of logits, and of kept sets."""
-    sets = routes.sets
+    sets, entropy = passes.sets, passes.entropy
+    of_rows = partial(_TwoPasses.apply, *call.tensors, passes)
     if sets is None:
-        return flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
+        return passes.run(of_rows)
     log_p, of_sets, lse = sets.log_softmax(call)
     if entries:
         everywhere = log_p.new_zeros(sets.size)
@@ -154,9 +159,9 @@ def scored(
         # Copies: the caller may change them in place.
         return everywhere, of_sets.clone() if entropy else None, lse
     found = sets.logps(log_p), of_sets.clone(), lse
-    if routes.plan.num_rows:
-        logps, of_rows, of_lse = flat_logprobs(call.tensors, routes, entropy=entropy, keep=keep)
-        others = logps, of_sets if of_rows is None else of_rows, of_lse
+    if passes.plan.num_rows:
+        logps, of_entropy, of_lse = passes.run(of_rows)
+        others = logps, of_sets if of_entropy is None else of_entropy, of_lse
         found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
     return found[0], found[1] if entropy else None, found[2]
 
@@ -170,106 +175,89 @@ def _first_of(targets: Tensor) -> Tensor:
     return targets[..., 0]
 
 
-def flat_logprobs(
-    tensors: Sequence[Tensor], routes: Routes, *, entropy: bool, keep: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms.
-
-    `keep`: see `keeps_gradients`; the routes are planned for it.
-    """
-    run = partial(_TwoPasses.apply, *tensors, routes, entropy, keep)
-    return with_fewer_rows(run, routes.plan, **routes.limits())
-
-
 class _TwoPasses(torch.autograd.Function):
+    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms."""
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        *tensors, routes, wants_entropy, keep, plan = args
-        wanted = ctx.needs_input_grad[: len(tensors)] if keep else None
-        per_token, kept = first_pass(tensors, routes, wants_entropy, wanted, plan)
+        *tensors, passes, plan = args
+        per_token, kept = first_pass(tensors, passes, plan)
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
-        if plan.has_masked and routes.tokens is not None:
+        if plan.has_masked and passes.tokens is not None:
             for x in per_token:
-                x.copy_(selected(routes.tokens, x, 0.0))
-        ctx.routes, ctx.wants_entropy = routes, wants_entropy
+                x.copy_(selected(passes.tokens, x, 0.0))
+        ctx.passes, ctx.count = passes, len(tensors)
         ctx.set_materialize_grads(False)
         logps, logsumexp, entropy = per_token
-        return logps, entropy if wants_entropy else None, logsumexp
+        return logps, entropy if passes.entropy else None, logsumexp
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        count, saved = len(ctx.needs_input_grad) - 4, ctx.saved_tensors
-        tensors, wanted = saved[:count], ctx.needs_input_grad[:count]
-        logps, logsumexp, entropy, *kept = saved[count:]
-        stats = TokenStats(logps, logsumexp, entropy if ctx.wants_entropy else None)
-        return (*second_pass(tensors, ctx.routes, stats, kept, given, wanted), *[None] * 4)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
+        tensors, found = saved[: ctx.count], saved[ctx.count :]
+        return (*second_pass(tensors, ctx.passes, found, given, wanted), None, None)
 
 
 def first_pass(
-    tensors: Sequence[Tensor],
-    routes: Routes,
-    entropy: bool,
-    keep_for: Sequence[bool] | None,
-    plan: RowPlan,
+    tensors: Sequence[Tensor], passes: Passes, plan: RowPlan
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Log-probs, logsumexp and entropy of every row, `[N]`, masked ones left as they come.
 
-    And what is kept: the gradient of the log-probs by those of the terms' tensors that want one,
-    `keep_for`; None keeps nothing.
+    And what is kept for the second pass: the gradient of the log-probs by those of the terms'
+    tensors that want one, or nothing.
     """
     N, like = len(tensors[0]), tensors[0]
     # Not views of one tensor: the caller may change them in place.
     logps, logsumexp, of_entropy = per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (routes.call.targets.shape, (N,), (N,))
+        for shape in (passes.call.targets.shape, (N,), (N,))
     ]
     kept = None
-    if keep_for is not None:
-        kept = Gradients(tensors, keep_for, every_row=plan.num_rows == N)
-    keeps = kept is not None and routes.call.dtype != torch.float16
+    if passes.gradient != Gradient.LATER:
+        kept = Gradients(tensors, passes.wanted, every_row=plan.num_rows == N)
     with torch.autocast(like.device.type, enabled=False):
-        route = routes.of(tensors, plan, entropy=entropy, keeps=keeps)
-        for rows in route.chunks():
-            stats = route.sweep(rows)
+        dense = passes.dense(tensors, plan)
+        for rows in plan.chunks():
+            stats = dense.sweep(rows)
             logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
             if stats.entropy is not None:
                 of_entropy[rows.index] = stats.entropy
             if kept is not None:
-                route.add(rows, kept, torch.ones_like(stats.logps))
+                dense.add(rows, kept, torch.ones_like(stats.logps))
     return per_token, [] if kept is None else kept.all()
 
 
 def second_pass(
     tensors: Sequence[Tensor],
-    routes: Routes,
-    stats: TokenStats,
-    kept: Sequence[Tensor | None],
+    passes: Passes,
+    found: Sequence[Any],
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """The gradients of the terms' tensors, from those of log-probs, entropy and logsumexp.
 
-    `stats` of every row, and `kept`, as the first pass has them.
+    `found` is what the first pass has, of every row, and what it kept.
     """
+    logps, logsumexp, entropy, *kept = found
+    stats = TokenStats(logps, logsumexp, entropy if passes.entropy else None)
     d_logps, *others = given
     d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
     given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
     each = [x != 0 for x in given if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
-    if routes.tokens is not None:
+    if passes.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
-        needed &= routes.tokens
-    if routes.plan.has_masked:
+        needed &= passes.tokens
+    if passes.plan.has_masked:
         given = [None if x is None else selected(needed, x, 0.0) for x in given]
     if kept and all(x is None for x in others):
         return [_rows_times(u, d_logps, needed) for u in kept]
     scale = _power_of_two_scale_of(given, needed)
     given = [None if x is None else scale * x for x in given]
-    plan = routes.again(needed, tensors[1])
-    run = partial(_gradients, tensors, routes, stats, given, wanted)
+    run = partial(_gradients, tensors, passes, stats, given, wanted)
     with torch.autocast(d_logps.device.type, enabled=False):
-        gradients = with_fewer_rows(run, plan, **routes.limits())
+        gradients = passes.run(run, passes.again(needed, tensors[1]))
     return [
         scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
         for gradient, dtype in zip(gradients, dtypes_of(*tensors), strict=True)
@@ -278,7 +266,7 @@ def second_pass(
 
 def _gradients(
     tensors: Sequence[Tensor],
-    routes: Routes,
+    passes: Passes,
     stats: TokenStats,
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
@@ -286,12 +274,11 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     grads = Gradients(tensors, wanted, every_row=plan.num_rows == len(tensors[0]))
-    entropy = stats.entropy is not None
-    route = routes.of(tensors, plan, entropy=entropy, keeps=False)
-    for rows in route.chunks():
+    dense = passes.dense(tensors, plan)
+    for rows in plan.chunks():
         of_rows = [None if x is None else x[rows.index] for x in given]
-        route.resume(rows, stats.at(rows.index))
-        route.add(rows, grads, *of_rows)  # type: ignore[arg-type]
+        dense.resume(rows, stats.at(rows.index))
+        dense.add(rows, grads, *of_rows)  # type: ignore[arg-type]
     return grads.all()
 
 

@@ -16,51 +16,51 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..kernels import RowGrads, TokenStats
-from .dense import Dense
+from .dense import OneTarget
 from .plan import Chunk
 
 
-class ManyTargets(Dense):
-    """Rows `[C, V]` with K targets each; `call.targets` is `[N, K]`, a log-prob `[C, K]`."""
+class ManyTargets(OneTarget):
+    """K targets of each row; `call.targets` is `[N, K]`, a log-prob `[C, K]`."""
 
     ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 of those that are elsewhere
 
-    def _take(self, rows: Chunk) -> None:
-        super()._take(rows)
+    def take(self, rows: Chunk) -> None:
+        super().take(rows)
         self.ids = self.targets
         # The first of them is the one that kernels know of.
         self.targets = self.ids[:, 0].contiguous()
-        self.places = self.ids.clamp(min=0)
         self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def logits(self, part: slice) -> Tensor:
-        found = super().logits(part)
-        self.picked[part] = found.gather(1, self.places[part]).float()
-        return found
+    def _pick(self, part: slice, logits: Tensor) -> None:
+        self.picked[part] = logits.gather(1, self.ids[part].clamp(min=0)).float()
 
-    def whole(self, stats: TokenStats) -> TokenStats:
-        z = self.transform.apply(self.ranks.sum(self.picked, self.ids))
-        return stats._replace(logps=z - stats.logsumexp[:, None])
+    def read(self, part: slice, logits: Tensor) -> None:
+        self._pick(part, logits)
+        super().read(part, logits)
 
-    def d_logits(
-        self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None
-    ) -> Tensor:
-        self.stats_of_all, self.given = self.stats, (d_logps, d_entropy, d_logsumexp)
-        self.stats = self.stats._replace(logps=self.stats.logps[:, 0].contiguous())
-        return super().d_logits(d_logps.sum(1), d_entropy, d_logsumexp)
+    def end(self) -> TokenStats:
+        stats = super().end()
+        picked = self.ranks.sum(self.picked.masked_fill(self.ids < 0, 0.0))
+        logps = self.transform.apply(picked) - stats.logsumexp[:, None]
+        self.stats = stats._replace(logps=logps)
+        return self.stats
 
-    def logit_grads(self, part: slice, logits: Tensor, grads: RowGrads, out: Tensor) -> None:
-        super().logit_grads(part, logits, grads, out)
-        stats = self.stats_of_all.at(part)
-        d_logps, *others = (None if x is None else x[part] for x in self.given)
-        columns = [None if x is None else x[:, None] for x in others]
-        assert d_logps is not None
+    def given(self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None) -> None:
+        total, stats = d_logps.sum(1), self.stats
+        first = stats._replace(logps=stats.logps[:, 0].contiguous())
+        self.grads = RowGrads.of(first, total, d_entropy, d_logsumexp)
         # As of one target with all of the gradient, but for what belongs to others.
-        of_all = RowGrads.of(_columns(stats), d_logps.sum(1, keepdim=True), *columns)
-        d = of_all.at_target - _of_others(self.ids[part], d_logps)
-        transform = self.transform.at(part)
-        slope = transform.slope(self.picked[part])
-        self._set(part, out, (d * slope).to(out.dtype))
+        columns = (total, d_entropy, d_logsumexp)
+        of_rows = [None if x is None else x[:, None] for x in columns]
+        of_all = RowGrads.of(_columns(stats), *of_rows)  # type: ignore[arg-type]
+        self.at_targets = of_all.at_target - _of_others(self.ids, d_logps)
+
+    def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
+        self._pick(part, logits)
+        super().d_logits(part, logits, out)
+        slope = self.transform.at(part).slope(self.picked[part])
+        self._set(part, out, (self.at_targets[part] * slope).to(out.dtype))
 
     def _set(self, part: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""

@@ -1,8 +1,8 @@
-"""GEMMs with rows of logits: operands of one dtype, results in float32."""
+"""GEMMs with rows of logits: operands of one dtype, results in float32; and the sums of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,3 +133,59 @@ def new_rows(like: Tensor, count: int, V: int, dtype: torch.dtype) -> Tensor:
     """An empty buffer `[count, V]`; on a GPU rows begin where vectors do, whatever V is."""
     length = V if like.device.type == "cpu" else -(-V // 64) * 64
     return like.new_empty((count, length), dtype=dtype)[:, :V]
+
+
+class Gradients:
+    """The gradients of a call's terms: x and y of each in turns, made when first added to.
+
+    Args:
+        tensors: x and y of each term.
+        wanted: of which tensors gradients are wanted.
+        every_row: True if all rows of every x will be set; others are left 0.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], wanted: Sequence[bool], *, every_row: bool
+    ) -> None:
+        self.tensors, self.wanted, self.every_row = tensors, list(wanted), every_row
+        self.found: list[Tensor | None] = [None] * len(self.tensors)
+
+    def of_rows(self, place: int) -> Tensor:
+        """The gradient of an x, in its dtype."""
+        found = self.found[place]
+        if found is None:
+            x = self.tensors[place]
+            make = x.new_empty if self.every_row else x.new_zeros
+            found = self.found[place] = make(x.shape)
+        return found
+
+    def of_columns(self, place: int) -> tuple[Tensor, float]:
+        """The gradient of a y, a float32 sum, and what to multiply it with: 0.0 at first."""
+        found = self.found[place]
+        if found is not None:
+            return found, 1.0
+        y = self.tensors[place]
+        self.found[place] = y.new_empty(y.shape, dtype=torch.float32)
+        return self.found[place], 0.0  # type: ignore[return-value]
+
+    def all(self) -> list[Tensor | None]:
+        """All of them, 0 where nothing was added and None where not wanted."""
+        return [
+            x if x is not None or not wanted else torch.zeros_like(like)
+            for x, wanted, like in zip(self.found, self.wanted, self.tensors, strict=True)
+        ]
+
+
+def put_rows(
+    grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None = None
+) -> None:
+    """Stores the gradient of some rows, times a factor per row, in the dtype of `grad`."""
+    if isinstance(index, slice):
+        if factors is None:
+            grad[index].copy_(share)
+        else:
+            torch.mul(share, factors[:, None], out=grad[index])
+    else:
+        if factors is not None:
+            share.mul_(factors[:, None])
+        grad[index] = share.to(grad.dtype)

@@ -1,6 +1,7 @@
 """Ranks that share the vocabulary: what each has, and what they tell each other.
 
-Every rank sweeps its own logits. One gather of 12 bytes per token then tells all of them
+Every rank sweeps its own columns of every row of logits. One gather of 12 bytes per token then
+tells all of them
 
     lse_r      log-sum-exp of the rank's columns
     E_r        entropy within them
@@ -11,13 +12,14 @@ from which each merges, in the order of the ranks and thus to the same bits,
     lse = log sum_r e^(lse_r),    w_r = e^(lse_r - lse)
     l   = l_r + log w_r           of the rank that has the target
     E   = sum_r w_r (E_r - log w_r)
+
+With these the gradient of a rank's logits follows from its own; dH = sum_r D_r W_r is reduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,39 +30,54 @@ from torch.distributed.tensor import DTensor, Shard
 from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
 from ..kernels import Entries, LogitTransform, TokenStats
 from .call import HeadCall
-from .dense import OneRank, put_rows
-from .lm_head import HIDDEN_LAYOUTS, LMHead, VocabRanks
-from .plan import Buffers, RowPlan, buffer_rows, plan_rows
-from .support import KeptSets
+from .dense import OneRank
+from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
+from .plan import Buffers, RowPlan, buffer_rows
+from .products import put_rows
 
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.
 _LEAST_SHARE = 2.0**-24
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """The columns of the vocabulary that this rank has, of those of a group.
+class ManyRanks(OneRank):
+    """Ranks of which each has some columns of every row of logits.
 
     Args:
-        group: whose ranks have the others.
+        group: of the ranks.
         start: the vocabulary's id of this rank's first column.
-        columns: of this rank.
-        size: columns of all ranks.
-        most: columns of the rank that has the most.
+        counts: columns of each rank.
         layout: whose gradients of rows are, one of `HIDDEN_LAYOUTS`.
         biased: whether the last term of the raw logits is a bias, which alone may be -inf.
     """
 
-    group: dist.ProcessGroup
-    start: int
-    columns: int
-    size: int
-    most: int
-    layout: str
-    biased: bool
+    alone = False
 
-    def check_equal(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, start: int, counts: list[int], layout: str, biased: bool
+    ) -> None:
+        super().__init__(sum(counts))
+        self.group, self.start, self.layout, self.biased = group, start, layout, biased
+        self.own, self.most = counts[group.rank()], max(counts)
+        self.slopes: list[Tensor] = []
+        self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
+
+    def plan(
+        self, call: HeadCall, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
+        buffers: Buffers,
+    ) -> RowPlan:  # fmt: skip
+        """Plans as the rank with the most columns has to, and as all ranks agree."""
+        buffers = buffers._replace(columns=self.most)
+        sizes = buffer_rows(weight, buffers, call.execution.chunk_bytes)
+        self._ask_same(
+            call.checks,
+            "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
+            "vocabulary, as each has other columns for the same tokens; got others",
+            torch.tensor(sizes, device=weight.device), active, with_grad,
+        )  # fmt: skip
+        return replace(super().plan(call, weight, active, with_grad, buffers), tiles=None)
+
+    def _ask_same(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
         """Asks whether all ranks have the same of `given`, `[N]` each."""
         device = next(x.device for x in given if x is not None)
         none = torch.zeros(0, dtype=torch.int64, device=device)
@@ -68,11 +85,23 @@ class VocabShard:
         checks.add((_gathered(mine, self.group) != mine).any(1), what)
 
     def place(self, targets: Tensor) -> Tensor:
-        """Places of targets among this rank's columns; -1 of those that other ranks have."""
         places = targets - self.start
-        return torch.where((places >= 0) & (places < self.columns), places, -1)
+        return torch.where((places >= 0) & (places < self.own), places, -1)
 
-    def merge(self, stats: TokenStats, places: Tensor) -> TokenStats:
+    def see(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
+        slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
+        if slope is not None:
+            self.slopes.append(slope.squeeze(1))
+
+    def merge(self, stats: TokenStats, targets: Tensor, exps: Tensor | None) -> TokenStats:
+        whole = self._merged(stats, targets)
+        if exps is not None:
+            slope = torch.cat(self.slopes) if self.slopes else None
+            self._mend(exps, targets, slope, stats, whole)
+        self.slopes.clear()
+        return whole
+
+    def _merged(self, stats: TokenStats, places: Tensor) -> TokenStats:
         """The statistics of whole rows, from those of this rank's columns.
 
         Args:
@@ -107,7 +136,7 @@ class VocabShard:
             total = torch.where(absent, torch.inf, stats.total / share)
         return TokenStats(logps, peak + log_total, entropy, total)
 
-    def mend(
+    def _mend(
         self, exps: Tensor, places: Tensor, slope: Tensor | None, stats: TokenStats,
         whole: TokenStats,
     ) -> None:  # fmt: skip
@@ -118,7 +147,7 @@ class VocabShard:
             places: of the targets `[C]`, as `place` gives them.
             slope: of the softcap at the targets `[C]`; None without one.
             stats: of this rank's columns.
-            whole: those that `merge` made of them.
+            whole: those that `_merged` made of them.
         """
         assert whole.total is not None
         values = whole.total * whole.logps.expm1()
@@ -129,11 +158,59 @@ class VocabShard:
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
-    def sum(self, share: Tensor) -> dist.Work:
-        """Begins to add up the ranks' shares, in place."""
+    def sum(self, share: Tensor) -> Tensor:
+        """Adds up the ranks' shares, in place."""
+        if share.numel():
+            self._begin_sum(share).wait()
+        return share
+
+    def _begin_sum(self, share: Tensor) -> dist.Work:
         work = dist.all_reduce(share, group=self.group, async_op=True)
         assert work is not None
         return work
+
+    def put(
+        self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
+    ) -> None:
+        """Begins to add up the gradient of rows, which goes on beside the product with y."""
+        if self.layout == "partial":
+            put_rows(grad, index, share, factors)
+            return
+        if factors is not None:
+            share.mul_(factors[:, None])
+        self.sums.append((grad, index, share, self._begin_sum(share)))
+
+    def wait(self) -> None:
+        for grad, index, share, work in self.sums:
+            work.wait()
+            put_rows(grad, index, share)
+        self.sums.clear()
+
+    # Of a support. Each rank makes the logits of the entries of its rows, which are added up: 4
+    # bytes per entry. Statistics and D are then the same on all ranks, dy is each rank's own, and
+    # dx is added up once.
+
+    def same(self, support: Support, checks: ValueChecks) -> None:
+        what = "support: expected the same on all ranks that share the vocabulary; got others"
+        self._ask_same(checks, what, *(x.long() for x in support))
+
+    def here(self, entries: Entries) -> tuple[Entries, Tensor]:
+        """This rank's entries, with the ids of its columns; and which of all they are."""
+        places = self.place(entries.ids)
+        mine = places >= 0
+        which = mine.nonzero().squeeze(1)
+        ids = places[which]
+        offsets = torch.nn.functional.pad(mine.cumsum(0), (1, 0))[entries.offsets]
+        order = ids.argsort(stable=True)
+        return Entries(ids, entries.tokens[which], offsets, entries.positions, order), which
+
+    def whole(self, z: Tensor, which: slice | Tensor, count: int) -> Tensor:
+        everyone = z.new_zeros(count)
+        everyone[which] = z
+        return self.sum(everyone)
+
+    def sum_rows(self, share: Tensor) -> Tensor:
+        return share if self.layout == "partial" else self.sum(share)
 
 
 def local_parts(head: LMHead) -> LMHead:
@@ -167,7 +244,7 @@ def local_parts(head: LMHead) -> LMHead:
     )  # fmt: skip
 
 
-def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
+def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
     """Finds this rank's columns of the vocabulary; asks the other ranks.
 
     `agreed`: numbers of the caller's that have to be the same on all ranks.
@@ -239,11 +316,8 @@ def shard_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShard:
             "ranks.start: expected every column on one rank; got columns "
             + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
         )
-    rank = ranks.group.rank()
-    return VocabShard(
-        ranks.group, begins[rank], counts[rank], sum(counts), max(counts), ranks.hidden,
-        head.bias is not None,
-    )  # fmt: skip
+    start = begins[ranks.group.rank()]
+    return ManyRanks(ranks.group, start, counts, ranks.hidden, head.bias is not None)
 
 
 def _checksum(x: Tensor) -> Tensor:
@@ -258,124 +332,3 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = mine.new_empty((group.size(), *mine.shape))
     dist.all_gather([*ranks], mine, group=group)
     return ranks
-
-
-def plan_of_ranks(
-    shard: VocabShard, call: HeadCall, weight: Tensor, active: Tensor | None,
-    with_grad: Tensor | None, buffers: Buffers,
-) -> RowPlan:  # fmt: skip
-    """Plans as the rank with the most columns has to, and as all ranks agree."""
-    checks, N, chunk_bytes = call.checks, call.layout.num_tokens, call.execution.chunk_bytes
-    buffers = buffers._replace(columns=shard.most)
-    sizes = buffer_rows(weight, buffers, chunk_bytes)
-    shard.check_equal(
-        checks,
-        "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
-        "vocabulary, as each has other columns for the same tokens; got others",
-        torch.tensor(sizes, device=weight.device), active, with_grad,
-    )  # fmt: skip
-    plan = plan_rows(active, with_grad, checks, weight, N, buffers, chunk_bytes)
-    return replace(plan, tiles=None)
-
-
-class ManyRanks(OneRank):
-    """Ranks of which each has some columns of every row of logits."""
-
-    def __init__(self, shard: VocabShard) -> None:
-        self.shard = shard
-        self.slopes: list[Tensor] = []
-        self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
-
-    def place(self, targets: Tensor) -> Tensor:
-        return self.shard.place(targets)
-
-    def see(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
-        slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
-        if slope is not None:
-            self.slopes.append(slope.squeeze(1))
-
-    def merge(self, stats: TokenStats, targets: Tensor, exps: Tensor | None) -> TokenStats:
-        whole = self.shard.merge(stats, targets)
-        if exps is not None:
-            slope = torch.cat(self.slopes) if self.slopes else None
-            self.shard.mend(exps, targets, slope, stats, whole)
-        self.slopes.clear()
-        return whole
-
-    def sum(self, picked: Tensor, ids: Tensor) -> Tensor:
-        """Adds them up over the ranks, 4 bytes each."""
-        total = torch.where(ids < 0, 0.0, picked)
-        self.shard.sum(total).wait()
-        return total
-
-    def put(
-        self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
-    ) -> None:
-        """Begins to add up the gradient of rows, which goes on beside the product with y."""
-        if self.shard.layout == "partial":
-            put_rows(grad, index, share, factors)
-            return
-        if factors is not None:
-            share.mul_(factors[:, None])
-        self.sums.append((grad, index, share, self.shard.sum(share)))
-
-    def wait(self) -> None:
-        for grad, index, share, work in self.sums:
-            work.wait()
-            put_rows(grad, index, share)
-        self.sums.clear()
-
-
-class SharedSets(KeptSets):
-    """Kept sets of which each rank has the entries of its rows of the head.
-
-    Each makes the logits of its own, which are added up: 4 bytes per entry. Statistics and D are
-    then the same on all ranks, dy is each rank's own, and dx is added up once.
-    """
-
-    shard: VocabShard
-
-    @cached_property
-    def _mine(self) -> tuple[Entries, Tensor]:
-        """This rank's entries, with the ids of its columns; and which of all they are."""
-        entries, shard = self.entries, self.shard
-        places = entries.ids - shard.start
-        here = (places >= 0) & (places < shard.columns)
-        which = here.nonzero().squeeze(1)
-        ids = places[which]
-        offsets = torch.nn.functional.pad(here.cumsum(0), (1, 0))[entries.offsets]
-        order = ids.argsort(stable=True)
-        return Entries(ids, entries.tokens[which], offsets, entries.positions, order), which
-
-    @property
-    def here(self) -> Entries:
-        return self._mine[0]
-
-    def own(self, d: Tensor) -> Tensor:
-        return d[self._mine[1]]
-
-    def whole(self, z: Tensor) -> Tensor:
-        everyone = z.new_zeros(len(self.entries)).index_put_((self._mine[1],), z)
-        return self._sum(everyone)
-
-    def whole_rows(self, d_x: Tensor) -> Tensor:
-        return d_x if self.shard.layout == "partial" else self._sum(d_x)
-
-    def _sum(self, share: Tensor) -> Tensor:
-        if share.numel():
-            self.shard.sum(share).wait()
-        return share
-
-
-def kept_sets_of_ranks(
-    shard: VocabShard, call: HeadCall, support: Any, targets: Tensor | None, *, logsumexp: bool
-) -> KeptSets:
-    """The kept sets, of which all ranks have to have the same."""
-    sets = SharedSets(call, support, targets, shard.size, logsumexp=logsumexp)
-    sets.shard = shard
-    shard.check_equal(
-        call.checks,
-        "support: expected the same on all ranks that share the vocabulary; got others",
-        *(x.long() for x in support),
-    )
-    return sets

@@ -32,7 +32,7 @@ from ..base.segments import RowsLogSoftmax
 from ..base.sequences import masked_quantile
 from ..kernels import Entries
 from .call import HeadCall
-from .dense import round_
+from .dense import OneRank, round_
 from .lm_head import Support, Term
 
 # A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
@@ -98,17 +98,16 @@ class KeptSets:
     Args:
         call: whose tokens have the sets.
         support: the sets.
-        targets: int64 `[N]`, in the vocabulary; None: every token is to have a set, whose first id
-            stands for its target.
-        V: ids are below it.
+        ranks: who has which rows of the head.
+        every: every token is to have a set, whose first id stands for its target.
         logsumexp: whether sets of one entry take part.
     """
 
     def __init__(
-        self, call: HeadCall, support: object, targets: Tensor | None, V: int, *, logsumexp: bool
+        self, call: HeadCall, support: Any, ranks: OneRank, *, every: bool, logsumexp: bool
     ) -> None:
         refuse_with(call)
-        every, targets = targets is None, call.targets if targets is None else targets
+        targets, V, self.ranks = call.targets, ranks.columns, ranks
         ids, offsets = check_support(support, len(targets), targets.device)
         checks, N, device = call.checks, len(targets), targets.device
         ids = ids if N else ids[:0]
@@ -140,6 +139,7 @@ class KeptSets:
         self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
         self._takes_part = counts >= (1 if logsumexp else 2)
         self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
+        ranks.same(support, checks)
 
     @property
     def count(self) -> int:
@@ -180,24 +180,10 @@ class KeptSets:
             ),
         }
 
-    # What ranks that share the vocabulary do otherwise (`ranks.py`).
-
-    @property
-    def here(self) -> Entries:
-        """The entries whose rows of the head are here."""
-        return self.entries
-
-    def own(self, d: Tensor) -> Tensor:
-        """The values of the entries that are here, from those of all."""
-        return d
-
-    def whole(self, z: Tensor) -> Tensor:
-        """The values of all entries, from those of the entries that are here."""
-        return z
-
-    def whole_rows(self, d_x: Tensor) -> Tensor:
-        """The gradient of an x, from that by the entries that are here."""
-        return d_x
+    @cached_property
+    def here(self) -> tuple[Entries, slice | Tensor]:
+        """The entries whose rows of the head are here, and which of all they are."""
+        return self.ranks.here(self.entries)
 
     def log_softmax(self, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs `[E]` of the entries, entropy and logsumexp `[N]`, differentiable."""
@@ -221,7 +207,7 @@ class _EntryLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, sets, call = args
-        here, backend = sets.here, call.backend
+        (here, which), backend = sets.here, call.backend
         # Products are float32 whatever the operands are.
         terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.of(tensors).terms]
         z = tensors[0].new_zeros(len(here), dtype=torch.float32)
@@ -230,7 +216,7 @@ class _EntryLogits(torch.autograd.Function):
                 backend.entry_dots(x, y, here, z)
             if call.rounding is not None:
                 round_(z, call.rounding)
-        raw = sets.whole(z)[:, None]
+        raw = sets.ranks.whole(z, which, len(sets.entries))[:, None]
         transform = call.transform.at(sets.entries.tokens)
         ctx.save_for_backward(*tensors, raw)
         ctx.sets, ctx.call, ctx.transform = sets, call, transform
@@ -241,17 +227,16 @@ class _EntryLogits(torch.autograd.Function):
         refuse_double_backward("linear_logprobs, fused_grpo_loss")
         *tensors, raw = ctx.saved_tensors
         sets, call = ctx.sets, ctx.call
-        here, sums = sets.here, call.backend.segment_sums
+        (here, which), sums = sets.here, call.backend.segment_sums
         # Tokens without a gradient have no part in any product, whatever their states hold.
-        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)
-        d = sets.own(d)
+        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[which]
         grads: list[Tensor | None] = [None] * len(tensors)
         of_ids = None
         for k, (x, y) in enumerate(call.of(tensors).terms):
             x, y = _by_rows(x), _by_rows(y)
             if ctx.needs_input_grad[2 * k]:
                 d_x = sums(d, here.ids, here.offsets, y, torch.float32)
-                grads[2 * k] = sets.whole_rows(d_x).to(x.dtype)
+                grads[2 * k] = sets.ranks.sum_rows(d_x).to(x.dtype)
             if ctx.needs_input_grad[2 * k + 1]:
                 if of_ids is None:
                     begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))

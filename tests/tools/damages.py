@@ -55,8 +55,8 @@ DAMAGES = [
     *damages_in(
         "head/dense.py", "test_products",
         ("a strip's exponentials go where the last ones are",
-         "exps=None if exps is None else exps[part]",
-         "exps=None if exps is None else exps[: part.stop - part.start]"),
+         "exps=None if self.exps is None else self.exps[part]",
+         "exps=None if self.exps is None else self.exps[: part.stop - part.start]"),
     ),
     *damages_in(
         "head/products.py", "test_products test_batch_invariant",
@@ -81,7 +81,7 @@ DAMAGES = [
          "selected(flat_mask, x, 0), y)", "x, y)"),
     ),
     *damages_in(
-        "head/routes.py", "test_support",
+        "head/passes.py", "test_support",
         ("tokens with a kept set are scored over the whole vocabulary, too",
          "call = replace(call, mask=others if call.mask is None else call.mask & others)", "pass"),
     ),
@@ -99,7 +99,7 @@ DAMAGES = [
     ),
     *damages_in(
         "head/linear_logprobs.py", "test_linear_logprobs",
-        ("masked rows are given a gradient", "needed &= routes.tokens", "pass"),
+        ("masked rows are given a gradient", "needed &= passes.tokens", "pass"),
     ),
     *damages_in(
         "base/autograd.py", "test_autograd",
@@ -121,9 +121,9 @@ DAMAGES = [
     *damages_in(
         "head/ranks.py", "ranks/test_vocab_parallel",
         ("ranks: the target's entry is that of this rank's columns alone",
-         "self.shard.mend(exps, targets, slope, stats, whole)", "pass"),
+         "self._mend(exps, targets, slope, stats, whole)", "pass"),
         ("ranks: other ranks' gradients of hidden states are left out",
-         'if self.shard.layout == "partial":\n            put_rows',
+         'if self.layout == "partial":\n            put_rows',
          "if True:\n            put_rows"),
     ),
     *damages_in(

@@ -1,0 +1,204 @@
+"""The passes of a call over its rows: which rows, what is read from them, and when their gradient.
+
+The one file that knows all capabilities: several targets per token are a readout in the place of
+`OneTarget`, ranks an object in the place of `OneRank`; tokens that have a kept set are no rows
+(`support.py`). Each is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..base.checks import ValueChecks
+from ..base.layout import check_target_ids, selected
+from .call import HeadCall
+from .dense import Dense, OneRank, OneTarget
+from .lm_head import LMHead
+from .plan import Buffers, RowPlan, with_fewer_rows
+from .products import INVARIANT_ROWS
+
+if TYPE_CHECKING:
+    from .support import KeptSets
+
+_T = TypeVar("_T")
+
+
+class Gradient(IntEnum):
+    """When a call makes the gradient of its logits."""
+
+    LATER = 0  # in a second pass, which makes the logits again; or never
+    ONE_SWEEP = 1  # in the first pass: a factor per row times the exponentials that a sweep leaves
+    TWO_SWEEPS = 2  # in the first pass, by a second sweep over the logits
+
+    @staticmethod
+    def of(call: HeadCall, *, one_pass: bool, by_entropy: bool = False) -> Gradient:
+        """The gradient of a call, in one pass or in two; of a loss that has one `by_entropy`?
+
+        In two passes it is made at first where the head is frozen, which leaves that of each
+        log-prob by the states to be kept (`Execution.keep_gradients`).
+        """
+        wanted = call.wants_grad()
+        if one_pass:
+            at_once = any(wanted)
+        else:
+            several = call.targets.ndim > 1
+            at_once = not by_entropy and keeps_gradients(
+                call.execution.keep_gradients, wanted[::2], wanted[1::2], several
+            )
+        if not at_once:
+            return Gradient.LATER
+        # A factor per row may be beyond float16.
+        two = by_entropy or call.dtype == torch.float16
+        return Gradient.TWO_SWEEPS if two else Gradient.ONE_SWEEP
+
+
+def keeps_gradients(
+    asked: bool, of_states: Sequence[bool], of_head: Sequence[bool], several: bool
+) -> bool:
+    """True if two passes keep each log-prob's gradient by the states, which alone want one."""
+    return asked and any(of_states) and not any(of_head) and not several
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a call, planned, before they are given tensors.
+
+    Args:
+        call: without its tensors, and with the tokens that have a kept set out of its mask.
+        plan: the rows that take part over the whole vocabulary.
+        ranks: who has which columns of it.
+        tokens: bool `[N]`, all that take part; None: every one.
+        sets: the kept sets of the others.
+        wanted: of which of the terms' tensors gradients are.
+        entropy: whether it is a result.
+        gradient: when that of the logits is made.
+    """
+
+    call: HeadCall
+    plan: RowPlan
+    ranks: OneRank
+    tokens: Tensor | None
+    sets: KeptSets | None
+    wanted: Sequence[bool]
+    entropy: bool
+    gradient: Gradient
+
+    def dense(self, tensors: Sequence[Tensor], plan: RowPlan) -> Dense:
+        """The rows of `plan`, over `tensors`, those of the call's terms."""
+        call, readout = self.call.of(tensors), OneTarget
+        if call.targets.ndim == 2:
+            from .many_targets import ManyTargets
+
+            readout = ManyTargets
+        return Dense(
+            call,
+            plan,
+            readout(call, self.ranks, entropy=self.entropy),
+            exponentials=self.gradient == Gradient.ONE_SWEEP,
+        )
+
+    def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
+        """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
+        call = replace(self.call, checks=ValueChecks())
+        # Whose logits are made again a strip at a time.
+        buffers = _buffers(call, weight, Gradient.ONE_SWEEP)
+        return self.ranks.plan(call, weight, needed, None, buffers)
+
+    def run(self, run: Callable[[RowPlan], _T], plan: RowPlan | None = None) -> _T:
+        """Runs a pass, again with fewer rows at a time where memory runs out."""
+        execution = self.call.execution
+        fixed = execution.chunk_bytes is not None or execution.capturable
+        return with_fewer_rows(
+            run,
+            self.plan if plan is None else plan,
+            fixed=fixed or not self.ranks.alone,
+            multiple=INVARIANT_ROWS if execution.batch_invariant else 1,
+        )
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Metrics of the kept sets."""
+        if self.sets is None:
+            return {}
+        return self.sets.metrics(None if self.tokens is None else self.tokens.sum())
+
+
+def local_head(head: Tensor | LMHead) -> LMHead:
+    """The head, of plain tensors: of DTensors this rank's parts."""
+    head = LMHead.of(head)
+    tensors = (head.weight, head.bias, head.low_rank and head.low_rank[1])
+    if not any(hasattr(x, "full_tensor") for x in tensors):
+        return head
+    from .ranks import local_parts
+
+    return local_parts(head)
+
+
+def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
+    """The call with several targets per token, `[..., K]`, in place of the first of them."""
+    if support is not None:
+        raise ValueError(
+            "support: expected None with several targets per token; got a support, of which "
+            "entries=True scores every id"
+        )
+    flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
+    if call.execution.capturable and call.mask is not None:
+        flat = selected(call.mask, flat, 0)
+    return replace(call, targets=flat)
+
+
+def passes_of(
+    call: HeadCall,
+    support: object,
+    gradient: Gradient,
+    *,
+    entropy: bool,
+    logsumexp: bool = False,
+    entries: bool = False,
+    tokens_with_grad: Callable[[], Tensor | None] | None = None,
+    of_loss: Mapping[str, float] | None = None,
+) -> Passes:
+    """Plans the passes of a call; reads its checks and row counts, in one transfer.
+
+    Args:
+        call: checked.
+        support: the kept sets, or None.
+        gradient: when that of the logits is made.
+        entropy: whether it is a result.
+        logsumexp: likewise.
+        entries: whether every id of a set is a target.
+        tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
+        of_loss: what else all ranks have to have alike.
+    """
+    weight, tokens, sets = call.terms[0].y, call.mask, None
+    ranks = OneRank(len(weight))
+    if call.head.ranks is not None:
+        from .ranks import ranks_of
+
+        several = 1 if call.targets.ndim == 1 else call.targets.shape[1]
+        asked = {"entropy": entropy, "entries": entries, "targets per token": several}
+        ranks = ranks_of(call, {**(of_loss or {}), **asked, "gradient made at once": gradient})
+    check_target_ids(call.targets, call.mask, ranks.columns, call.checks)
+    if support is not None:
+        from .support import KeptSets
+
+        sets = KeptSets(call, support, ranks, every=entries, logsumexp=logsumexp)
+        others = ~sets.tokens
+        call = replace(call, mask=others if call.mask is None else call.mask & others)
+    with_grad = None
+    if tokens_with_grad is not None and not call.execution.capturable:
+        with_grad = tokens_with_grad()
+    plan = ranks.plan(call, weight, call.mask, with_grad, _buffers(call, weight, gradient))
+    wanted = call.wants_grad()
+    return Passes(call.without_tensors(), plan, ranks, tokens, sets, wanted, entropy, gradient)
+
+
+def _buffers(call: HeadCall, weight: Tensor, gradient: Gradient) -> Buffers:
+    if gradient == Gradient.LATER or call.dtype == torch.float32:
+        return Buffers(len(weight))
+    return Buffers(len(weight), call.dtype.itemsize, strips=gradient == Gradient.ONE_SWEEP)
