@@ -12,8 +12,8 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, Support
-from grpo_kernels.compiled import calls as compiled
-from grpo_kernels.compiled import losses as compiled_loss
+from grpo_kernels.compiled.leaves import leaves_of
+from grpo_kernels.head.linear_logprobs import second_pass
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.training.policy import Batch, Policy
 from tests.helpers.batches import OBJECTIVES, config, make_batch, packed, relative_error
@@ -139,8 +139,8 @@ def test_a_frozen_head_keeps_the_gradient(monkeypatch):
     """The backward then has no product."""
     batch, leaves = tensors(frozen=True)
     loss, _ = whole(partial(logprobs_loss, batch, entropy=False))(leaves)
-    monkeypatch.setattr(compiled.second_pass.__globals__["torch"], "mm", None)
-    monkeypatch.setattr(compiled.second_pass.__globals__["torch"], "addmm", None)
+    monkeypatch.setattr(second_pass.__globals__["torch"], "mm", None)
+    monkeypatch.setattr(second_pass.__globals__["torch"], "addmm", None)
     assert gradients(loss, leaves)["hidden"].norm() > 0
 
 
@@ -180,6 +180,35 @@ def test_other_sizes(dynamic, call):
         ):
             assert relative_error(mine, theirs) < 1e-6
     assert len(graphs) == (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("backend", cases(("eager", "inductor"), fast="eager".__eq__))
+@pytest.mark.parametrize("name", ("temperature", "logit_scale", "softcap", "num_items"))
+def test_other_numbers_are_no_other_graphs(name, backend):
+    """The second number makes it a variable of the graph."""
+    batch, leaves = tensors()
+    hidden, weight = leaves["hidden"], leaves["weight"]
+    compiler, graphs = torch._dynamo.lookup_backend(backend), []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return compiler(graph, inputs)
+
+    def step(number):
+        head = LMHead(weight, **({} if name == "num_items" else {name: number}))
+        of_loss = {"num_items": number} if name == "num_items" else {}
+        targets, advantages = batch.targets.clamp(0), batch.advantages
+        out = grpo_kernels.fused_grpo_loss(hidden, head, targets, advantages, **of_loss)
+        return out.loss, out.logps
+
+    run, seen = whole(step, counting), []
+    for number in (0.5, 0.7, 0.9, 1.3):
+        expected, found = step(number), run(number)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        gradient, wanted = (torch.autograd.grad(x[0], hidden)[0] for x in (found, expected))
+        assert relative_error(gradient, wanted) < 1e-6
+        seen.append(float(found[0]) if name == "num_items" else float(found[1].sum()))
+    assert len(set(seen)) == 4 and len(graphs) == 2
 
 
 # Steps of a model, whole
@@ -403,38 +432,37 @@ for package in (grpo_kernels, copy_of_grpo, grpo_kernels):
 @pytest.mark.parametrize("frozen", (False, True))
 def test_opcheck(frozen):
     batch, leaves = tensors(frozen=frozen)
-    targets = batch.targets.clamp(0)
-    given = [leaves[name] for name in ("hidden", "weight", "bias", "a_out", "lora_b")]
-    head = LMHead(given[1], given[2], (given[3], given[4]))
-    flat = compiled._flat(given[0], head, targets, batch.mask, Execution())
-    ops = torch.ops.grpo_kernels
-    torch.library.opcheck(ops.linear_logprobs.default, (*flat, True, frozen))
-    found = ops.linear_logprobs.default(*flat, True, frozen)
-    constant = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
-    detached = [x.detach() for x in found]
-    torch.library.opcheck(
-        ops.linear_logprobs_backward.default,
-        (*constant, True, detached, torch.randn(B * T), None, None),
-    )
-    constants = dict.fromkeys(compiled_loss.CONSTANTS)
-    of_loss, _ = compiled_loss.flat_loss_arguments(
-        GRPOLossConfig(), 2, True, True, batch.advantages, 7.0, constants
-    )
-    torch.library.opcheck(ops.fused_grpo_loss.default, (*flat, *of_loss))
-    logps = torch.randn(B, T, requires_grad=True)
-    of_loss, _ = compiled_loss.flat_loss_arguments(
-        GRPOLossConfig(), 2, True, False, batch.advantages, 7.0, constants
-    )
-    torch.library.opcheck(
-        ops.grpo_loss.default, (logps, None, batch.mask, "auto", [True, False], *of_loss)
-    )
+    targets, ops = batch.targets.clamp(0), torch.ops.grpo_kernels
+    low_rank = leaves["a_out"], leaves["lora_b"]
+    given = {
+        "hidden": leaves["hidden"], "head": LMHead(leaves["weight"], leaves["bias"], low_rank),
+        "targets": targets, "mask": batch.mask, "execution": Execution(),
+    }  # fmt: skip
+    flat = leaves_of({**given, "entropy": True}, targets)
+    torch.library.opcheck(ops.linear_logprobs.default, flat)
+    found = [x.detach() for x in ops.linear_logprobs.default(*flat)]
+    constant = flat._replace(tensors=[x.detach() for x in flat.tensors])
+    d_results = torch.randn(B * T), None, None
+    torch.library.opcheck(ops.linear_logprobs_backward.default, (*constant, found, *d_results))
+    of_loss = {
+        "advantages": batch.advantages, "old_logps": None, "ref_logps": None,
+        "sampling_logps": None, "ce_weights": None, "num_items": 7.0, "cu_seqlens": None,
+        "config": GRPOLossConfig(),
+    }  # fmt: skip
+    count = len(grpo_kernels.fused_grpo_loss(**given, **of_loss).metrics)
+    flat = leaves_of({**given, **of_loss}, targets)
+    torch.library.opcheck(ops.fused_grpo_loss.default, (*flat, count))
+    given = {"logps": torch.randn(B, T, requires_grad=True), "mask": batch.mask, **of_loss}
+    count = len(grpo_kernels.grpo_loss(**given).metrics)
+    torch.library.opcheck(ops.grpo_loss.default, (*leaves_of(given, targets), count))
     logits = torch.randn(B, T, 50, requires_grad=True)
-    of_logits = (logits, targets % 50, None, 0.7, "auto")
-    torch.library.opcheck(ops.selective_log_softmax.default, of_logits)
-    stats = [x.detach() for x in ops.selective_log_softmax.default(*of_logits)]
+    given = {"logits": logits, "targets": targets % 50, "temperature": 0.7, "backend": "auto"}
+    flat = leaves_of(given, logits)
+    torch.library.opcheck(ops.selective_log_softmax.default, flat)
+    found = [x.detach() for x in ops.selective_log_softmax.default(*flat)]
+    constant = flat._replace(tensors=[x.detach() for x in flat.tensors])
     torch.library.opcheck(
-        ops.selective_log_softmax_backward.default,
-        (logits.detach(), *of_logits[1:], stats, torch.randn(B, T)),
+        ops.selective_log_softmax_backward.default, (*constant, found, *d_results)
     )
 
 

@@ -90,6 +90,10 @@ PAIRS = [
 ]
 
 
+# What a graph does not hold, so that the call is eager.
+EAGER = {"support", "ranks", "matmul"}
+
+
 def refused(pair, call):
     with_many = "support" if call == "targets" and "support" in pair else None
     return REFUSED.get(pair) or REFUSED.get(pair[::-1]) or with_many
@@ -115,8 +119,8 @@ def batch_of(pair):
     return packed(batch) if "packed" in pair or "per_sequence" in pair else batch
 
 
-def run(batch, pair, *, truth, call):
-    """Value and gradients of a call with the two options."""
+def run(batch, pair, *, truth, call, rows=None):
+    """Value and gradients of a call with the two options; one of ranks has `rows` of the head."""
     leaves = {name: getattr(batch, name).detach() for name in ("hidden", "weight")}
     given = {"head": {}, "execution": {}, "call": {}}
     for name in pair:
@@ -127,6 +131,9 @@ def run(batch, pair, *, truth, call):
     leaves |= {"bias": head["bias"]} if "bias" in head else {}
     if low_rank is not None:
         leaves |= {"a_out": low_rank[0].detach(), "lora_b": low_rank[1].detach()}
+    if rows is not None:
+        head["ranks"] = VocabRanks(dist.group.WORLD)
+        leaves |= {name: x[rows] for name, x in leaves.items() if name in OF_VOCABULARY}
     trained = ("hidden", "a_out") if call == "frozen" else tuple(leaves)
     leaves = {
         name: (x.double() if truth else x.clone()).requires_grad_(name in trained)
@@ -152,20 +159,22 @@ def run(batch, pair, *, truth, call):
         options["execution"] = Execution(**given["execution"])
     head = LMHead(leaves["weight"], **head) if head else leaves["weight"]
     package = exact if truth else grpo_kernels
-    if call != "loss":
+    of_call = package.fused_grpo_loss if "loss" in call else package.linear_logprobs
+    if "compiled" in call and not truth:
+        torch._dynamo.reset()
+        of_call = torch.compile(of_call, backend="eager", fullgraph=not EAGER & set(pair))
+    if "loss" not in call:
         names = ("support", "execution", "rounded_to")
         options = {name: x for name, x in options.items() if name in names}
         if not truth:
             options["entropy"] = call != "frozen"
         targets = several(batch) if call == "targets" else batch.targets
-        out = package.linear_logprobs(
-            leaves["hidden"], head, targets, scored(batch).mask, **options
-        )
+        out = of_call(leaves["hidden"], head, targets, scored(batch).mask, **options)
         value = (out.logps * torch.arange(1, out.logps.shape[-1] + 1)).sum() / 8
         if call != "frozen":
             value = value + 0.1 * out.entropy.sum() + 0.2 * out.logsumexp.sum()
     else:
-        out = package.fused_grpo_loss(
+        out = of_call(
             leaves["hidden"], head, batch.targets, batch.advantages, batch.mask, **options
         )
         value = out.loss
@@ -184,6 +193,7 @@ def several(batch):
     return torch.stack([batch.targets, drawn, 0 * drawn, batch.targets], -1)
 
 
+OF_VOCABULARY = ("weight", "bias", "lora_b")
 OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
 PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
 # All in the slow tier; in the fast one every third of the forms that share most of their code.
@@ -194,6 +204,11 @@ CASES = [
         pytest.param(pair, call, marks=() if place % 3 == turn else pytest.mark.slow)
         for turn, call in enumerate(("targets", "frozen"))
         for place, pair in enumerate(PAIRS_OF_HEAD)
+    ),
+    *(
+        pytest.param(pair, call, marks=() if place % 9 == 0 else pytest.mark.slow)
+        for pairs, call in ((PAIRS, "compiled loss"), (PAIRS_OF_HEAD, "compiled logps"))
+        for place, pair in enumerate(pairs)
     ),
 ]
 
@@ -208,11 +223,16 @@ def test_pair(pair, call):
             run(batch, pair, truth=False, call=call)
         return
     expected = run(batch, pair, truth=True, call=call)
-    actual = run(batch, pair, truth=False, call=call)
-    half = batch.hidden.dtype != torch.float32
+    check(run(batch, pair, truth=False, call=call), expected, batch.hidden.dtype)
+
+
+def check(actual, expected, dtype, rows=slice(None)):
+    """Compares value, log-probs and gradients; of the head those of these `rows`."""
+    half = dtype != torch.float32
     tolerance = 3e-3 if half else 3e-5
     assert (actual[1].double() - expected[1]).abs().max() <= (5e-4 if half else 1e-4)
     assert abs(actual[0].item() - expected[0].item()) <= 1e-4 * max(1, abs(expected[0].item()))
     for name, gradient in expected[2].items():
+        gradient = gradient[rows] if name in OF_VOCABULARY else gradient
         assert gradient.norm() > 0, name
         assert relative_error(actual[2][name], gradient) <= tolerance, name

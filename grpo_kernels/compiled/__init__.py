@@ -1,6 +1,10 @@
-"""The public calls as operators, one each (`calls.py`, `losses.py`); loaded where one is traced."""
+"""The public calls as operators of `torch.library`, loaded where `torch.compile` traces one.
 
-from .calls import fused_grpo_loss, linear_logprobs
-from .losses import grpo_loss, selective_log_softmax
+A call is a loop of kernels and GEMMs whose lengths follow from the data, which a compiler has
+nothing to add to; the sizes of its results do not. So each is one operator with a fake kernel.
+"""
+
+from .logprobs import linear_logprobs, selective_log_softmax
+from .losses import fused_grpo_loss, grpo_loss
 
 __all__ = ["fused_grpo_loss", "grpo_loss", "linear_logprobs", "selective_log_softmax"]

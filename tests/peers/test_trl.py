@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOTrainer
 
-from grpo_kernels.compiled import calls as compiled
+from grpo_kernels.compiled import losses as compiled
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.patching import is_ours
@@ -97,8 +97,8 @@ def test_a_compiled_model_is_one_graph(tmp_path, monkeypatch):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    operator = MagicMock(wraps=compiled.eager_loss)
-    monkeypatch.setattr(compiled, "eager_loss", operator)
+    operator = MagicMock(wraps=compiled._gradients)  # once per call of it
+    monkeypatch.setattr(compiled, "_gradients", operator)
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
     assert operator.call_count == len(mine[0])

@@ -92,6 +92,11 @@ def test_every_objective(ranks):
     check(ranks, [(UNEVEN, objective_options(name)) for name in OBJECTIVES])
 
 
+@pytest.mark.parametrize("call", ("loss", "logps", "targets", "frozen"))
+def test_every_pair_of_options(ranks, call):
+    assert ranks("tests.ranks.pair_jobs:every_pair", call) == [[], []]
+
+
 HEADS = [{"config": config(**of_config), **options} for of_config, options in OPTIONS.values()]
 INVARIANT = {"old_logps": True, "bias": True, "batch_invariant": True}
 

@@ -1,0 +1,23 @@
+"""Every pair of options where the ranks of a group share the vocabulary."""
+
+import torch.distributed as dist
+
+from tests import test_pairs as pairs
+
+
+def every_pair(call: str) -> list[str]:
+    """Checks all, with other rows of the head on each rank; says what differs."""
+    begin = 100 * dist.get_rank()
+    rows = slice(begin, 100 if begin == 0 else 211)
+    wrong = []
+    for pair in pairs.PAIRS if call == "loss" else pairs.PAIRS_OF_HEAD:
+        if {"ranks", "capturable"} & set(pair) or pairs.refused(pair, call):
+            continue
+        batch = pairs.batch_of(pair)
+        expected = pairs.run(batch, pair, truth=True, call=call)
+        actual = pairs.run(batch, pair, truth=False, call=call, rows=rows)
+        try:
+            pairs.check(actual, expected, batch.hidden.dtype, rows)
+        except AssertionError as error:
+            wrong.append(f"{pair}: {error}")
+    return wrong
