@@ -8,11 +8,11 @@ from .base.sequences import gather_tokens
 from .calls import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
 from .head.execution import Execution
 from .head.lm_head import LMHead, Support, VocabRanks
-from .loss.advantages import group_advantages, per_token_kl
 from .loss.config import GRPOLossConfig
 
 if TYPE_CHECKING:
     from .head.support import batch_support
+    from .loss.advantages import group_advantages, per_token_kl
     from .loss.distillation import topk_kl
     from .sampler_check import SamplerCheck, check_sampler
 
@@ -41,6 +41,8 @@ __all__ = [
 
 # What an exact call does not load, and where it is.
 _NOT_OF_A_CALL = {
+    "group_advantages": "loss.advantages",
+    "per_token_kl": "loss.advantages",
     "batch_support": "head.support",
     "SamplerCheck": "sampler_check",
     "check_sampler": "sampler_check",

@@ -7,6 +7,7 @@ The one file that knows all capabilities: several targets per token are a readou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,13 +21,15 @@ from ..base.layout import check_target_ids, selected
 from .call import HeadCall
 from .dense import Dense, OneRank, OneTarget
 from .lm_head import LMHead
-from .plan import Buffers, RowPlan, with_fewer_rows
+from .plan import Buffers, RowPlan, ran_out_of_memory
 from .products import INVARIANT_ROWS
 
 if TYPE_CHECKING:
     from .support import KeptSets
 
 _T = TypeVar("_T")
+# Fewer rows than these at a time are not tried.
+_LEAST_ROWS = 16
 
 
 class Gradient(IntEnum):
@@ -111,15 +114,33 @@ class Passes:
         return self.ranks.plan(call, weight, needed, None, buffers)
 
     def run(self, run: Callable[[RowPlan], _T], plan: RowPlan | None = None) -> _T:
-        """Runs a pass, again with fewer rows at a time where memory runs out."""
+        """Runs a pass of `plan`; where memory runs out again, with half as many rows at a time.
+
+        Not so with a budget of the caller's own, where other ranks wait, or in a graph's capture.
+        """
         execution = self.call.execution
-        fixed = execution.chunk_bytes is not None or execution.capturable
-        return with_fewer_rows(
-            run,
-            self.plan if plan is None else plan,
-            fixed=fixed or not self.ranks.alone,
-            multiple=INVARIANT_ROWS if execution.batch_invariant else 1,
-        )
+        fixed = execution.chunk_bytes is not None or execution.capturable or not self.ranks.alone
+        least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
+        first = plan = self.plan if plan is None else plan
+        while True:
+            try:
+                found = run(plan)
+                break
+            except Exception as error:
+                if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):
+                    raise
+            # When the error no longer holds what it had. Not all that asks is torch's allocator.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            plan = plan.halved(least)
+        if plan is not first:
+            warnings.warn(
+                f"memory ran out over the head, which took {plan.logit_rows} rows of logits at a "
+                f"time instead; the result is the same. With chunk_bytes={plan.bytes_taken} it "
+                "begins so, and keeps to that",
+                stacklevel=2,
+            )
+        return found
 
     def metrics(self) -> dict[str, Tensor]:
         """Metrics of the kept sets."""

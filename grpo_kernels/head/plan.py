@@ -11,10 +11,9 @@ multiplied at a time, the less often the weight's gradient is read and written.
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +97,13 @@ class RowPlan:
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
         return min(self.max_logit_rows, self.largest_chunk)
+
+    @property
+    def bytes_taken(self) -> int:
+        """Of logits, and of their gradients."""
+        of_logits, of_gradients = self.row_bytes
+        rows = min(self.max_chunk_rows, self.largest_chunk)
+        return self.logit_rows * of_logits + rows * of_gradients
 
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
@@ -233,9 +239,6 @@ def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tu
     return rows, rows
 
 
-_T = TypeVar("_T")
-# Fewer rows than these at a time are not tried.
-_LEAST_ROWS = 16
 # What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
 # own calls (Triton's as well), cuBLAS, and Metal.
 _NO_MEMORY = re.compile(
@@ -243,41 +246,6 @@ _NO_MEMORY = re.compile(
     "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
     "|MPS backend out of memory"
 )
-
-
-def with_fewer_rows(
-    run: Callable[[RowPlan], _T],
-    plan: RowPlan,
-    *,
-    fixed: bool,
-    multiple: int,
-) -> _T:
-    """Runs `run(plan)`; on out-of-memory halves the rows per chunk and tries again.
-
-    `fixed`: not so, with a budget of the caller's own, where other ranks wait, or in the capture of
-    a graph. `multiple`: of rows, of which no fewer are tried.
-    """
-    first, least = plan, max(multiple, _LEAST_ROWS)
-    while True:
-        try:
-            found = run(plan)
-            break
-        except Exception as error:
-            if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):
-                raise
-        # When the error no longer holds what the run had. Not all that asks is torch's allocator.
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        plan = plan.halved(least)
-    if plan is not first:
-        rows, of_logits, of_gradients = plan.logit_rows, *plan.row_bytes
-        taken = rows * of_logits + min(plan.max_chunk_rows, plan.largest_chunk) * of_gradients
-        warnings.warn(
-            f"memory ran out over the head, which took {rows} rows of logits at a time instead; "
-            f"the result is the same. With chunk_bytes={taken} it begins so, and keeps to that",
-            stacklevel=2,
-        )
-    return found
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

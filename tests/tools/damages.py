@@ -70,7 +70,7 @@ DAMAGES = [
         ("rows without a gradient come first", "rank += ~group", "rank += group"),
     ),
     *damages_in(
-        "head/plan.py", "test_head_memory",
+        "head/passes.py", "test_head_memory",
         ("memory that runs out over the head ends the call",
          "if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
     ),
