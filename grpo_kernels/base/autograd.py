@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .private import graph_is_kept
+
 _ROWS_AT_A_TIME = 4096
 
 
@@ -37,7 +39,7 @@ def scaled_gradient(
     """
     if stored is None:
         return None
-    kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()
+    kept = not fresh and graph_is_kept()
     if stored.dtype == torch.float32:
         if kept or dtype != torch.float32:
             return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))

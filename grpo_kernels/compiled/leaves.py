@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 
+from ..base.private import autograd_in_operators
 from ..head.execution import Execution
 from ..head.lm_head import LMHead
 from ..loss.config import GRPOLossConfig
@@ -86,21 +86,9 @@ class Leaves(NamedTuple):
             x.detach().requires_grad_() if wanted else x
             for x, wanted in zip(self.tensors, self.wanted, strict=True)
         ]
-        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-        exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-        keys = [x for x in _AUTOGRAD if excluded(x)]
-        for key in keys:
-            exclude(key, False)
         device, dtype = self.tensors[0].device.type, self.autocast
-        try:
-            with torch.autocast(device, dtype, dtype is not None), torch.enable_grad():
-                yield self.chosen(leaves), self.arguments(leaves)
-        finally:
-            for key in keys:
-                exclude(key, True)
-
-
-_AUTOGRAD = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther)
+        with torch.autocast(device, dtype, dtype is not None), autograd_in_operators():
+            yield self.chosen(leaves), self.arguments(leaves)
 
 
 def leaves_of(given: dict[str, Any], like: Tensor) -> Leaves:

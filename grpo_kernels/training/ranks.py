@@ -14,6 +14,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..base.private import forget_backward
 from ..base.sequences import masked_quantile
 from .config import DTYPES, TrainingConfig
 
@@ -78,7 +79,7 @@ def drop_gradients(accelerator: Accelerator, policy: Any, optimizer: Any) -> Non
     accelerator.sync_gradients = True  # without which accelerate keeps them
     optimizer.zero_grad()
     if isinstance(policy, DistributedDataParallel):
-        policy.reducer._reset_state()  # it expects the backward of a forward that ended
+        forget_backward(policy)
 
 
 def configure_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
