@@ -4,22 +4,15 @@
 
 In an environment with vLLM (`make vllm`). The tasks are those of `benchmarks.trainers`, with which
 the samplers share the model, the seeds and what is trained; every round starts each of them in a
-fresh process and leaves out the first step. The server of vLLM is another process on the same
-cores, started once per task. Tokens per second are of sampling alone, without the weights that are
-sent (`sync`); `--trl` adds TRL's trainer with its own sampling.
+fresh process and leaves out the first step. Tokens per second are of sampling alone, without the
+weights that are sent (`sync`); `--trl` adds TRL's trainer with its own sampling.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,29 +32,8 @@ TASKS |= {
 }  # fmt: skip
 SAMPLERS: dict[str, list[str]] = {
     "generate": [],
-    "vllm colocate": ["--rollout", "vllm"],
-    "vllm server": ["--rollout", "vllm", "--vllm_mode", "server"],
+    "vllm": ["--rollout", "vllm"],
 }
-_PORT = ["--vllm_server_base_url", "http://127.0.0.1:8437"]
-
-
-@contextmanager
-def server(task: str, log: Path) -> Iterator[None]:
-    """Keeps a server of vLLM for a task, which the run that uses it waits for."""
-    command = [sys.executable, "-m", "grpo_kernels.training.vllm_server"]
-    flags = ["--model", str(model_path()), *TASKS[task], *_PROMPT, *_PORT]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, *flags], stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        yield
-    except BaseException:
-        print(log.read_text(errors="replace")[-8000:], file=sys.stderr)
-        raise
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def main() -> None:
@@ -88,19 +60,14 @@ def measure(task: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps of each sampler by name, printed as a table."""
     contenders: dict[str, Any] = {}
     for name in args.samplers:
-        options = [*_PROMPT, *SAMPLERS[name], *(_PORT if name == "vllm server" else ())]
-        contenders[name] = partial(ours, options=options)
+        contenders[name] = partial(ours, options=[*_PROMPT, *SAMPLERS[name]])
     contenders |= {"TRL": trl} if args.trl else {}
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(task, args.steps, folder, _PROMPT)
         for _ in range(args.rounds):
             for name, contender in contenders.items():
-                if name == "vllm server":
-                    with server(task, Path(folder) / "log"):
-                        steps[name] += in_a_process(contender, task, args.steps)
-                else:
-                    steps[name] += in_a_process(contender, task, args.steps)
+                steps[name] += in_a_process(contender, task, args.steps)
     rows = config.prompts_per_step * config.num_generations
     print(
         f"{task}: {rows} completions of up to {config.max_completion_length} tokens, "

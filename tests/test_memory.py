@@ -8,7 +8,6 @@ from transformers import AutoConfig
 
 from grpo_kernels.training import TrainingConfig, memory, parse_config
 from grpo_kernels.training.policy import Batch, Policy
-from grpo_kernels.training.vllm_server import engine_options
 from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model
 
@@ -60,45 +59,21 @@ def test_the_prediction_follows_the_options():
     assert base.peak <= base.eager_peak
 
 
-def vllm_prediction(*, gpu=True, **options):
+def vllm_prediction(*, gpu_bytes=2**24, **options):
     config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
-    return memory.predict(config, make_model("llama").config, gpu=gpu, gpu_bytes=2**24)
+    return memory.predict(config, make_model("llama").config, gpu_bytes=gpu_bytes)
 
 
 def test_what_vllm_takes_of_a_gpu():
-    """Its share beside training; that of the larger of both if it sleeps; elsewhere by itself."""
-    weights = sum(p.numel() for p in make_model("llama").parameters())
+    """Its share, beside training too unless it sleeps then."""
+    share = int(0.3 * 2**24)
     awake, asleep = vllm_prediction(), vllm_prediction(vllm_enable_sleep_mode=True)
-    engine = awake.engine
-    assert awake.cache == awake.sampling == 0
-    assert engine.weights == 2 * weights  # as the GEMMs of the policy, bf16 by autocast
-    assert engine.sampling == engine.training == int(0.3 * 2**24)
-    # 2 layers of one head of 16 numbers, keys and values, 40 tokens.
-    assert engine.sequence == 2 * 2 * 16 * 40 * 2
-    assert engine.sequences == (engine.share - engine.weights) // engine.sequence
-    assert vllm_prediction(vllm_dtype="fp32").engine.weights == 4 * weights
-    assert asleep.training_peak == awake.training_peak - engine.share
-    there = (asleep.training_peak, asleep.state + asleep.engine.share + asleep.engine.sync)
-    assert asleep.peak == max(there)
-    # Adapters are merged into what is sent.
-    server = vllm_prediction(vllm_mode="server", lora_rank=4)
-    assert server.peak == server.training_peak and server.engine.training == 0
-    assert server.engine.sync_files == server.engine.weights == 2 * weights
-
-
-def test_a_vllm_on_a_cpu_holds_the_cache_that_it_is_given(tmp_path):
-    """And packed copies of the head and of the embedding."""
-    make_model("llama").config.save_pretrained(tmp_path)
-    options = {"model": str(tmp_path), "precision": "no"}
-    engine = vllm_prediction(gpu=False, **options).engine
-    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
-    rows = config.prompts_per_step * config.num_generations
-    assert engine.cache == engine_options(config, rows, False)["kv_cache_memory_bytes"]
-    # Two blocks of 32 for 40 tokens, one more, and a sequence more than there are; bytes per token.
-    assert engine.cache == (rows + 1) * 3 * 32 * (2 * 2 * 16 * 4)
-    parameters = [p.numel() for p in make_model("llama").parameters()]
-    assert engine.weights == 4 * (sum(parameters) + 2 * max(parameters))
-    assert engine.sampling == engine.weights + engine.cache
+    largest = max(p.nbytes for p in make_model("llama").parameters())
+    assert awake.cache == 0 and awake.sampling == largest and awake.vllm == asleep.vllm == share
+    assert asleep.training_peak == awake.training_peak - share
+    assert awake.peak == awake.training_peak
+    assert asleep.peak == max(asleep.training_peak, asleep.state + share + largest)
+    assert vllm_prediction(gpu_bytes=None).vllm == 0
 
 
 VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
@@ -109,12 +84,10 @@ VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
     (
         (("--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"), 0, ["fits into 24 GiB"]),
         (("--gpu-gib", "0.001"), 1, ["does not fit"]),
-        (VLLM, 0, ["vLLM fills 0.30 GiB", "0.62 GiB are left to training"]),
-        ((*VLLM, "--vllm_gpu_memory_utilization", "0.0001"), 1,
-         ["Larger: vllm_gpu_memory_utilization"]),
-        ((*VLLM, "--vllm_mode", "server"), 0, ["\nserver"]),
+        (VLLM, 0, ["vLLM (vllm_gpu_memory_utilization)       0.30 GiB", "fits into 1 GiB"]),
+        ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1,
+         ["Smaller: ", "vllm_gpu_memory_utilization; vllm_enable_sleep_mode"]),
         ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
-        ((*VLLM[:2], "--cpu"), None, ["vLLM while training"]),
         (("--processes", "2.5"), 2, ["processes"]),
         (("--processes", "0"), 2, ["processes"]),
     ),

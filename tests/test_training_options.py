@@ -17,13 +17,12 @@ from grpo_kernels.training.config import DEFAULTS
 from grpo_kernels.training.loading import check_rollout
 from grpo_kernels.training.ranks import make_accelerator
 from grpo_kernels.training.requirements import NEEDED
-from grpo_kernels.training.vllm_server import engine_options
+from grpo_kernels.training.vllm_rollout import engine_options
 from tests.helpers import trainer_runs
 from tests.helpers.trainer_runs import trainer_of
 
 ROOT = Path(__file__).parents[1]
-SERVER = {"rollout": "vllm", "vllm_mode": "server"}
-COLOCATE = {"rollout": "vllm", "vllm_mode": "colocate"}
+VLLM = {"rollout": "vllm"}
 
 
 def config_of(**options):
@@ -52,21 +51,12 @@ def config_of(**options):
         ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
         ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
-        ({**COLOCATE, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
-        *(
-            ({**SERVER, "vllm_server_base_url": url}, "vllm_server_base_url: expected one like")
-            for url in ("127.0.0.1:8000", "http://", "http://a:80/v1", "ftp://a:1", "http://a/", "")
-        ),
+        ({**VLLM, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
     ),
 )
 def test_values_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         config_of(**options)
-
-
-@pytest.mark.parametrize("url", ("http://here:8001", "http://here:8001/", "https://here:1"))
-def test_the_url_is_one_of_a_server(url):
-    config_of(**SERVER, vllm_server_base_url=url)
 
 
 # But `seed`, which may be any number.
@@ -78,9 +68,8 @@ NUMBERS = [
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_have_bounds(name):
-    kind = SERVER if name.endswith("timeout") else COLOCATE
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        config_of(**kind, **{name: -2})
+        config_of(**VLLM, **{name: -2})
 
 
 @pytest.mark.parametrize(
@@ -233,30 +222,17 @@ def test_every_option_is_explained(capsys):
         assert told and len(told[2].split()) >= 2, name
 
 
-# Options of vLLM: a value other than the default of each, and what it acts with.
+# Options of vLLM: a value other than the default of each.
 OF_VLLM = {
-    "vllm_mode": ("server", [COLOCATE]),
-    "vllm_dtype": ("bf16", [COLOCATE, SERVER]),
-    "vllm_gpu_memory_utilization": (0.5, [COLOCATE]),
-    "vllm_enable_sleep_mode": (True, [COLOCATE]),
-    "vllm_server_base_url": ("http://127.0.0.1:9000", [SERVER]),
-    "vllm_server_timeout": (1.0, [SERVER]),
-    "vllm_request_timeout": (1.0, [SERVER]),
-    "vllm_sync_dir": ("/somewhere", [SERVER]),
-}
+    "vllm_dtype": "bf16", "vllm_gpu_memory_utilization": 0.5, "vllm_enable_sleep_mode": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in DEFAULTS if name.startswith("vllm_")])
-def test_an_option_of_vllm_acts_in_its_mode_alone(name):
-    value, modes = OF_VLLM[name]
-    for mode in modes:
-        config_of(**{**mode, name: value})
+def test_an_option_of_vllm_acts_with_it_alone(name):
+    config_of(**VLLM, **{name: OF_VLLM[name]})
     with pytest.raises(ValueError, match=f"{name}: expected .* with rollout generate; got"):
-        config_of(rollout="generate", **{name: value})
-    for mode in (COLOCATE, SERVER):
-        if mode not in modes and name != "vllm_mode":
-            with pytest.raises(ValueError, match=f"{name}: .* vllm_mode {mode['vllm_mode']}"):
-                config_of(**{**mode, name: value})
+        config_of(rollout="generate", **{name: OF_VLLM[name]})
 
 
 @pytest.mark.parametrize("name", ("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"))
@@ -264,7 +240,7 @@ def test_a_cpu_has_no_memory_to_share(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"{name}: expected .* on a CPU, .*; got"):
-        load_model(config_of(**COLOCATE, **{name: OF_VLLM[name][0]}))  # there is no such model
+        load_model(config_of(**VLLM, **{name: OF_VLLM[name]}))  # there is no such model
 
 
 def test_a_vllm_that_is_not_installed_is_said_first(monkeypatch):

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from grpo_kernels.integrations import vllm as extension
-from grpo_kernels.integrations.vllm import names_and_weights, names_of, read, write
+from grpo_kernels.integrations.vllm import names_and_weights, names_of
 from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -195,30 +195,6 @@ def test_adalora_is_merged_and_its_ranks_stay_here():
         torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_files_are_small_and_hold_everything_once(dtype, tmp_path, monkeypatch):
-    """And a sender holds one weight at a time: it needs no room for a second model."""
-    weights, most = sent(make_model("llama")), 10_000
-    monkeypatch.setattr(extension, "FILE_BYTES", most)
-    waiting = []
-
-    def rows():
-        for name, weight in weights.items():
-            waiting.append(weight.nbytes * dtype.itemsize // 4)
-            yield name, weight
-            written = sum(file.stat().st_size for file in tmp_path.iterdir())
-            assert sum(waiting) - written < most + waiting[-1]
-
-    write(rows(), tmp_path, dtype)
-    files = sorted(tmp_path.iterdir())
-    assert len(files) > 2
-    assert all(f.stat().st_size < most + max(waiting) + 4_000 for f in files)
-    back = list(read(str(tmp_path)))
-    assert sorted(name for name, _ in back) == sorted(weights)
-    for name, weight in back:
-        assert weight.dtype == dtype and torch.equal(weight, weights[name].to(dtype))
-
-
 class Packed(torch.nn.Linear):
     """A layer that multiplies by a copy of its weight, as vLLM's do on a CPU."""
 
@@ -230,7 +206,7 @@ class Packed(torch.nn.Linear):
         layer.packed += 1
 
 
-def test_the_extension_counts_and_packs_again(tmp_path):
+def test_the_extension_counts_and_packs_again():
     plain, packed, empty = torch.nn.Linear(2, 2), Packed(), Packed()
     empty.weight = torch.nn.Parameter(torch.empty(0))
     model, got = torch.nn.ModuleList([plain, packed, empty]), {}
@@ -238,13 +214,8 @@ def test_the_extension_counts_and_packs_again(tmp_path):
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.reload_weights = lambda weights_iterator: got.update(weights_iterator)
     weights = sent(make_model("llama"))
-    write(iter(weights.items()), tmp_path, torch.float32)
-    count = str(len(weights))
-    assert worker.grpo_kernels_load(str(tmp_path), count, "tag") == {
-        "loaded": len(weights), "repacked": 1,
-    }  # fmt: skip
-    assert packed.packed == 1 and empty.packed == 0 and worker.grpo_kernels_sent == "tag"
+    worker.grpo_kernels_load(iter(weights.items()), len(weights))
+    assert packed.packed == 1 and empty.packed == 0
     assert all(torch.equal(got[name], weight) for name, weight in weights.items())
-    with pytest.raises(RuntimeError, match=rf"weights: expected 99 tensors; got {count}"):
-        worker.grpo_kernels_load(iter(weights.items()), "99", "other")
-    assert worker.grpo_kernels_sent == ""
+    with pytest.raises(RuntimeError, match=rf"weights: expected 99 tensors; got {len(weights)}"):
+        worker.grpo_kernels_load(iter(weights.items()), 99)

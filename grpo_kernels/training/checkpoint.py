@@ -28,8 +28,7 @@ from .data import Problem, PromptEncoder
 MAY_CHANGE = {
     "steps", "output", "name", "resume", "eval_every", "save_every", "show_every", "save_model",
     "trackers", "micro_batch_size", "reward_timeout", "vllm_gpu_memory_utilization",
-    "vllm_server_base_url", "vllm_enable_sleep_mode", "vllm_server_timeout",
-    "vllm_request_timeout", "vllm_sync_dir",
+    "vllm_enable_sleep_mode",
 }  # fmt: skip
 _STATE, _WEIGHTS = "state.json", "trained.pt"
 _HASHES = "sha256.json"

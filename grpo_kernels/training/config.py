@@ -109,22 +109,12 @@ class TrainingConfig(GRPOLossConfig):
     """Leave completions that were cut at max_completion_length out of the loss."""
     rollout: Literal["generate", "vllm"] = "generate"
     """Sampler: generate, or vllm."""
-    vllm_mode: Literal["colocate", "server"] = "colocate"
-    """Where vLLM is: in this process (in each, of several), or a server of its own."""
     vllm_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype that vLLM computes in: fp32, bf16, or auto: that of the policy's GEMMs."""
     vllm_gpu_memory_utilization: float = 0.3
-    """Share of each GPU's memory that a colocated vLLM fills, weights included."""
+    """Share of each GPU's memory that vLLM fills, weights included."""
     vllm_enable_sleep_mode: bool = False
-    """A colocated vLLM gives the GPU's memory back while weights are trained."""
-    vllm_server_base_url: str = "http://127.0.0.1:8000"
-    """Where the server listens."""
-    vllm_server_timeout: float = 240.0
-    """Seconds to wait for a server that does not answer, at the start or later."""
-    vllm_request_timeout: float = 1800.0
-    """Seconds that a server may take for one prompt's completions, or for weights."""
-    vllm_sync_dir: str = "/dev/shm"
-    """Folder in which weights are handed to a server."""
+    """vLLM gives the GPU's memory back while weights are trained."""
 
     # The loss
     temperature: float = 1.0
@@ -193,8 +183,7 @@ class TrainingConfig(GRPOLossConfig):
                      "resample_equal_groups", "reward_timeout", "warmup_steps",
                      "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
-        for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature",
-                     "vllm_server_timeout", "vllm_request_timeout"):  # fmt: skip
+        for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
@@ -322,21 +311,10 @@ class TrainingConfig(GRPOLossConfig):
             if not self.lora_rank and getattr(self, name) != DEFAULTS[name]:
                 refuse(name, f"{DEFAULTS[name]!r} where lora_rank is 0")
         for name in (name for name in DEFAULTS if name.startswith("vllm_")):
-            given = getattr(self, name) != DEFAULTS[name]
-            if given and self.rollout != "vllm":
+            if self.rollout != "vllm" and getattr(self, name) != DEFAULTS[name]:
                 refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
-            if given and self.vllm_mode not in _VLLM_MODES_OF.get(name, (self.vllm_mode,)):
-                refuse(name, f"{DEFAULTS[name]!r} with vllm_mode {self.vllm_mode}")
-        if not re.fullmatch(r"https?://[^/]+:\d+/?", self.vllm_server_base_url):
-            refuse("vllm_server_base_url", "one like http://127.0.0.1:8000")
 
 
-# The modes of vLLM in which an option acts, where it is not all of them.
-_VLLM_MODES_OF = {
-    "vllm_gpu_memory_utilization": ("colocate",), "vllm_enable_sleep_mode": ("colocate",),
-    "vllm_server_base_url": ("server",), "vllm_server_timeout": ("server",),
-    "vllm_request_timeout": ("server",), "vllm_sync_dir": ("server",),
-}  # fmt: skip
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
 _KINDS: dict[Any, tuple[type, ...]] = {

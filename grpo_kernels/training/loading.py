@@ -138,7 +138,7 @@ def check_host(config: TrainingConfig, on_cpu: bool) -> None:
                 f"{name}: expected {getattr(TrainingConfig, name)} on a CPU, where vLLM has no "
                 f"such thing; got {getattr(config, name)}"
             )
-    if (config.rollout, config.vllm_mode) == ("vllm", "colocate") and not find_spec("vllm"):
+    if config.rollout == "vllm" and not find_spec("vllm"):
         raise ImportError(
             "rollout: vllm is not installed: pip install 'grpo_kernels[vllm]' for a GPU; for a "
             "CPU, make vllm in a checkout"

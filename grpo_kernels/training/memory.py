@@ -23,61 +23,13 @@ from torch import nn
 
 from ..head.plan import default_chunk_bytes
 from ..integrations.hf_head import head_of
-from ..integrations.vllm import FILE_BYTES, names_of
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
 from .policy import Batch, Policy
-from .vllm_server import cpu_cache_bytes, kv_cache_bytes, max_model_length
+from .vllm_rollout import kv_cache_bytes
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Bytes of vLLM, in this process or of its own server."""
-
-    colocated: bool
-    weights: int
-    sequence: int  # keys and values of one sequence of full length
-    cache: int  # of all completions of a step at full length
-    share: int | None  # of a GPU, which it fills; None: unknown, or it takes what it needs
-    sleeps: bool  # whether that is given back while weights are trained
-    sync: int  # what a process holds of the weights beside its own while they are sent
-    sync_files: int  # in `vllm_sync_dir`, for a server
-
-    @property
-    def sampling(self) -> int:
-        """Bytes in this process while completions are sampled."""
-        if not self.colocated:
-            return 0
-        return self.weights + self.cache if self.share is None else self.share
-
-    @property
-    def training(self) -> int:
-        """Bytes in this process while weights are trained."""
-        return 0 if self.sleeps else self.sampling
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of full length that the GPU's share has room for."""
-        assert self.share is not None
-        return (self.share - self.weights) // self.sequence
-
-    def lines(self) -> dict[str, int]:
-        """The figures by name."""
-        where = "vLLM" if self.colocated else "server"
-        lines = {
-            f"{where}: weights": self.weights, f"{where}: KV cache, all completions": self.cache
-        }  # fmt: skip
-        if self.colocated:
-            return lines | {
-                "vLLM while sampling": self.sampling, "vLLM while training": self.training,
-                "a weight on the way to vLLM": self.sync,
-            }  # fmt: skip
-        return lines | {
-            "host, while weights are sent": self.sync, "vllm_sync_dir, meanwhile": self.sync_files
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,8 +46,9 @@ class Prediction:
     eager_head: int  # the same with materialized logits
     accumulates: bool  # whether gradients are held during a forward
     cache: int  # keys and values while sampling
-    sampling: int  # logits, and copies that sampling makes of them
-    engine: Engine | None = None  # vLLM, where it samples
+    sampling: int  # logits and copies of them; with vLLM a weight on the way to it
+    vllm: int = 0  # of a GPU, which vLLM fills
+    vllm_sleeps: bool = False  # whether it gives that back while weights are trained
 
     @property
     def state(self) -> int:
@@ -108,7 +61,7 @@ class Prediction:
         return self._training_peak(self.head)
 
     def _training_peak(self, head: int) -> int:
-        held = self.state + (self.engine.training if self.engine else 0)
+        held = self.state + (0 if self.vllm_sleeps else self.vllm)
         working = self.activations + max(head, self.backward)
         if self.accumulates:
             return held + self.gradients + working
@@ -118,10 +71,7 @@ class Prediction:
     @property
     def peak(self) -> int:
         """The larger of training's and sampling's."""
-        sampling = self.cache + self.sampling
-        if self.engine and self.engine.colocated:
-            sampling = self.engine.sampling + self.engine.sync
-        return max(self.state + sampling, self.training_peak)
+        return max(self.state + self.vllm + self.cache + self.sampling, self.training_peak)
 
     @property
     def eager_peak(self) -> int:
@@ -135,14 +85,11 @@ class Prediction:
             "reference": "reference model", "activations": "activations of a micro-batch",
             "backward": "gradients of activations", "head": "head, this library",
             "eager_head": "head, eager", "cache": "KV cache while sampling",
-            "sampling": "logits while sampling",
+            "sampling": "logits, or a weight for vLLM",
+            "vllm": "vLLM (vllm_gpu_memory_utilization)",
+            "peak": "peak", "eager_peak": "peak with an eager head",
         }  # fmt: skip
         figures = {text: getattr(self, name) for name, text in names.items()}
-        own = self.engine is not None and self.engine.colocated
-        figures |= self.engine.lines() if self.engine and own else {}
-        figures |= {"peak": self.peak, "peak with an eager head": self.eager_peak}
-        # A server's memory is no part of this process's.
-        figures |= self.engine.lines() if self.engine and not own else {}
         return "\n".join(f"{text:36}{value / GIB:9.2f} GiB" for text, value in figures.items())
 
 
@@ -189,6 +136,7 @@ def predict(
     shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
     accumulates = sampled // config.minibatches > rows
     vllm = config.rollout == "vllm"
+    copies = 2 if config.lora_rank else 1  # beside a merged weight stands its adapters' product
     return Prediction(
         weights=weights // shards + gathered,
         gradients=gradients // shards,
@@ -201,42 +149,9 @@ def predict(
         eager_head=3 * 4 * N * V + d_weight,
         accumulates=accumulates,
         cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
-        sampling=0 if vllm else 4 * 4 * sampled * V,
-        engine=_engine(config, model, width, gpu, gpu_bytes, processes) if vllm else None,
-    )
-
-
-def _engine(
-    config: TrainingConfig, model: nn.Module, width: int, gpu: bool, gpu_bytes: int | None,
-    processes: int,
-) -> Engine:  # fmt: skip
-    """Predicts vLLM; `width` is that of the policy's GEMMs, in bytes per number."""
-    colocated = config.vllm_mode == "colocate"
-    if config.vllm_dtype != "auto":
-        width = getattr(torch, DTYPES[config.vllm_dtype]).itemsize
-    prompts = -(-config.prompts_per_step // (processes if colocated else 1))
-    parameters = dict(model.named_parameters())
-    merged = [parameters[name] for name in names_of(model)]
-    weights = width * sum(p.numel() for p in merged)
-    # On a CPU it multiplies by packed copies, and keeps the embedding and the head beside theirs.
-    kept = 0 if gpu else 2 * width * head_of(model).weight.numel()
-    rows, length = prompts * config.num_generations, max_model_length(config)
-    text = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    sequence = kv_cache_bytes(text, length, width)
-    # One tensor at a time; beside a merged one stands its adapters' product.
-    copies = 2 if config.lora_rank else 1
-    share = None
-    if colocated and gpu and gpu_bytes is not None:
-        share = int(config.vllm_gpu_memory_utilization * gpu_bytes)
-    return Engine(
-        colocated=colocated,
-        weights=weights + kept,
-        sequence=sequence,
-        cache=rows * sequence if gpu else cpu_cache_bytes(text, rows, length, width),
-        share=share,
-        sleeps=config.vllm_enable_sleep_mode,
-        sync=copies * max(map(_bytes, merged)) if colocated else min(weights, FILE_BYTES),
-        sync_files=0 if colocated else weights,
+        sampling=copies * max(map(_bytes, model.parameters())) if vllm else 4 * 4 * sampled * V,
+        vllm=int(config.vllm_gpu_memory_utilization * (gpu_bytes or 0)) if vllm else 0,
+        vllm_sleeps=config.vllm_enable_sleep_mode,
     )
 
 
@@ -353,25 +268,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> bool:
     """Says whether the run fits into a GPU, and what to make smaller."""
-    usable, engine = int(0.92 * gpu_bytes), prediction.engine
-    # What vLLM fills of the GPU, and the least that it can start with.
-    share = engine.share if engine else None
-    least = engine.weights + engine.sequence if engine else 0
-    starts = True
-    if engine is not None and share is not None:
-        left, starts = usable - engine.training, least <= share
-        print(f"vLLM fills {share / GIB:.2f} GiB (vllm_gpu_memory_utilization), with room for "
-              f"{max(0, engine.sequences):,} sequences of full length; {left / GIB:.2f} GiB are "
-              "left to training")  # fmt: skip
-    fits = starts and prediction.peak <= usable
+    fits = prediction.peak <= int(0.92 * gpu_bytes)
     print(f"{'fits' if fits else 'does not fit'} into {gpu_bytes / GIB:g} GiB, of which 8 % are "
           "left to the driver and to fragmentation")  # fmt: skip
-    if not starts:
-        print(f"Larger: vllm_gpu_memory_utilization, {least / gpu_bytes:.2f} and room to work in: "
-              "vLLM needs its weights and one sequence")  # fmt: skip
-    elif not fits:
+    if not fits:
         smaller = ["micro_batch_size", "gradient_checkpointing", "lora_rank", "dtype bf16"]
-        if share is not None:
+        if prediction.vllm:
             smaller += ["vllm_gpu_memory_utilization"]
             smaller += [] if config.vllm_enable_sleep_mode else ["vllm_enable_sleep_mode"]
         print(f"Smaller: {'; '.join(smaller)}")

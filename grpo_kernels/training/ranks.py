@@ -19,8 +19,8 @@ from ..base.sequences import masked_quantile
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")
-# Seconds after which a collective fails by itself.
-_COLLECTIVE_S = 600.0
+# Seconds after which a collective beside vLLM fails by itself.
+_SAMPLING_S = 2640.0
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -32,9 +32,8 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     """
     handlers = []
     if config.rollout == "vllm":
-        # The others wait for a process whose requests take long.
-        longest = config.vllm_request_timeout + config.vllm_server_timeout
-        handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=longest + _COLLECTIVE_S))]
+        # The others wait for a process whose completions take long.
+        handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=_SAMPLING_S))]
     accelerator = Accelerator(
         mixed_precision=mixed_precision(config), log_with=config.trackers or None,
         project_dir=str(config.folder), kwargs_handlers=handlers,

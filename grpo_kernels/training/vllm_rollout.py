@@ -1,47 +1,50 @@
-"""`VLLMRollout`: completions by vLLM, in this process or by a server, which is sent the weights."""
+"""`VLLMRollout`: completions by vLLM in this process, which is given the weights.
+
+Who wants vLLM as a server has a trainer with one, verl or TRL, whose head this library can be.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import re
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from tqdm import tqdm
 
 from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
-from .config import TrainingConfig
+from .config import DTYPES, TrainingConfig
 from .rollout import Completion, RolloutError, SamplingParams, completion, end_tokens
-from .vllm_server import (
-    ENVIRONMENT,
-    Sampled,
-    Server,
-    ServerLost,
-    engine_dtype,
-    engine_options,
-    how_to_start,
-)
 
 # Versions that the tests have run with.
 TESTED = ((0, 28), (0, 32))
-# Times that weights or prompts are sent to a server that was lost meanwhile.
-_ATTEMPTS = 3
+# Tokens in a block of vLLM's cache on a CPU, the fewest that its kernel takes. Completions share
+# the full blocks of their prompt; of vLLM's own 128 tokens, a short prompt fills one or none.
+_CPU_BLOCK_SIZE = 32
+# Set unless they are set.
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+class Sampled(NamedTuple):
+    """One completion as the engine returns it."""
+
+    token_ids: list[int]
+    logps: list[float] | None
+    kept: list[list[int]] | None  # the set that each token was sampled from
 
 
 class VLLMRollout:
-    """`Rollout` by vLLM, with the log-probs that it sampled with.
+    """`Rollout` by vLLM, with the log-probs that it sampled with; every process has its own.
 
     Args:
-        config: the run's; its `vllm_*` options say which engine, and how.
+        config: the run's; its `vllm_*` options say how.
         model: inside the policy.
         tokenizer: the model's.
         accelerator: of the run; every process samples for its own prompts.
@@ -57,21 +60,31 @@ class VLLMRollout:
         extension.check_can_be_sent(model)
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.accelerator = accelerator
-        self.eos, self.tag = end_tokens(model, tokenizer), ""
-        main, colocated = accelerator.is_main_process, config.vllm_mode == "colocate"
-        self.say: Callable[[str], None] = tqdm.write if main else lambda text: None
-        # Who hands over weights: every process to its own engine, or the first one to the server.
-        self.sends = colocated or main
-
-        def start() -> None:
-            self.engine: Colocated | Server = (
-                Colocated(config, accelerator) if colocated else Server(config)
-            )
+        self.eos = end_tokens(model, tokenizer)
+        on_gpu = accelerator.device.type == "cuda"
+        self.sleeps = on_gpu and config.vllm_enable_sleep_mode
+        with self._in_all_processes():
+            self.llm = self._start(on_gpu)
+            self.about: dict[str, Any] = self.llm.collective_rpc("grpo_kernels_about")[0]
             self._check()
 
-        lost = self._in_all_processes(start)
-        if lost:
-            raise RolloutError(lost)
+    def _start(self, on_gpu: bool) -> Any:
+        config, processes = self.config, self.accelerator.num_processes
+        prompts = -(-config.prompts_per_step // processes)
+        options = engine_options(config, prompts * config.num_generations, on_gpu)
+        if on_gpu:
+            options["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
+            options["enable_sleep_mode"] = config.vllm_enable_sleep_mode
+        if processes > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        os.environ |= {**_ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with _process_as_it_was():
+            from vllm import LLM
+
+            try:
+                return LLM(**options, seed=0)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise RolloutError(_explain(error, config)) from error
 
     @property
     def why_gap(self) -> str | None:
@@ -81,26 +94,30 @@ class VLLMRollout:
         """
         if self.config.truncates and not self.config.replay_support:
             return None
-        low = "bfloat16" in (self.engine.about["dtype"], ranks.gemm_dtype(self.config))
+        low = "bfloat16" in (self.about["dtype"], ranks.gemm_dtype(self.config))
         return "bfloat16" if low else "float32"
 
     @property
     def description(self) -> str:
         """The engine that samples, and its dtype."""
-        about, config = self.engine.about, self.config
-        colocated = config.vllm_mode == "colocate"
-        where = "in this process" if colocated else f"at {config.vllm_server_base_url}"
-        return f"vLLM {about['vllm']} {where}, {about['dtype']}"
+        return f"vLLM {self.about['vllm']} in this process, {self.about['dtype']}"
 
     def update_weights(self) -> None:
-        """Sends the policy's weights; every process calls it."""
-
-        def attempt() -> str:
-            self.tag = ranks.reduce(self.accelerator, uuid.uuid4().hex, lambda tags: tags[0])
-            return self._send_weights()
-
-        with torch.no_grad(), self._own_precision():
-            self._try(attempt)
+        """Gives vLLM the policy's weights; every process calls it."""
+        weights = extension.names_and_weights(self.model)
+        count = len(extension.names_of(self.model))
+        with torch.no_grad(), self._own_precision(), self._in_all_processes():
+            try:
+                if self.sleeps:
+                    self.llm.wake_up(tags=["weights"])
+                self.llm.collective_rpc("grpo_kernels_load", args=(weights, count))
+                # Prompts would go on from states of the weights before.
+                if not self.llm.reset_prefix_cache():
+                    raise RuntimeError("vLLM: expected no request while weights are sent; got some")
+            finally:
+                # Every process takes part in the gathering, to its end.
+                for _ in weights:
+                    pass
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
@@ -108,29 +125,44 @@ class VLLMRollout:
         # Of the step's generator: a run that goes on from a checkpoint draws the same.
         seeds = torch.randint(2**31 - 1, (len(prompts),)).tolist()
         request = self._request(count, sampling)
-        sampled: list[Sampled] = []
-
-        def sample() -> None:
-            sampled[:] = self.engine.generate(prompts, seeds, request, self.tag)
-
-        with self._own_precision():
-            self._try(lambda: self._in_all_processes(sample), before_again=self.update_weights)
+        with self._own_precision(), self._in_all_processes():
+            sampled = self._generate(prompts, seeds, request)
         # The likeliest completion is asked for once, and repeated.
         repeats = count // request["n"]
         return [c for one in sampled for c in [self._completion(one, sampling)] * repeats]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any]
+    ) -> list[Sampled]:
+        """Samples `request["n"]` completions per prompt."""
+        from vllm import SamplingParams as Params
+
+        if self.sleeps:
+            self.llm.wake_up()
+        text = bool(request["stop"])
+        params = [Params(seed=seed, detokenize=text, **request) for seed in seeds]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        done = self.llm.generate(inputs, params, use_tqdm=False)
+        if self.sleeps:
+            self.llm.sleep(level=1)
+        return [_of_output(output) for answer in done for output in answer.outputs]
 
     def _own_precision(self) -> Any:
         """Outside of the trainer's autocast: neither vLLM's nor a merged adapter's products."""
         return torch.autocast(self.accelerator.device.type, enabled=False)
 
+    def _in_all_processes(self) -> Any:
+        """A block whose error, in one process, is a `RolloutError` in all."""
+        return ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="")
+
     def _request(self, count: int, sampling: SamplingParams) -> dict[str, Any]:
         """Sampling parameters by vLLM's names, all of them: a model's own would be the default."""
         greedy = sampling.temperature == 0
         temperature, top_k = sampling.temperature, sampling.top_k
-        if self.engine.about["sampling_mask"]:
+        if self.about["sampling_mask"]:
             # vLLM returns masks where both are above 0, and refuses the rest.
             temperature = 1.0 if greedy else temperature
-            top_k = 1 if greedy else top_k or self.engine.about["vocab_size"]
+            top_k = 1 if greedy else top_k or self.about["vocab_size"]
         return {
             "n": 1 if greedy else count, "temperature": temperature, "top_k": top_k,
             "top_p": sampling.top_p, "min_p": sampling.min_p, "repetition_penalty": 1.0,
@@ -150,135 +182,24 @@ class VLLMRollout:
             support = support_of(one.kept[:n])
         return Completion(cut.token_ids, cut.ended, one.logps and one.logps[:n], support)
 
-    def _send_weights(self) -> str:
-        weights = extension.names_and_weights(self.model)
-
-        def send() -> None:
-            try:
-                if self.sends:
-                    self.engine.load(weights, len(extension.names_of(self.model)), self.tag)
-            finally:
-                # Every process takes part in the gathering, to its end.
-                for _ in weights:
-                    pass
-
-        return self._in_all_processes(send)
-
-    def _try(
-        self, work: Callable[[], str], before_again: Callable[[], object] = lambda: None
-    ) -> None:
-        """Runs work that returns how the server was lost, or '', until it was not.
-
-        Raises:
-            RolloutError: it is lost every time, or does not come back.
-        """
-        for _ in range(_ATTEMPTS):
-            lost = work()
-            if not lost:
-                return
-            self.say(f"warning: {lost}. Looking for it, to send it the weights again")
-            self._in_all_processes(self.engine.wait)
-            before_again()
-        raise RolloutError(f"{lost} ({_ATTEMPTS} times in a row)")
-
-    def _in_all_processes(self, work: Callable[[], object]) -> str:
-        """Runs `work` on every rank; returns the first rank's `ServerLost` message, or ''.
-
-        Raises:
-            RolloutError: in every process, where another error came in one.
-        """
-        lost = ""
-        with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others=""):
-            try:
-                work()
-            except ServerLost as found:
-                lost = str(found)
-        return ranks.reduce(self.accelerator, lost, lambda texts: next(filter(None, texts), ""))
-
     def _check(self) -> None:
         """Refuses an engine that would sample from another policy than this one."""
-        config, about = self.config, self.engine.about
+        config, about = self.config, self.about
         text = self.model.config.get_text_config()
         expected = {name: getattr(text, name) for name in extension.SHAPE}
-        expected |= {"protocol": extension.PROTOCOL, "logprobs_mode": "processed_logprobs"}
+        expected |= {"logprobs_mode": "processed_logprobs"}
         expected |= {"sampling_mask": True} if config.records_support else {}
         expected["dtype"] = engine_dtype(config)
-        wrong = [
-            f"{k} {v!r}; got {about.get(k)!r}" for k, v in expected.items() if about.get(k) != v
-        ]
-        need = config.max_prompt_length + config.max_completion_length
-        if about["max_model_len"] < need:
-            wrong.append(
-                f"max_model_len {need} at least, for max_prompt_length + max_completion_length; "
-                f"got {about['max_model_len']}"
-            )
-        if wrong:
-            raise RolloutError(f"vLLM: expected {wrong[0]}{how_to_start(config)}")
+        for name, value in expected.items():
+            if about.get(name) != value:
+                raise RolloutError(f"vLLM: expected {name} {value!r}; got {about.get(name)!r}")
         version = tuple(int(x) for x in re.findall(r"\d+", about["vllm"])[:2])
-        if not TESTED[0] <= version <= TESTED[1]:
+        if not TESTED[0] <= version <= TESTED[1] and self.accelerator.is_main_process:
             low, high = (".".join(map(str, version)) for version in TESTED)
-            self.say(
+            tqdm.write(
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "
                 "sampler_gap tells whether its log-probs are the policy's"
             )
-
-
-class Colocated:
-    """vLLM in this process; each of several processes has its own.
-
-    Args:
-        config: the run's.
-        accelerator: of the run.
-    """
-
-    def __init__(self, config: TrainingConfig, accelerator: Accelerator) -> None:
-        on_gpu = accelerator.device.type == "cuda"
-        prompts = -(-config.prompts_per_step // accelerator.num_processes)
-        options = engine_options(config, prompts * config.num_generations, on_gpu)
-        if on_gpu:
-            options["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization
-            options["enable_sleep_mode"] = config.vllm_enable_sleep_mode
-        if accelerator.num_processes > 1:
-            options["distributed_executor_backend"] = "external_launcher"
-        os.environ |= {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        with _process_as_it_was():
-            from vllm import LLM
-
-            try:
-                self.llm = LLM(**options, seed=0)
-            except (ValueError, TypeError, RuntimeError) as error:
-                raise RolloutError(_explain(error, config)) from error
-        self.about = self.llm.collective_rpc("grpo_kernels_about")[0]
-        self.sleeps = on_gpu and config.vllm_enable_sleep_mode
-
-    def load(self, weights: Iterator[tuple[str, Tensor]], count: int, tag: str) -> None:
-        """Replaces the weights."""
-        if self.sleeps:
-            self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("grpo_kernels_load", args=(weights, str(count), tag))
-        # Prompts would go on from states of the weights before.
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM: expected no request while weights are sent; got some")
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], request: dict[str, Any],
-        tag: str,
-    ) -> list[Sampled]:  # fmt: skip
-        """Samples `request["n"]` completions per prompt."""
-        from vllm import SamplingParams as Params
-
-        if self.sleeps:
-            self.llm.wake_up()
-        text = bool(request["stop"])
-        params = [Params(seed=seed, detokenize=text, **request) for seed in seeds]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        done = self.llm.generate(inputs, params, use_tqdm=False)
-        if self.sleeps:
-            self.llm.sleep(level=1)
-        return [_of_output(output) for answer in done for output in answer.outputs]
-
-    def wait(self) -> None:
-        """Waits for nothing: this engine is lost with its process alone."""
 
 
 def _of_output(output: Any) -> Sampled:
@@ -288,6 +209,51 @@ def _of_output(output: Any) -> Sampled:
     ]
     mask = getattr(output, "sampling_mask", None)
     return Sampled(ids, logps, None if mask is None else mask.token_ids)
+
+
+def engine_dtype(config: TrainingConfig) -> str:
+    """The dtype that vLLM is to compute in, as torch calls it."""
+    return ranks.gemm_dtype(config) if config.vllm_dtype == "auto" else DTYPES[config.vllm_dtype]
+
+
+def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
+    """Options of vLLM by the names of `LLM`."""
+    model, length = config.model, config.max_prompt_length + config.max_completion_length
+    options: dict[str, Any] = {
+        "model": model, "dtype": engine_dtype(config), "max_model_len": length,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{extension.__name__}.{extension.WorkerExtension.__name__}",
+    }  # fmt: skip
+    revision = {"revision": config.revision} if config.revision else {}
+    options |= revision
+    if config.records_support:
+        options["return_sampling_mask"] = True
+    if not on_gpu:
+        import psutil
+        from transformers import AutoConfig
+
+        # Compiling takes a minute and saves 8 %. With less cache than all rows need, rows wait.
+        text = AutoConfig.from_pretrained(model, **revision).get_text_config()
+        # Blocks in which all rows fit, each with the tokens of the longest.
+        blocks = (rows + 1) * (-(-length // _CPU_BLOCK_SIZE) + 1)
+        width = getattr(torch, options["dtype"]).itemsize
+        wanted = kv_cache_bytes(text, blocks * _CPU_BLOCK_SIZE, width)
+        room = psutil.virtual_memory().available // 2
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": min(wanted, room)}
+        # A prompt that is read in parts has its generator's offset set back, and torch's on a CPU
+        # has none: the engine would end ("CPU Generator does not use offset").
+        options["enable_chunked_prefill"] = False
+        options["block_size"] = _CPU_BLOCK_SIZE
+    return options
+
+
+def kv_cache_bytes(text_config: Any, tokens: int, width: int) -> int:
+    """Bytes of the keys and values of tokens, `width` bytes per number."""
+    c = text_config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * size * tokens * width
 
 
 def _explain(error: Exception, config: TrainingConfig) -> str:
