@@ -71,7 +71,7 @@ class Faulty:
         self.draw, self.seconds = random.Random(os.getpid()), 1.0
         self.killer: threading.Timer | None = None
         own_step, own_backward = trainer.train_step, trainer.accelerator.backward
-        own_rename, own_hash = Path.rename, checkpoint._hash
+        own_rename, own_sync = Path.rename, os.fsync
 
         def train_step(problems: Any) -> Any:
             start = time.perf_counter()
@@ -97,15 +97,15 @@ class Faulty:
             self.kill()
             raise AssertionError
 
-        def hash_of(path: Path) -> str:
+        def sync(file: Any) -> None:
             if self.now("disk"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return own_hash(path)
+            own_sync(file)
 
         trainer.train_step = train_step  # type: ignore[method-assign]
         trainer.accelerator.backward = backward
         Path.rename = rename  # type: ignore[method-assign,assignment]
-        checkpoint._hash = hash_of
+        os.fsync = sync  # type: ignore[assignment]
 
     def now(self, kind: str) -> bool:
         """Whether that is due; notes it down first. Faults of saving come with the next save."""

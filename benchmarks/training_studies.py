@@ -116,7 +116,6 @@ STUDIES = {
     "word_problems": Study(
         {
             "as the example": [],
-            "equal groups resampled": ["--resample_equal_groups", "2"],
             "6 problems x 16": ["--prompts_per_step", "6", "--num_generations", "16"],
         },
         {"equal groups": ("groups_equal", ".0%"), "entropy": ("entropy", ".2f"),

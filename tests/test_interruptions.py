@@ -12,7 +12,7 @@ import torch
 
 from grpo_kernels.training import checkpoint, scoring
 from grpo_kernels.training.interruptions import RESUME, Preempted
-from grpo_kernels.training.rollout import SamplingParams
+from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
     STEPS,
     assert_same_rows,
@@ -128,25 +128,13 @@ def test_memory_that_runs_out_elsewhere_ends_the_run(tiny_model, tmp_path, capsy
 
 
 def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
-    """Greedy, so that how many prompts are sampled at a time makes no difference."""
-    trainer = trainer_of(config_of(tiny_model, tmp_path))
-    prompts = [trainer.encode(problem) for problem in trainer.train_problems[:7]]
-    sampling, rollout = SamplingParams(5, temperature=0.0), trainer.sampler.rollout
-    expected = rollout(prompts, 2, sampling)
-    forward, sizes = trainer.policy.forward, []
-
-    def failing(what, ids, *args):
-        sizes.append(len(ids))
-        return out_of_memory() if len(ids) > 2 else forward(what, ids, *args)
-
-    trainer.policy.forward = failing
-    with pytest.warns(UserWarning, match="while sampling: from now on 1 prompts at a time"):
-        assert rollout(prompts, 2, sampling) == expected
-    rollout(prompts, 2, sampling)
-    assert sizes == [7, 3, *[1] * 14]  # it goes on so
-    trainer.policy.forward = out_of_memory
-    with pytest.raises(torch.OutOfMemoryError):
-        rollout(prompts, 2, sampling)
+    """Ends the run, after a checkpoint of the step before."""
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    trainer = trainer_of(config)
+    trainer.policy.forward = at_calls({2}, out_of_memory, trainer.policy.forward, "generate")
+    with pytest.raises(RolloutError, match="while sampling 16 completions: lower prompts"):
+        trainer.train()
+    assert checkpoint.latest(config.folder).name == "step-000001"
 
 
 @pytest.mark.slow
@@ -177,26 +165,15 @@ class Forwards:
 
 
 def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
-    """Also how many prompts are sampled at a time, which changes what is drawn."""
     whole, cut = (config_of(tiny_model, tmp_path / name, **STEPS | {"steps": 2}) for name in "ab")
     for config, steps in ((whole, 2), (cut, 1)):
         trainer = trainer_of(replace(config, steps=steps))
         trainer.policy.forward = at_calls({1}, out_of_memory, trainer.policy.forward, "loss")
-        trainer.sampler.rollout.most_prompts = 1
         trainer.train()
     again = trainer_of(replace(cut, resume=True))
     again.train()
-    assert again.scorer.micro_batch_size == 2 and again.sampler.rollout.most_prompts == 1
+    assert again.scorer.micro_batch_size == 2
     assert rows_of(cut.folder) == rows_of(whole.folder)
-    # The rollout of the library within another one has it, as who samples.
-    for around in (lambda inner: lambda *args: inner(*args), Forwards):
-        around_it = trainer_of(replace(cut, resume=True))
-        inner = around_it.rollout
-        around_it.rollout = around(inner)
-        around_it.train()
-        assert inner.most_prompts == 1 and around_it.sampler.memory() == [1]
-        inner.most_prompts = 3
-        assert around_it.sampler.memory() == [3]
     # Another option is taken as given.
     given = trainer_of(replace(cut, resume=True, micro_batch_size=8, steps=3))
     given.train()

@@ -31,7 +31,6 @@ MAY_CHANGE = {
     "vllm_enable_sleep_mode",
 }  # fmt: skip
 _STATE, _WEIGHTS = "state.json", "trained.pt"
-_HASHES = "sha256.json"
 # Numbers of each weight that its digest is of.
 _SAMPLED = 4096
 
@@ -172,58 +171,15 @@ def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
 def _commit(scratch: Path, final: Path) -> str | None:
     """Flushes the files and gives their folder its final name."""
     try:
-        hashes = {}
-        for path in sorted(x for x in scratch.rglob("*") if x.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            hashes[str(path.relative_to(scratch))] = _hash(path)
-        with (scratch / _HASHES).open("w") as file:
-            json.dump(hashes, file)
-            file.flush()
-            os.fsync(file.fileno())
+        for path in scratch.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _hash(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            found.update(block)
-    return found.hexdigest()
-
-
-def verify(accelerator: Accelerator, folder: Path, path: Path) -> None:
-    """Refuses a checkpoint whose files are not those that were written.
-
-    Raises:
-        ValueError: in all processes; names a file, and the checkpoint before.
-    """
-
-    def work() -> None:
-        if not accelerator.is_main_process:
-            return
-        try:
-            hashes = json.loads((path / _HASHES).read_text())
-        except ValueError:
-            hashes = {_HASHES: ""}
-        for name, expected in hashes.items():
-            file = path / name
-            if not file.exists() or _hash(file) != expected:
-                raise ValueError(f"{name} is {'changed' if file.exists() else 'gone'}")
-
-    error = _error_of(accelerator, work)
-    if error is not None:
-        step, whole = int(path.name.removeprefix("step-")), _whole(folder)
-        before = max((x for x in whole if x < step), default=None)
-        then = "there is no other" if before is None else f"the one before is {whole[before]}"
-        raise ValueError(
-            f"resume: expected the checkpoint as it was written; {path} is damaged: "
-            f"{error.removeprefix('ValueError: ')}. Delete that folder to go on without it: {then}"
-        )
 
 
 def latest(folder: Path) -> Path | None:

@@ -90,10 +90,6 @@ class TrainingConfig(GRPOLossConfig):
     """Prompts in a rollout, over all processes."""
     num_generations: int = 8
     """Completions per prompt, which advantages compare."""
-    resample_equal_groups: int = 0
-    """Times per step that prompts whose completions all have the same reward, from which nothing is
-    learned, are replaced by others (DAPO's dynamic sampling); metrics of rewards are over the
-    groups that are kept."""
     top_k: int = 0
     """Sample from the k likeliest tokens only; 0: from all."""
     top_p: float = 1.0
@@ -180,8 +176,7 @@ class TrainingConfig(GRPOLossConfig):
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
         for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
-                     "resample_equal_groups", "reward_timeout", "warmup_steps",
-                     "weight_decay"):  # fmt: skip
+                     "reward_timeout", "warmup_steps", "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             self._check(name, "a number > 0", lambda x: x > 0)

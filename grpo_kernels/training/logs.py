@@ -11,33 +11,14 @@ from typing import Any
 NAMES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "answers.jsonl")
 
 
-class Logs:
-    """Appends rows; keeps those that a full disk refuses, to write them later."""
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Writes a row at the end of a file.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.waiting: dict[str, list[str]] = {}
-
-    def append(self, name: str, row: Mapping[str, Any]) -> str | None:
-        """Writes a row and those that wait; returns the error, or None."""
-        self.waiting.setdefault(name, []).append(json.dumps(_json_safe(row)) + "\n")
-        return self.flush()
-
-    def flush(self) -> str | None:
-        """Writes the rows that wait; returns the error, or None."""
-        for name in list(self.waiting):
-            path = self.folder / name
-            size = path.stat().st_size if path.exists() else 0
-            try:
-                with path.open("a") as file:
-                    file.write("".join(self.waiting[name]))
-            except OSError as error:
-                if path.exists() and path.stat().st_size > size:
-                    with path.open("r+") as file:
-                        file.truncate(size)
-                return f"{type(error).__name__}: {error}"
-            del self.waiting[name]
-        return None
+    Raises:
+        OSError: the disk is full, say; half a row is left out when the run goes on.
+    """
+    with path.open("a") as file:
+        file.write(json.dumps(_json_safe(row)) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -12,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from ..base.checks import check_tensor
@@ -103,27 +101,19 @@ class GenerateRollout:
         self.tokenizer = tokenizer
         # With sharded weights every process takes part until the last is done.
         self.synced = synced
-        self.most_prompts: int | None = None  # at a time, once memory has run out
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
-        done: list[Completion] = []
-        while len(done) < len(prompts) * count:
-            some = prompts[len(done) // count :][: self.most_prompts]
-            try:
-                done += self._sample(some, count, sampling)
-                continue
-            except Exception as error:
-                if self.synced or len(some) == 1 or not ran_out_of_memory(error):
-                    raise
-            clear_device_cache(garbage_collection=True)
-            self.most_prompts = len(some) // 2
-            warnings.warn(
-                f"memory ran out while sampling: from now on {self.most_prompts} prompts at a time",
-                stacklevel=2,
-            )
-        return done
+        try:
+            return self._sample(prompts, count, sampling)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise RolloutError(
+                f"memory ran out while sampling {len(prompts) * count} completions: lower "
+                "prompts_per_step, num_generations or max_completion_length"
+            ) from error
 
     @torch.no_grad()
     def _sample(
@@ -173,29 +163,9 @@ class Sampler:
         accelerator: Accelerator, vocabulary: int, ends: Sequence[int],
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
-        self._inner = rollout  # whatever is put around it later
         self.accelerator, self.vocabulary, self.ends = accelerator, vocabulary, ends
         self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
         self._stale = True
-
-    def memory(self) -> list[int | None]:
-        """Prompts that each process samples at a time, once its memory has run out."""
-        own = [getattr(self._limited, "most_prompts", None)]
-        return ranks.reduce(self.accelerator, own, lambda of_all: [x for (x,) in of_all])
-
-    def restore_memory(self, memory: list[int | None]) -> None:
-        """Goes on with what a run had left of it."""
-        if (limited := self._limited) is not None:
-            limited.most_prompts = memory[self.accelerator.process_index]
-
-    @property
-    def _limited(self) -> Any:
-        """Who samples fewer prompts at a time once memory has run out, if anyone.
-
-        Not who only forwards the attributes of one, on whom setting them has no effect.
-        """
-        known = (self.rollout, self._inner)
-        return next((x for x in known if "most_prompts" in getattr(x, "__dict__", ())), None)
 
     def weights_changed(self) -> None:
         """Notes that a rollout with a copy of the weights needs them again."""

@@ -25,7 +25,6 @@ class RunLog:
         self.config, self.accelerator, self.tokenizer = config, accelerator, tokenizer
         self.main = accelerator.is_main_process
         self.watch = Watch(config)
-        self.logs = logs.Logs(config.folder)
         self.progress: Any = None
 
     @contextmanager
@@ -162,12 +161,7 @@ class RunLog:
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Writes a row of one of the run's files."""
-        error = self.logs.append(name, row)
-        if error is not None:
-            self.warn(
-                f"{name} was not written ({error}); its rows are kept and written when there is "
-                f"room in {self.config.folder}"
-            )
+        logs.append(self.config.folder / name, row)
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         if self.config.trackers:

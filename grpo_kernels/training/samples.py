@@ -34,7 +34,6 @@ class Samples:
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
     transcripts: list[str]  # [B], the texts with what the policy was given between
-    resampled: int = 0  # groups that were replaced, as their rewards were equal
     replay_support: bool = False  # whether log-probs are over the completions' supports
     old_logps: Tensor | None = None  # [B, T], as all that follow
     ref_logps: Tensor | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -25,7 +24,7 @@ class Sampling:
         sampler: samples from the policy as it is now.
         rewards: functions by name.
         is_correct: takes a completion and its problem's answer.
-        problems: all that are trained on, from which groups of equal rewards are replaced.
+        problems: all that are trained on.
     """
 
     def __init__(
@@ -34,17 +33,15 @@ class Sampling:
     ) -> None:  # fmt: skip
         self.sampler, self.rewards, self.is_correct = sampler, rewards, is_correct
         self.config, self.accelerator = sampler.config, sampler.accelerator
-        self.problems = problems
         self.has_answers = all(problem.get("answer") is not None for problem in problems)
 
-    def __call__(self, problems: Sequence[Problem], step: int, clock: Clock) -> Samples:
+    def __call__(self, problems: Sequence[Problem], clock: Clock) -> Samples:
         """Samples this process's part of a rollout of `problems`, with rewards and advantages."""
         config, device, rank = self.config, self.accelerator.device, self.accelerator.process_index
         G = config.num_generations
         mine = list(problems[rank :: self.accelerator.num_processes])
         self.sampler.update_weights()
         completions, texts, rewards = self._judged(mine, clock)
-        resampled = self._resample(step, mine, completions, texts, rewards, clock)
         with clock("reward"):
             advantages = group_advantages(
                 ranks.gather(self.accelerator, rewards), G, scale=config.scale_rewards,
@@ -64,7 +61,7 @@ class Sampling:
             mine, [self.sampler.encode(problem) for problem in mine],
             [i for i in range(len(mine)) for _ in range(G)], completions, texts, rewards,
             weighted_sum(rewards, config.reward_weights), advantages.to(device), mask, correct,
-            replay_support=replay_support, sampling_logps=logps, resampled=resampled,
+            replay_support=replay_support, sampling_logps=logps,
             ce_weights=ce_weights(completions, mask),
             transcripts=self.sampler.beside(completions, texts)["transcripts"],
         )  # fmt: skip
@@ -84,28 +81,3 @@ class Sampling:
             asked = (self.accelerator, self.rewards, judged, texts, config.reward_timeout)
             table = judge(*asked, more)
         return completions, texts, table
-
-    def _resample(
-        self, step: int, problems: list[Problem], completions: list[Completion],
-        texts: list[str], rewards: Tensor, clock: Clock,
-    ) -> int:  # fmt: skip
-        """Replaces groups of equal rewards by those of other problems; returns how many."""
-        config, G, replaced = self.config, self.config.num_generations, 0
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
-        for attempt in range(config.resample_equal_groups):
-            totals = weighted_sum(rewards, config.reward_weights).view(-1, G)
-            equal = (totals.amax(1) == totals.amin(1)).nonzero()[:, 0].tolist()
-            # All processes sample while one has such a group, as sharded weights want it.
-            most = ranks.reduce(self.accelerator, len(equal), max)
-            if not most:
-                break
-            draw = random.Random(f"{config.seed}-{step}-{attempt}")
-            drawn = draw.choices(self.problems, k=world * most)[rank::world]
-            fresh = drawn[: max(1, len(equal))]
-            new_completions, new_texts, new_rewards = self._judged(fresh, clock)
-            for place, group in enumerate(equal):
-                old, new = slice(group * G, group * G + G), slice(place * G, place * G + G)
-                problems[group], completions[old] = fresh[place], new_completions[new]
-                texts[old], rewards[old] = new_texts[new], new_rewards[new]
-            replaced += len(equal)
-        return replaced

@@ -172,7 +172,7 @@ class Trainer:
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(self._seed("step"))
         clock = metrics.Clock(self.accelerator.device)
-        samples = self.sampling(problems, self.step, clock)
+        samples = self.sampling(problems, clock)
         self.interruptions.check()
         minibatches = equal_parts(len(samples.texts), self.config.minibatches)
         with clock("score"):
@@ -207,8 +207,6 @@ class Trainer:
             sizes = ranks.reduce(self.accelerator, samples.support_sizes, torch.cat)
             row |= metrics.of_support(sizes)
         row |= metrics.merge_updates(updates)
-        if c.resample_equal_groups:
-            row["resampled"] = ranks.reduce(self.accelerator, samples.resampled, sum)
         row |= self.scorer.taken_of_memory()
         if self.updates.bad:
             row["bad_updates"] = self.updates.bad
@@ -247,7 +245,6 @@ class Trainer:
         config, state = self.config, dict[str, Any]()
         found = checkpoint.latest(config.folder) if config.resume else None
         if found is not None:
-            checkpoint.verify(self.accelerator, config.folder, found)
             state = checkpoint.state_of(found)
             given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
             checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes, given)
@@ -261,7 +258,6 @@ class Trainer:
             self.step, self.best = state["step"], state["best"]
             self.saved, self.updates.within_step = self.step, False
             self.scorer.restore_memory(state["memory"])
-            self.sampler.restore_memory(state["sampling_memory"])
             self.order.restore(state["problems"])
             self.evaluated = state["evaluated"]
             self.log.watch.restore(state["watch"])
@@ -289,7 +285,7 @@ class Trainer:
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
             "problems": self.order.done, "watch": self.log.watch.state(), "given": self.given,
-            "memory": self.scorer.memory(), "sampling_memory": self.sampler.memory(),
+            "memory": self.scorer.memory(),
         }  # fmt: skip
         folder = self.config.folder
         error = checkpoint.save(self.accelerator, folder, state)

@@ -108,7 +108,7 @@ def first_samples(trainer):
     """The samples of the first step, scored."""
     trainer.step, config = 1, trainer.config
     problems = trainer.train_problems[: config.prompts_per_step]
-    samples = trainer.sampling(problems, 1, Clock(torch.device("cpu")))
+    samples = trainer.sampling(problems, Clock(torch.device("cpu")))
     trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
     return samples
 

@@ -96,7 +96,6 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
         config, *load_model(config), train, held_out, rewards={"noise": of_rank},
         rollout=lambda _: SameForAnyRanks(), is_correct=answered,
     )  # fmt: skip
-    trainer.sampler.rollout.most_prompts = trainer.accelerator.process_index + 3
     policy = trainer.accelerator.unwrap_model(trainer.policy)
     backward = trainer.accelerator.backward
 
@@ -120,11 +119,6 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
             trainer.train()
     except (SystemExit, RuntimeError) as error:
         met = f"{type(error).__name__}: {error}"
-    # What each process has left of memory is its own.
-    sampler = trainer.sampler
-    held, sampler.rollout.most_prompts = sampler.memory(), None
-    sampler.restore_memory(held)
-    assert sampler.rollout.most_prompts == trainer.accelerator.process_index + 3
     return met, trainer.step, trainer.scorer.micro_batch_size, policy.state_dict()
 
 
