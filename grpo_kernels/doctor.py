@@ -14,22 +14,18 @@ import contextlib
 import importlib.util
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import (
-    GRPOLossConfig,
-    __version__,
-    check_sampler,
-    reference,
-)
+from . import GRPOLossConfig, __version__, check_sampler, reference
+from .base.checks import name_of, version_numbers
 from .calls import fused_grpo_loss, linear_logprobs
 from .head.lm_head import LOGITS_DTYPES, LMHead, Support
 from .kernels import select_backend
@@ -67,6 +63,8 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16
 # On CUDA the gradient of the logits is rounded to bf16, too.
 CUDA_BF16_TOLERANCE = 6e-3
 LOGPS_TOLERANCE = 1e-4
+# What a call over a head takes, of a batch.
+_of_head = itemgetter("hidden", "weight", "targets", "mask")
 
 
 def installed(package: str) -> str | None:
@@ -76,10 +74,6 @@ def installed(package: str) -> str | None:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
 def check_package(package: Package) -> tuple[str, str | None]:
@@ -92,18 +86,14 @@ def check_package(package: Package) -> tuple[str, str | None]:
     )
     if found is None or not package.versions:
         return line, None
-    if _numbers(found) >= _numbers(package.versions):
+    if version_numbers(found) >= version_numbers(package.versions):
         return line, None
     return line, f"{package.name} {found}: expected {package.versions}: {package.install}"
 
 
 def devices() -> list[torch.device]:
-    found = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        found.append(torch.device("cuda"))
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found.append(torch.device("xpu"))
-    return found
+    gpus = (kind for kind in ("cuda", "xpu") if torch.get_device_module(kind).is_available())
+    return [torch.device(kind) for kind in ("cpu", *gpus)]
 
 
 def device_name(device: torch.device) -> str:
@@ -171,16 +161,13 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     exact = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
     support = make_support(batch) if call == "support" else None
-    head = [exact[name] for name in ("hidden", "weight", "targets", "mask")]
-    old_logps = reference.linear_logprobs(*head, support=support).logps + exact["drift"]
+    old_logps = reference.linear_logprobs(*_of_head(exact), support=support).logps + exact["drift"]
     given: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
     start = time.perf_counter()
     logps, *gradients = _run(fused_grpo_loss, batch, **given)
     seconds = time.perf_counter() - start
     expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **given)
-    without_loss = linear_logprobs(
-        batch["hidden"], batch["weight"], batch["targets"], batch["mask"], support=support
-    ).logps
+    without_loss = linear_logprobs(*_of_head(batch), support=support).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (
         float((x - y).norm() / y.norm()) for x, y in zip(gradients, expected, strict=True)
@@ -190,15 +177,9 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
 
 def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs and the gradients of hidden states and weight, all in float64."""
-    hidden, weight = (batch[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    out = call(
-        hidden,
-        weight,
-        batch["targets"],
-        batch["advantages"],
-        batch["mask"],
-        **options,
-    )
+    hidden, weight, targets, mask = _of_head(batch)
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    out = call(hidden, weight, targets, batch["advantages"], mask, **options)
     out.loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     return out.logps.double(), hidden.grad.double(), weight.grad.double()
@@ -206,7 +187,7 @@ def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, T
 
 def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str | None]:
     """Returns a line of the table, and what is wrong with the results or None."""
-    label = f"{device.type:8}{str(dtype).removeprefix('torch.'):10}{call:12}"
+    label = f"{device.type:8}{name_of(dtype):10}{call:12}"
     try:
         errors = measure_errors(call, dtype, device)
     except Exception as error:  # a compiler that is missing, for example
@@ -229,18 +210,13 @@ def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str
 
 def rounding_of_logits(device: torch.device) -> str:
     """Says what it does to log-probs that a head in bfloat16 rounds its logits."""
-    batch = make_batch(torch.bfloat16, device)
+    hidden, weight, targets, mask = _of_head(make_batch(torch.bfloat16, device))
     try:
         fp32, model = (
-            linear_logprobs(
-                batch["hidden"],
-                LMHead(batch["weight"], logits_dtype=dtype),
-                batch["targets"],
-                batch["mask"],
-            ).logps
+            linear_logprobs(hidden, LMHead(weight, logits_dtype=dtype), targets, mask).logps
             for dtype in LOGITS_DTYPES
         )
-        check = check_sampler(model, fp32, model, batch["mask"])
+        check = check_sampler(model, fp32, model, mask)
     except Exception as error:  # as in `check_call`, whose table has told
         return f"  {device.type}: not known ({type(error).__name__})"
     return (

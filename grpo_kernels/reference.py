@@ -7,6 +7,8 @@ fast calls; of them, only shapes are checked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from .base.layout import Layout
 from .base.outputs import GRPOLossOutput, LogprobOutput
 from .head.lm_head import LMHead, Support
 from .loss.config import GRPOLossConfig
-from .loss.inputs import check_entropy_given, loss_inputs
+from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import policy_loss
 
@@ -81,8 +83,7 @@ def linear_logprobs(
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     many = targets.ndim == hidden.ndim
     each = targets if many else targets.unsqueeze(-1)
-    active = torch.ones(each.shape[:-1], dtype=torch.bool, device=each.device)
-    active = active if mask is None else mask.bool()
+    active = torch.ones_like(each[..., 0], dtype=torch.bool) if mask is None else mask.bool()
     head = LMHead.of(head)
     # Masked positions must not reach a sum, even as NaN times 0.
     hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
@@ -175,33 +176,16 @@ def fused_grpo_loss(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    sampling_logps: Tensor | None = None,
     ce_weights: Tensor | None = None,
     support: Support | None = None,
-    config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
-    num_items: float | Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     rounded_to: torch.dtype | None = None,
+    **of_loss: Any,
 ) -> GRPOLossOutput:
-    """`linear_logprobs`, then `grpo_loss`."""
-    scored = mask
-    if mask is not None and ce_weights is not None:
-        scored = mask.bool() | (ce_weights != 0)
+    """`linear_logprobs`, then `grpo_loss`, whose other arguments are `of_loss`."""
+    scored = rows_of_loss(mask, ce_weights, targets)
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     return grpo_loss(
-        out.logps,
-        advantages,
-        mask,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        sampling_logps=sampling_logps,
-        ce_weights=ce_weights,
-        entropy=out.entropy,
-        config=config,
-        num_items=num_items,
-        cu_seqlens=cu_seqlens,
+        out.logps, advantages, mask, ce_weights=ce_weights, entropy=out.entropy, **of_loss
     )
 
 

@@ -9,7 +9,8 @@ call that reads nothing asserts them on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,14 @@ from torch import Tensor
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (*HEAD_DTYPES, torch.float64)
+RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda x: x > 0,
+    ">= 0": lambda x: x >= 0,
+    "> 1": lambda x: x > 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in (0, 1)": lambda x: 0 < x < 1,
+    "of any size": lambda x: True,
+}
 
 
 def check_tensor(
@@ -48,12 +57,14 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool; got {value!r}")
 
 
-def check_number(name: str, value: object) -> float:
-    """Returns the value, a finite number, or raises."""
+def check_number(name: str, value: object, expected: str = "of any size") -> float:
+    """Returns the value, a finite number within one of `RANGES`, or raises."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__} {value!r}")
     if not -math.inf < value < math.inf:  # which torch.compile knows of a number that varies
         raise ValueError(f"{name}: expected a finite number; got {value}")
+    if not RANGES[expected](value):
+        raise ValueError(f"{name}: expected a number {expected}; got {value}")
     return value
 
 
@@ -84,6 +95,11 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
 def name_of(dtype: torch.dtype) -> str:
     """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def flatten(x: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from importlib import metadata
 from types import TracebackType
 from typing import Any
+
+from ..base.checks import version_numbers
 
 _MARK = "_of_grpo_kernels"
 # An owner (a module or a class), a name of its own, and what takes the name's place.
@@ -75,10 +76,6 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
         got = metadata.version(package)
     except metadata.PackageNotFoundError:
         got = "none"
-    ok = got != "none" and _numbers(oldest) <= _numbers(got)
-    if not ok or (before and _numbers(got) >= _numbers(before)):
+    ok = got != "none" and version_numbers(oldest) <= version_numbers(got)
+    if not ok or (before and version_numbers(got) >= version_numbers(before)):
         raise ImportError(f"expected {wanted}; got {got}: pip install '{wanted}'")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])

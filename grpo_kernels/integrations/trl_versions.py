@@ -7,7 +7,6 @@ and entropies out of them with functions of its module: `LogitsInName` stands fo
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,22 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.checks import version_numbers
+
 OLDEST, NEWEST = "1.8", "1.16"
 INSTALL = f"pip install 'trl>={OLDEST}'"
 _FROM = "grpo_kernels.integrations.trl"
 
 
-def numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
-
-
 def check_version(installed: str) -> None:
     """Raises ImportError if `installed` is too old, warns if it is newer than what is tested."""
-    if numbers(installed) < numbers(OLDEST):
+    if version_numbers(installed) < version_numbers(OLDEST):
         raise ImportError(f"{_FROM}: expected TRL {OLDEST} or newer; got {installed}: {INSTALL}")
-    if numbers(installed) > numbers(NEWEST):
+    if version_numbers(installed) > version_numbers(NEWEST):
         warnings.warn(
             f"{_FROM}: expected TRL {OLDEST} to {NEWEST}, the tested versions; got {installed}. "
             "Its loss is compared with ours in the first micro-batches, and now and then; training "
@@ -45,7 +40,7 @@ try:
 except metadata.PackageNotFoundError as error:
     raise ImportError(f"{_FROM}: expected TRL {OLDEST} or newer; got none: {INSTALL}") from error
 
-_INSTALLED = numbers(metadata.version("trl"))
+_INSTALLED = version_numbers(metadata.version("trl"))
 # TRL computes log-probs from the logits of its model.
 ASKS_FOR_LOGITS = _INSTALLED < (1, 15)
 # dapo, cispo and vespo divide by the tokens of the whole generation batch, however many optimizer

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.checks import check_choice, check_number, check_tensor
+from ..base.checks import INTEGERS, check_choice, check_number, check_tensor
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
 
@@ -86,9 +86,7 @@ def group_advantages(
         raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
     check_choice("scale", scale, SCALES)
     check_choice("aggregation", aggregation, REWARD_AGGREGATIONS)
-    check_number("eps", eps)
-    if eps <= 0:
-        raise ValueError(f"eps: expected a number > 0; got {eps}")
+    check_number("eps", eps, "> 0")
     check_choice("baseline", baseline, BASELINES)
     for name, value, own in (("scale", scale, "group"), ("baseline", baseline, "mean")):
         if aggregation == "normalize_then_sum" and value != own:
@@ -107,7 +105,7 @@ def group_advantages(
     values = rewards.detach().double()
     values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
     factors = _weights(weights, values)
-    of_group = _Groups(groups, values)
+    of_group, of_all = _Groups(groups, values), _Groups(max(len(values), 1), values)
     unscorable = values.isnan().all(1)
 
     if aggregation == "sum_then_normalize":
@@ -123,16 +121,15 @@ def group_advantages(
         if scale == "mean":
             advantages = advantages / (mean + eps)
         elif scale == "group":
-            advantages = advantages / (of_group.std(total, mean) + eps)
+            advantages = advantages / (of_group.std(total) + eps)
         elif scale == "batch":
-            advantages = advantages / (_std(total) + eps)
+            advantages = advantages / (of_all.std(total) + eps)
         equal = of_group.all_equal(total)
     else:
-        mean = of_group.mean(values)
-        normalised = (values - mean) / (of_group.std(values, mean) + eps)
+        normalised = (values - of_group.mean(values)) / (of_group.std(values) + eps)
         equal = of_group.all_equal(values)
         total = (normalised * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
-        advantages = (total - total.nanmean()) / (_std(total) + eps)
+        advantages = (total - total.nanmean()) / (of_all.std(total) + eps)
     # A std over one value is NaN, and so is an unscorable completion's advantage.
     advantages = advantages.nan_to_num(nan=0.0)
     return advantages.squeeze(1).masked_fill(equal.all(1) | unscorable, 0.0).float()
@@ -167,15 +164,13 @@ def per_token_kl(
     check_tensor("ref_logps", ref_logps, shape=logps.shape, device=logps.device)
     check_choice("estimator", estimator, KL_ESTIMATORS)
     if clamp is not None:
-        check_number("clamp", clamp)
-        if clamp <= 0:
-            raise ValueError(f"clamp: expected a number > 0; got {clamp}")
+        check_number("clamp", clamp, "> 0")
     dtype = torch.promote_types(torch.float32, logps.dtype)
     d = ref_logps.to(dtype) - logps.to(dtype)
-    if mask is None:
-        return kl_estimate(estimator, d, clamp)
-    check_tensor("mask", mask, shape=logps.shape, device=logps.device)
-    return kl_estimate(estimator, torch.where(mask != 0, d, 0.0), clamp)
+    if mask is not None:
+        check_tensor("mask", mask, shape=logps.shape, device=logps.device)
+        d = torch.where(mask != 0, d, 0.0)
+    return kl_estimate(estimator, d, clamp)
 
 
 def apply_is_weights(advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
@@ -202,8 +197,7 @@ class _Groups:
     def __init__(self, groups: object, values: Tensor) -> None:
         B = values.shape[0]
         if isinstance(groups, Tensor):
-            integers = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-            check_tensor("groups", groups, shape=(B,), dtypes=integers, device=values.device)
+            check_tensor("groups", groups, shape=(B,), dtypes=INTEGERS, device=values.device)
             self.ids = groups.unique(return_inverse=True)[1]
         else:
             if isinstance(groups, bool) or not isinstance(groups, int):
@@ -245,8 +239,8 @@ class _Groups:
         index = self.ids[:, None].expand_as(x)
         return lowest.scatter_reduce(0, index, x, "amax")[self.ids]
 
-    def std(self, x: Tensor, mean: Tensor) -> Tensor:
-        return (self._sum((x - mean).square()) / (self._count(x) - 1)).sqrt()
+    def std(self, x: Tensor) -> Tensor:
+        return (self._sum((x - self.mean(x)).square()) / (self._count(x) - 1)).sqrt()
 
     def all_equal(self, x: Tensor) -> Tensor:
         highest, lowest = (
@@ -254,13 +248,6 @@ class _Groups:
         )
         # Of a group of none both are -inf.
         return (highest == -lowest) | highest.isinf()
-
-
-def _std(x: Tensor) -> Tensor:
-    """The standard deviation (of n - 1) of what is not NaN, 0-d; NaN of fewer than two."""
-    count = (~x.isnan()).sum()
-    squares = (x - x.nanmean()).square()
-    return (squares.nansum() / (count - 1)).sqrt()
 
 
 def _weights(weights: Sequence[float] | Tensor | None, values: Tensor) -> Tensor:

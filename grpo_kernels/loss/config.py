@@ -25,13 +25,6 @@ IS_CORRECTIONS = (
     "geometric_truncate", "geometric_mask",
 )  # fmt: skip
 IS_GATES = ("ratio", "binary_kl", "tv")
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "> 0": lambda x: x > 0,
-    ">= 0": lambda x: x >= 0,
-    "> 1": lambda x: x > 1,
-    "in [0, 1]": lambda x: 0 <= x <= 1,
-    "of any size": lambda x: True,
-}
 # Ranges and names of the options that are no loss type's own; those are in its class.
 _EXPECTED: dict[str, str | tuple[str, ...]] = {
     "beta": ">= 0",
@@ -341,6 +334,4 @@ def _check_field(
     elif isinstance(expected, tuple):
         check_choice(name, value, expected)
     elif expected is not None:
-        number = check_number(name, value)
-        if not _RANGES[expected](number):
-            raise ValueError(f"{name}: expected a number {expected}; got {value}")
+        check_number(name, value, expected)

@@ -61,9 +61,7 @@ def topk_kl(
     check_tensor("logps", logps, dtypes=FLOATS)
     check_tensor("teacher_logps", teacher_logps, shape=logps.shape, device=logps.device)
     check_choice("direction", direction, DIRECTIONS)
-    check_number("beta", beta)
-    if not 0 < beta < 1:
-        raise ValueError(f"beta: expected a number in (0, 1); got {beta}")
+    check_number("beta", beta, "in (0, 1)")
     dtype = torch.promote_types(torch.float32, logps.dtype)
     s, t = logps.to(dtype), saveable(teacher_logps.detach()).to(dtype)
     if offsets is None:

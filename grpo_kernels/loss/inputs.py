@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..base.checks import (
-    ValueChecks,
-    check_tensor,
-    scalar,
-)
+from ..base.checks import ValueChecks, check_number, check_tensor, scalar
 from ..base.layout import Layout
 from .config import GRPOLossConfig
 from .objective import LossInputs, aggregation_weights, with_known_weights
@@ -104,6 +100,6 @@ def _num_items(
     number = scalar("num_items", num_items, device)
     if isinstance(number, Tensor):
         checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")
-    elif number < 0:
-        raise ValueError(f"num_items: expected a number >= 0; got {number}")
+    else:
+        check_number("num_items", number, ">= 0")
     return number

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ..base.checks import version_numbers
 from ..integrations import vllm as extension
 from ..integrations.generation import support_of
 from . import ranks
@@ -193,8 +193,8 @@ class VLLMRollout:
         for name, value in expected.items():
             if about.get(name) != value:
                 raise RolloutError(f"vLLM: expected {name} {value!r}; got {about.get(name)!r}")
-        version = tuple(int(x) for x in re.findall(r"\d+", about["vllm"])[:2])
-        if not TESTED[0] <= version <= TESTED[1] and self.accelerator.is_main_process:
+        tried = TESTED[0] <= version_numbers(about["vllm"]) <= TESTED[1]
+        if not tried and self.accelerator.is_main_process:
             low, high = (".".join(map(str, version)) for version in TESTED)
             tqdm.write(
                 f"warning: vLLM {about['vllm']} has not been tried, {low} to {high} have; "

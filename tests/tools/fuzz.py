@@ -128,6 +128,8 @@ def truth(call: str, given: dict[str, Any]) -> Any:
     if given.get("logits_dtype") == "model":
         given["logits_dtype"] = given["hidden"].dtype
     takes = {*inspect.signature(getattr(slow, call)).parameters, "weight"}
+    if "of_loss" in takes:
+        takes |= {*inspect.signature(slow.grpo_loss).parameters}
     if "head" in takes:
         takes |= set(HEAD_FIELDS)
     return getattr(flat_calls.reference, call)(**{k: v for k, v in given.items() if k in takes})
