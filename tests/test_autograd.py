@@ -1,13 +1,10 @@
 """The calls inside the machinery of training."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from grpo_kernels import Support, grpo_loss, selective_log_softmax
-from grpo_kernels.base import private
 from tests.helpers.batches import make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import BACKENDS
@@ -375,18 +372,3 @@ def test_cuda_graph(masked):
         graph.replay()
         for mine, plain in zip(captured, step(given), strict=True):
             assert plain.norm() > 0 and relative_error(mine, plain) <= 3e-3
-
-
-def test_what_is_private_to_torch_is_missed_by_name(monkeypatch):
-    wrapped = SimpleNamespace(reducer=SimpleNamespace())
-    with pytest.raises(RuntimeError, match=r"torch .*: expected _reset_state, for a step that"):
-        private.forget_backward(wrapped)
-    name = "_dispatch_tls_set_dispatch_key_excluded"
-    monkeypatch.delattr(torch._C, name)
-    with (
-        pytest.raises(RuntimeError, match=f"expected {name}, for a call under torch.compile"),
-        private.autograd_in_operators(),
-    ):
-        pass
-    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert private.graph_is_kept()

@@ -1,26 +1,26 @@
-"""What is used of torch that is private to it: all of it, and what holds where it is gone."""
+"""What torch has no public name for, and what holds where a version of it has none at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
+
+# The versions of torch that have all of it.
+SEEN = "2.10 to 2.13"
 
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """Lets autograd record in the block, which it does not inside of an operator.
-
-    Raises:
-        RuntimeError: torch has no such switch any more.
-    """
-    excluded, exclude, keys = (
-        _found(torch._C, name, "a call under torch.compile (outside of it all calls work)")
-        for name in ("_dispatch_tls_is_dispatch_key_excluded",
-                     "_dispatch_tls_set_dispatch_key_excluded", "DispatchKey")
-    )  # fmt: skip
+    """Lets autograd record in the block, which it does not inside of an operator."""
+    excluded, exclude = (
+        _private(torch._C, f"_dispatch_tls_{name}_dispatch_key_excluded") for name in ("is", "set")
+    )
+    keys = _private(torch._C, "DispatchKey")
     off = [x for x in (keys.AutogradFunctionality, keys.AutogradOther) if excluded(x)]
     for key in off:
         exclude(key, False)
@@ -38,17 +38,32 @@ def graph_is_kept() -> bool:
     return asked is None or bool(asked())
 
 
-def forget_backward(wrapped: Any) -> None:
-    """Makes DDP, which expects the backward of a forward that failed, begin anew.
-
-    Raises:
-        RuntimeError: torch has no way to do so any more.
-    """
-    _found(wrapped.reducer, "_reset_state", "a step that is tried again under DDP")()
+def forget_forward(wrapped: Any) -> None:
+    """Has DDP expect no backward of a forward that will have none, or one that broke off."""
+    _private(wrapped, "reducer._reset_state")()
 
 
-def _found(holder: Any, name: str, wanted_by: str) -> Any:
-    found = getattr(holder, name, None)
-    if found is None:
-        raise RuntimeError(f"torch {torch.__version__}: expected {name}, for {wanted_by}; got none")
-    return found
+def is_unit_within(layer: Any) -> bool:
+    """Whether FSDP2 shards the layer as a unit within another; none is before the first forward."""
+    return _private(_private(layer, "_get_fsdp_state")(), "_is_root") is False
+
+
+def forward_hooks(layer: nn.Module) -> list[Any]:
+    """What runs before and after the layer's forward."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    return [hook for name in names for hook in _private(layer, name).values()]
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """A block in which tensors have no memory, and take the way of a CPU's."""
+    return _private(torch, "_subclasses.fake_tensor.FakeTensorMode")()
+
+
+def _private(owner: Any, name: str) -> Any:
+    try:
+        return attrgetter(name)(owner)
+    except AttributeError as error:
+        of = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"torch: expected {SEEN}, which have {of}.{name}; got {torch.__version__}"
+        ) from error

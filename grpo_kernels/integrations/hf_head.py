@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.private import forward_hooks, is_unit_within
 from ..head.lm_head import LMHead
 from ..reference import linear_logits
 
@@ -157,8 +158,8 @@ def head_of(model: Any) -> Head:
 
 def _check_forward(layer: nn.Module) -> None:
     """Refuses what would run in a call of the layer, as its weight is used without one."""
-    found = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate puts one there
+    found = forward_hooks(layer)
+    if "forward" in vars(layer):
         found.append(vars(layer)["forward"])
     for function in found:
         function = getattr(function, "func", function)  # of a partial
@@ -336,7 +337,7 @@ def gather_head(model: Any) -> None:
     """
     layer = base_model(model).get_output_embeddings()
     # What is no part of a wrapped module has no end of a backward.
-    if hasattr(layer, "unshard") and layer._get_fsdp_state()._is_root is False:
+    if hasattr(layer, "unshard") and is_unit_within(layer):
         layer.unshard()
 
 

@@ -112,7 +112,8 @@ def check_can_be_sent(model: Any) -> None:
     if is_prompt_learning(model):
         raise ValueError(f"{_PLAIN}; got {model.active_peft_config.peft_type.value}")
     for name, layer in model.named_modules():
-        if "base_layer" in layer._modules and (kind := _beyond_merging(layer)) is not None:
+        inner = dict(layer.named_children())
+        if "base_layer" in inner and (kind := _beyond_merging(layer)) is not None:
             raise ValueError(f"{_PLAIN}; got {kind} in {name}")
     base = base_model(model)
     if not base.config.get_text_config().tie_word_embeddings:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.private import without_memory
 from ..head.plan import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from .command_line import parse_config
@@ -180,18 +181,15 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
     The forward runs on tensors without memory, by a CPU's kernels; a GPU's keep the same for
     attention (queries, keys, values, output, log-sum-exp).
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     rows, P, T = config.micro_batch_size, config.max_prompt_length, config.max_completion_length
     prompts = -(-rows // config.num_generations)
-    seen: dict[int, torch.Tensor] = {}
+    kept: set[torch.UntypedStorage] = set()
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        # Kept alive, so that no other storage gets its address.
-        seen.setdefault(x.untyped_storage()._cdata, x)
+        kept.add(x.untyped_storage())
         return x
 
-    with FakeTensorMode():
+    with without_memory():
         weights = {
             name: torch.empty(p.shape, dtype=p.dtype, requires_grad=p.requires_grad)
             for name, p in policy.named_parameters()
@@ -204,8 +202,8 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
         policy.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
             torch.func.functional_call(policy, {**weights, **buffers}, ("hidden", batch))
-    own = {x.untyped_storage()._cdata for x in (*weights.values(), *buffers.values())}
-    return sum(x.untyped_storage().nbytes() for key, x in seen.items() if key not in own)
+    own = {x.untyped_storage() for x in (*weights.values(), *buffers.values())}
+    return sum(storage.nbytes() for storage in kept - own)
 
 
 def _autocasts(config: TrainingConfig, gpu: bool) -> bool:

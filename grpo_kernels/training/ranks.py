@@ -14,7 +14,7 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.private import forget_backward
+from ..base.private import forget_forward
 from ..base.sequences import masked_quantile
 from .config import DTYPES, TrainingConfig
 
@@ -78,7 +78,7 @@ def drop_gradients(accelerator: Accelerator, policy: Any, optimizer: Any) -> Non
     accelerator.sync_gradients = True  # without which accelerate keeps them
     optimizer.zero_grad()
     if isinstance(policy, DistributedDataParallel):
-        forget_backward(policy)
+        forget_forward(policy)
 
 
 def configure_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:

@@ -1,0 +1,48 @@
+"""What torch keeps to itself is there in this version, and is named where it is not."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_kernels.base import private
+
+
+def test_hooks_of_a_layer():
+    layer = torch.nn.Linear(2, 2)
+    assert private.forward_hooks(layer) == []
+    layer.register_forward_hook(print)
+    layer.register_forward_pre_hook(repr)
+    assert private.forward_hooks(layer) == [repr, print]
+
+
+def test_views_share_a_storage_without_memory():
+    with private.without_memory():
+        x, other = torch.empty(1 << 20, 1 << 20), torch.empty(3)
+    storages = {y.untyped_storage() for y in (x, x[1:], x.T, other)}
+    assert sum(storage.nbytes() for storage in storages) == (4 << 40) + 12
+
+
+@pytest.mark.parametrize(
+    ("function", "without", "name"),
+    (
+        ("forget_forward", SimpleNamespace(reducer=object()), "reducer._reset_state"),
+        ("is_unit_within", SimpleNamespace(), "_get_fsdp_state"),
+        ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
+        ("forward_hooks", SimpleNamespace(), "_forward_pre_hooks"),
+    ),
+)
+def test_a_torch_without_it_is_named(function, without, name):
+    message = f"which have SimpleNamespace.{name}; got {torch.__version__}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        getattr(private, function)(without)
+
+
+def test_a_torch_that_keeps_other_secrets(monkeypatch):
+    name = "_dispatch_tls_set_dispatch_key_excluded"
+    monkeypatch.delattr(torch._C, name)
+    with pytest.raises(RuntimeError, match=f"which have .*{name}"), private.autograd_in_operators():
+        pass
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert private.graph_is_kept()  # copies, which are right and take more memory
