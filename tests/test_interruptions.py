@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.training import checkpoint, scoring
+from grpo_kernels.head.dense import Dense
+from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
@@ -83,18 +84,32 @@ def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
     assert "memory ran out: from now on micro_batch_size is 2" in capsys.readouterr().out
 
 
-def test_less_memory_down_to_chunks_of_one_completion(
+def test_less_memory_down_to_one_completion(undisturbed, tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, **STEPS)
+    trainer = without_memory_at({1, 2}, config)
+    trainer.train()
+    rows, weights = undisturbed
+    assert [row["micro_batch_size"] for row in rows_of(config.folder)] == [1] * 3
+    assert_same_rows(rows_of(config.folder), rows)
+    assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
+
+
+def test_memory_that_runs_out_over_the_head_is_the_head_s_own_matter(
     undisturbed, tiny_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(scoring, "_LEAST_CHUNK_BYTES", 1)
+    """It takes fewer rows of logits at a time, of the same micro-batch."""
+    new_rows = Dense.new_rows
+
+    def limited(self, count, dtype):
+        return out_of_memory() if count > 16 else new_rows(self, count, dtype)
+
     config = config_of(tiny_model, tmp_path, **STEPS)
-    trainer = without_memory_at({1, 2, 3, 4}, config)
-    trainer.train()
-    left = 512 * 4 * 257 // 4
-    assert trainer.scorer.execution().chunk_bytes == left
+    monkeypatch.setattr(Dense, "new_rows", limited)
+    trainer = same_trainer_of(config)
+    with pytest.warns(UserWarning, match="memory ran out over the head"):
+        trainer.train()
     rows, weights = undisturbed
-    for row in rows_of(config.folder):
-        assert (row["micro_batch_size"], row["chunk_mib"]) == (1, left / 2**20)
+    assert trainer.scorer.micro_batch_size == config.micro_batch_size
     assert_same_rows(rows_of(config.folder), rows)
     assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
 

@@ -82,9 +82,7 @@ def _check_temperature(temperature: object) -> None:
         if temperature.requires_grad:
             raise ValueError("temperature: expected a constant; got a tensor requiring grad")
         return
-    check_number("temperature", temperature)
-    if temperature <= 0:  # type: ignore[operator]
-        raise ValueError(f"temperature: expected a number > 0; got {temperature}")
+    check_number("temperature", temperature, "> 0")
 
 
 def _chunks_of(logits: Tensor) -> list[tuple[slice, Tensor]]:

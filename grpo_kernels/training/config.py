@@ -198,7 +198,7 @@ class TrainingConfig(GRPOLossConfig):
         return GRPOLossConfig(**options)
 
     def execution(self) -> Execution:
-        """The `Execution` of every call over the head, with the exact backward."""
+        """The `Execution` of every call over the head."""
         return Execution(batch_invariant=self.batch_invariant)
 
     def as_json(self) -> dict[str, Any]:

@@ -12,10 +12,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from .. import GRPOLossConfig, SamplerCheck, check_sampler
-from ..head.execution import Execution
 from ..head.lm_head import LOGITS_DTYPES
-from ..head.plan import default_chunk_bytes, gpu
-from ..integrations.hf_head import head_of
 from . import ranks
 from .config import TrainingConfig
 from .interruptions import Interruptions, OutOfMemory, StepError
@@ -24,7 +21,6 @@ from .reference_model import ReferenceModel
 from .samples import Samples
 
 _T = TypeVar("_T")
-_LEAST_CHUNK_BYTES = 4 << 20
 
 
 class Scorer:
@@ -44,22 +40,13 @@ class Scorer:
         self.policy, self.reference, self.interruptions = policy, reference, interruptions
         self.accelerator = interruptions.accelerator
         self.config, self.pad_id = config, pad_id
-        # Less, once memory has run out; None: the default budget.
-        self.micro_batch_size = config.micro_batch_size
-        self.chunk_bytes: int | None = None
+        self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
 
     def plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
         """Cuts rows into micro-batches, equally many in every process."""
         shared = self.accelerator.unwrap_model(self.policy).shares_prompts
         plan = samples.micro_batches(rows, self.micro_batch_size, shared=shared)
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
-
-    def execution(self) -> Execution:
-        """The `Execution` of calls over the head, with the exact backward."""
-        # Where weights are sharded, None: a head that is out of memory shrinks its chunks itself.
-        sharded = ranks.sharding(self.accelerator) is not None
-        chunk_bytes = None if sharded else self.chunk_bytes or self._default_chunk_bytes()
-        return replace(self.config.execution(), chunk_bytes=chunk_bytes)
 
     def loss(self, samples: Samples) -> GRPOLossConfig:
         """The loss of every update on these samples."""
@@ -68,29 +55,20 @@ class Scorer:
             return config
         return replace(config, entropy_threshold=samples.entropy_threshold)
 
-    def _default_chunk_bytes(self) -> int:
-        weight = head_of(self.accelerator.unwrap_model(self.policy).model).weight
-        memory = gpu(weight.device).total_memory if weight.device.type == "cuda" else None
-        return default_chunk_bytes(len(weight), weight.device.type, memory)
-
-    def memory(self) -> list[int | None]:
-        """The option `micro_batch_size`, and what is taken of it and of chunks of logits."""
-        return [self.config.micro_batch_size, self.micro_batch_size, self.chunk_bytes]
+    def memory(self) -> list[int]:
+        """The option `micro_batch_size`, and what is taken of it."""
+        return [self.config.micro_batch_size, self.micro_batch_size]
 
     def taken_of_memory(self) -> dict[str, float]:
         """For a row of metrics: what is taken once memory has run out; nothing before."""
-        taken: dict[str, float] = {}
-        if self.micro_batch_size < self.config.micro_batch_size:
-            taken["micro_batch_size"] = self.micro_batch_size
-        if self.chunk_bytes is not None:
-            taken["chunk_mib"] = self.chunk_bytes / 2**20
-        return taken
+        less = self.micro_batch_size < self.config.micro_batch_size
+        return {"micro_batch_size": self.micro_batch_size} if less else {}
 
-    def restore_memory(self, memory: Sequence[int | None]) -> None:
+    def restore_memory(self, memory: Sequence[int]) -> None:
         """Goes on with what a run had left of it, unless the option is another one now."""
-        option, size, chunk_bytes = memory
+        option, size = memory
         if option == self.config.micro_batch_size:
-            self.micro_batch_size, self.chunk_bytes = size or option, chunk_bytes
+            self.micro_batch_size = size
 
     def in_memory(
         self,
@@ -112,24 +90,21 @@ class Scorer:
             warn(f"memory ran out: from now on {now}; the gradients are the same")
 
     def _smaller(self) -> str:
-        """Halves micro-batches; those of one completion stay, and the head's chunks are halved.
+        """Halves micro-batches; the head takes fewer rows at a time by itself.
 
         Returns:
             A text that says what holds from now on.
 
         Raises:
-            StepError: neither can be any smaller.
+            StepError: they have one completion.
         """
-        if self.micro_batch_size > 1:
-            self.micro_batch_size //= 2
-            return f"micro_batch_size is {self.micro_batch_size}"
-        self.chunk_bytes = (self.chunk_bytes or self._default_chunk_bytes()) // 2
-        if self.chunk_bytes < _LEAST_CHUNK_BYTES:
+        if self.micro_batch_size == 1:
             raise StepError(
                 "memory ran out in a micro-batch of one completion: shorten "
                 "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
             )
-        return f"micro_batch_size is 1, and chunks of logits take {self.chunk_bytes >> 20} MiB"
+        self.micro_batch_size //= 2
+        return f"micro_batch_size is {self.micro_batch_size}"
 
     def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:
         """The completions of `rows` that the rollout's update `number` does not leave out."""
@@ -185,7 +160,7 @@ class Scorer:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
         logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
-        execution = self.execution()
+        execution = self.config.execution()
         for part in plan:
             batch, where = samples.batch(part, self.pad_id)
             with self.accelerator.autocast():

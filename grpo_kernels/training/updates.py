@@ -94,7 +94,7 @@ class Updates:
                         part_loss, part_metrics, logps = self.policy(
                             "loss", batch, samples.advantages[where], part_config,
                             **constants, num_items=items,
-                            execution=self.scorer.execution(),
+                            execution=self.config.execution(),
                         )  # fmt: skip
                     if not last:
                         accelerator.backward(part_loss)
