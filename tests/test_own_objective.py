@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
-from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Loss
+from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo
+from grpo_kernels.training import parse_config
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
 from tests.helpers.head_options import BACKENDS, expect_equal
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
@@ -306,3 +307,52 @@ def test_sequences_need_cu_seqlens():
     cfg = GRPOLossConfig(loss_type=sequence_clipped)
     with pytest.raises(ValueError, match="cu_seqlens: expected offsets"):
         grpo_loss(torch.zeros(5, requires_grad=True), torch.ones(5), config=cfg)
+
+
+# By name, in a run's options
+
+
+def test_a_loss_by_its_name_is_that_of_its_instance(tiny_model, tmp_path):
+    here = __name__
+    named = config_of(
+        tiny_model, tmp_path / "named", steps=2, loss_type=f"{here}:Dro", loss_options={"tau": "2"}
+    )
+    given = config_of(tiny_model, tmp_path / "given", steps=2, loss_type=Dro(tau=2))
+    rows, expected = (rows_of(trainer_of(config).train()) for config in (named, given))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    assert all(
+        row["dro/distance"] == theirs["dro/distance"]
+        for row, theirs in zip(rows, expected, strict=True)
+    )
+    assert named.loss_config().loss == Dro(tau=2) and not named.why_two_passes()
+    by_function = replace(named, loss_type=f"{here}:sequence_clipped", loss_options={})
+    assert by_function.loss_config().why_two_passes()
+    of_ours = replace(named, loss_type="sapo", loss_options={"temperature_neg": 1.3})
+    assert of_ours.loss_config() == GRPOLossConfig(loss_type=Sapo(temperature_neg=1.3))
+
+
+def test_a_loss_comes_from_a_file_of_options(tmp_path, tiny_model):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {tiny_model}\nloss_type: {__name__}:Dro\nloss_options:\n  tau: 0.25\n")
+    assert parse_config([str(path)]).loss == Dro(tau=0.25)
+    flags = ["--loss_type", "gmpo", "--loss_options", "epsilon", "0.3"]
+    assert parse_config([str(path), *flags]).loss == Gmpo(epsilon=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"loss_type": "no_such:Loss"}, "loss_type: expected module:function; got 'no_such:Loss'"),
+        ({"loss_type": f"{__name__}:replace", "loss_options": {"x": 1}}, "loss_options: expected"),
+        ({"loss_type": "builtins:dict"}, "loss_type: expected a subclass of Loss; got builtins:"),
+        ({"loss_type": f"{__name__}:Dro", "loss_options": {"beta": 1}},
+         "loss_options: expected some of tau, as Dro has them; got beta"),
+        ({"loss_type": Dro(), "loss_options": {"tau": 1}}, "loss_options: expected none with an"),
+        ({"loss_options": {"tau": 1}}, "loss_options: expected some of .*, as Clip has them; got"),
+        ({"loss_type": "sapo", "loss_options": {"temperature_neg": "warm"}}, "temperature_neg"),
+        ({"loss_options": "tau"}, "loss_options: expected"),
+    ),
+)  # fmt: skip
+def test_a_loss_that_is_none_is_named(options, message, tiny_model, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
+        config_of(tiny_model, tmp_path, **options)

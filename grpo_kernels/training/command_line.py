@@ -71,4 +71,6 @@ def _flags_of(path: Path, kinds: Mapping[str, tuple[Any, ...]]) -> Iterator[str]
         else:
             yield f"--{name}"
             given = "None" if value is None else written.get(name, value)
+            if isinstance(given, dict):
+                given = [x for pair in given.items() for x in pair]
             yield from map(str, given if isinstance(given, list) else [given])

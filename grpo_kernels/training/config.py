@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields, replace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -13,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from ..base.checks import check_choice, check_number
 from ..head.execution import Execution
 from ..loss.config import GRPOLossConfig
+from ..loss.losses import LOSSES, Loss, OwnLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     _LossType = str | Callable[[Any], Any]
 else:
     _LossType = str  # what the command line takes
@@ -38,7 +42,9 @@ class TrainingConfig(GRPOLossConfig):
 
     loss_type: _LossType = "dapo"
     """Name of the loss: grpo, bnpo, dr_grpo, dapo, luspo, gspo, gspo_token, gmpo, cispo, sapo,
-    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md)."""
+    vespo, reinforce, dppo_tv, dppo_kl (docs/objectives.md); or module:Class, one of your own."""
+    loss_options: dict[str, str] = field(default_factory=dict)
+    """Options of the loss's class, as NAME VALUE NAME VALUE."""
     max_completion_length: int = 256
     """Tokens in a completion, at most."""
 
@@ -190,9 +196,37 @@ class TrainingConfig(GRPOLossConfig):
         self._check_run()
         self.loss_config()  # its own checks
 
+    @cached_property
+    def loss(self) -> Loss:
+        """The loss in force: that of `loss_type`, with `loss_options`."""
+        name = self.loss_type
+        if not isinstance(name, str) or (":" not in name and not self.loss_options):
+            if self.loss_options:
+                raise ValueError(
+                    f"loss_options: expected none with an instance, {name!r}, which has its own; "
+                    f"got {self.loss_options}"
+                )
+            return super().loss
+        kind, preset = LOSSES.get(name) or (imported("loss_type", name), {})
+        if not isinstance(kind, type) and not self.loss_options:
+            return OwnLoss(kind)
+        options = {its: _value_of(x) for its, x in self.loss_options.items()}
+        known = sorted(its.name for its in fields(kind)) if is_dataclass(kind) else list[str]()
+        if not set(options) <= set(known):
+            raise ValueError(
+                f"loss_options: expected some of {', '.join(known) or 'none'}, as "
+                f"{kind.__name__} has them; got {', '.join(sorted(set(options) - set(known)))}"
+            )
+        found = kind(**{**preset, **options})
+        if not isinstance(found, Loss):
+            raise ValueError(f"loss_type: expected a subclass of Loss; got {name} = {kind!r}")
+        return found
+
     def loss_config(self) -> GRPOLossConfig:
         """The config of the loss alone."""
         options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
+        if isinstance(self.loss_type, str) and (":" in self.loss_type or self.loss_options):
+            options["loss_type"] = self.loss
         if self.effective_aggregation != "dr_grpo":
             options["max_completion_length"] = None
         return GRPOLossConfig(**options)
@@ -327,8 +361,36 @@ def kinds_of(config: type[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def imported(option: str, name: str) -> Callable[..., Any]:
+    """The function of `module:function`, of a module here or installed.
+
+    Raises:
+        ValueError: there is no such module, or no such function in it.
+    """
+    module, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # as `python -m` has it, not a script
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
+    if not callable(found):
+        raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
+    return found
+
+
+def _value_of(text: Any) -> Any:
+    """The number or bool that a text is; other texts as they are, and what is no text."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError, TypeError):
+        return text
+
+
 def _is_a(value: Any, kind: Any) -> bool:
     """False if a value is not of a kind that is known; an option of one's own may have others."""
+    if get_origin(kind) is dict:
+        return isinstance(value, dict)
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_is_a(x, *get_args(kind)) for x in value)
     return isinstance(value, _KINDS.get(kind, (object,)))

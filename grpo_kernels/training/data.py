@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
@@ -14,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .config import TrainingConfig
+from .config import TrainingConfig, imported
 
 Problem = Mapping[str, Any]
 
@@ -93,24 +91,6 @@ def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
     if len(problems) > most:
         return problems[:most], f"The first {most} problems {of}, as eval_size says"
     return problems, f"All {len(problems)} problems {of}"
-
-
-def imported(option: str, name: str) -> Callable[..., Any]:
-    """The function of `module:function`, of a module here or installed.
-
-    Raises:
-        ValueError: there is no such module, or no such function in it.
-    """
-    module, _, function = name.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # as `python -m` has it, not a script
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
-    if not callable(found):
-        raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
-    return found
 
 
 class PromptEncoder:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from . import ranks
 from .bounded import Late, TimedOut, at_most
-from .data import applies, imported
+from .config import imported
+from .data import applies
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
