@@ -42,6 +42,7 @@ from ..head.lm_head import Support
 from ..head.support import batch_support
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
+from ..loss.losses import Loss
 from .hf_head import head_of, is_prompt_learning
 from .patching import Patch, Replacement
 from .reused import Reused
@@ -68,12 +69,14 @@ _TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "luspo", "dapo")
 
 
+# What `GRPOLossConfig.loss_type` takes beside a name.
+OwnLossType = Loss | Callable[[Any], Tensor]
 # `attach_fused_head` with what a trainer's models have in common.
 _Attach = Callable[..., None]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes three arguments more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes four arguments more.
 
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
@@ -82,6 +85,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         replay_support: record what `top_p`, `top_k` and `min_p` kept for each sampled token.
             Log-probs (the policy's, the old ones and the reference's), entropy and loss are then
             those of the truncated policy, which is the one that acted.
+        loss: trained in the place of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
+            or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics stay;
+            `epsilon`, say, is the class's own.
 
     Raises:
         ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
@@ -95,12 +101,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         execution: Execution = Execution(),  # noqa: B008 - frozen
         logits_dtype: str = "fp32",
         replay_support: bool = False,
+        loss: OwnLossType | None = None,
         **kwargs: Any,
     ) -> None:
         attach = _attacher(execution, logits_dtype)
         with Patch(_of_constructor(attach, replay_support)):
             super().__init__(*args, **kwargs)
-        _prepare(self, attach, replay_support)
+        _prepare(self, attach, replay_support, loss)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return _generate(super()._generate_single_turn, self, *args, **kwargs)
@@ -128,7 +135,7 @@ class patch_trl(Patch):
     Trainers made before the patch, or trained after it, compute as TRL's do.
 
     Args:
-        replay_support, logits_dtype, execution: as in `FusedGRPOTrainer`.
+        replay_support, logits_dtype, execution, loss: as in `FusedGRPOTrainer`.
 
     Raises:
         RuntimeError: TRL is patched already.
@@ -140,6 +147,7 @@ class patch_trl(Patch):
         replay_support: bool = False,
         logits_dtype: str = "fp32",
         execution: Execution = Execution(),  # noqa: B008 - frozen
+        loss: OwnLossType | None = None,
     ) -> None:
         attach, init_of_trl = _attacher(execution, logits_dtype), GRPOTrainer.__init__
         wrappers: dict[str, Callable[..., Any]] = {
@@ -148,7 +156,7 @@ class patch_trl(Patch):
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             init_of_trl(self, *args, **kwargs)
-            _prepare(self, attach, replay_support)
+            _prepare(self, attach, replay_support, loss)
 
         def wrapped(name: str) -> Callable[..., Any]:
             own = getattr(GRPOTrainer, name)
@@ -204,7 +212,7 @@ def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> N
     attach(model, temperature=temperature, float32=float32)
 
 
-def _prepare(trainer: Any, attach: _Attach, replay_support: bool) -> None:
+def _prepare(trainer: Any, attach: _Attach, replay_support: bool, loss: OwnLossType | None) -> None:
     """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
@@ -226,9 +234,38 @@ def _prepare(trainer: Any, attach: _Attach, replay_support: bool) -> None:
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32
             _attach(attach, inner, trainer.temperature, float32)
-    if _is_token_local(trainer):
+    trainer._own_loss = loss
+    if loss is not None:
+        if isinstance(loss, str):
+            raise TypeError(
+                f"loss: expected a loss or a callable, as TRL's go by loss_type; got {loss!r}"
+            )
+        _refuse_with_own_loss(trainer)
+    if loss is not None or _is_token_local(trainer):
         _loss_config(trainer, 1)  # raises now what would be raised in the first step
     trainer._support_replay = SupportReplay(trainer) if replay_support else None
+
+
+def _refuse_with_own_loss(trainer: Any) -> None:
+    """Refuses options of TRL's loss that a loss of one's own would leave out, or twist."""
+    for name, expected in (
+        ("importance_sampling_level", "token"), ("off_policy_mask_threshold", None),
+        ("top_entropy_quantile", 1.0),
+    ):  # fmt: skip
+        if (given := getattr(trainer, name)) != expected:
+            raise ValueError(
+                f"{name}: expected {expected!r} with a loss of your own; got {given!r}"
+            )
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        raise ValueError(
+            "vllm_importance_sampling_correction: expected False with a loss of your own, which "
+            "need not be linear in the advantage; got True"
+        )
+
+
+def _own_loss(trainer: Any) -> OwnLossType | None:
+    """The caller's own; None without, and in a trainer made before the patch."""
+    return getattr(trainer, "_own_loss", None)
 
 
 def _replay(trainer: Any) -> SupportReplay | None:
@@ -322,14 +359,17 @@ def _compute_loss(
     model: Any,
     inputs: dict[str, Any],
 ) -> Tensor:
-    """Returns TRL's loss, with a gradient made in one pass if the objective allows it."""
-    one_pass = (
-        torch.is_grad_enabled()
-        and not isinstance(model, _Call)
-        and _is_token_local(trainer)
+    """Returns TRL's loss, with a gradient made in one pass if the objective allows it.
+
+    Or the caller's own, beside which TRL computes what it logs.
+    """
+    own = _own_loss(trainer)
+    in_the_model = (
+        not isinstance(model, _Call)
+        and (own is not None or (torch.is_grad_enabled() and _is_token_local(trainer)))
         and has_fused_head(extract_model_from_parallel(model))
     )
-    if not one_pass:
+    if not in_the_model:
         if not isinstance(model, _Call):
             rows = inputs[KEY] if _replay(trainer) else None
             model = _plain_call(model, rows, inputs["completion_ids"].shape[1])
@@ -344,6 +384,8 @@ def _compute_loss(
         assert out.aux_loss is not None
         coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
         policy_value = policy_value - coefficient * out.aux_loss.detach()
+    if own is not None:
+        return loss + (value - policy_value)
     if _check_is_due(trainer):
         magnitude = _magnitude(trainer, objective)
         _check_agreement(float(policy_value), float(loss.detach()), magnitude)
@@ -370,13 +412,16 @@ def _accumulation_steps(trainer: Any) -> int:
 
 def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
     """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
-    args, loss_type = trainer.args, trainer.loss_type
+    args, own = trainer.args, _own_loss(trainer)
+    loss_type = trainer.loss_type if own is None else getattr(own, "aggregation", "dapo")
     options: dict[str, Any] = {
-        "loss_type": loss_type,
+        "loss_type": loss_type if own is None else own,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
     }
-    if loss_type in _CLIPPED:
+    if own is not None:
+        pass  # which has its options
+    elif loss_type in _CLIPPED:
         options |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
         options["delta"] = args.delta
     elif loss_type == "cispo":
@@ -404,7 +449,11 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
     accumulation = _accumulation_steps(trainer)
     scale = 1 / max(1, accumulation)
     num_items = None
-    if trainer.loss_type in _STEP_WIDE:
+    own = _own_loss(trainer)
+    by_tokens = trainer.loss_type in _STEP_WIDE
+    if own is not None:
+        by_tokens = getattr(own, "aggregation", "dapo") == "dapo"
+    if by_tokens:
         # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
         # the device, where they are not read.
         tokens = torch.as_tensor(inputs["num_items_in_batch"], device=mask.device).float()

@@ -60,7 +60,7 @@ def folder_of(family):
 
 
 # Options of `trained` for the trainer, not for its configuration.
-_OF_THE_TRAINER = ("peft_config", "execution", "logits_dtype", "replay_support")
+_OF_THE_TRAINER = ("peft_config", "execution", "logits_dtype", "replay_support", "loss")
 
 
 def trained(

@@ -20,6 +20,7 @@ from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, check_version
+from grpo_kernels.loss.losses import Clip
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -90,6 +91,51 @@ def test_the_same_run(case, tmp_path, one_pass):
     assert len(one_pass) == (len(losses) if expected else 0)
     if case in ("grpo", "delta"):  # else clipping was not looked at
         assert any(row.get("clip_ratio/region_mean", 0) > 0 for row in log)
+
+
+OWN_LOSSES = {
+    "dapo": ({"loss_type": "dapo"}, Clip()),
+    "grpo": ({"loss_type": "grpo"}, Clip(aggregation="grpo")),
+    "luspo": ({"loss_type": "luspo"}, Clip(aggregation="luspo")),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, Clip(aggregation="dr_grpo")),
+    "with a KL and a bonus": ({"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.1}, Clip()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_a_loss_of_one_s_own_that_is_trls(name, tmp_path):
+    """Losses, weights, and all that TRL logs."""
+    if DIVIDES_BY_BATCH and name != "dr_grpo":
+        pytest.skip("TRL divides by the batch")
+    options, loss = OWN_LOSSES[name]
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **options, **TWICE)
+    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
+
+
+def test_a_loss_of_one_s_own_that_is_another(tmp_path):
+    """Of sequences, in two passes: TRL trains the same by another option, and logs its own."""
+    options = {"loss_type": "grpo", **TWICE}
+    loss = Clip(aggregation="grpo", ratio_level="sequence")
+    losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **options)
+    of_sequences = {**options, "importance_sampling_level": "sequence"}
+    expected = trained(GRPOTrainer, tmp_path / "theirs", **of_sequences)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-5)
+    for key, weight in expected[2].items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+    assert [row.keys() for row in log] == [row.keys() for row in expected[1]]
+    others = trained(GRPOTrainer, tmp_path / "plain", **options)[2]
+    assert any(not torch.equal(weights[key], x) for key, x in others.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    (({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
+     ({"top_entropy_quantile": 0.4}, "top_entropy_quantile: expected 1.0 with a loss of your own"),
+     ({"loss": "dapo"}, "loss: expected a loss or a callable")),
+)  # fmt: skip
+def test_what_does_not_go_with_a_loss_of_one_s_own(options, told, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=told):
+        trained(FusedGRPOTrainer, tmp_path, **{"loss": Clip(), **options})
 
 
 def test_a_compiled_model_is_one_graph(tmp_path, monkeypatch):
