@@ -21,7 +21,7 @@ from grpo_kernels.training import (
     metrics,
 )
 from grpo_kernels.training.policy import Policy
-from tests.helpers.tiny_models import make_tokenizer
+from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
@@ -101,6 +101,70 @@ def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
     theirs = dict(trainer.reference.copy.named_parameters())
     same = {n for n, p in trainer.policy.named_parameters() if p.data_ptr() == theirs[n].data_ptr()}
     assert any("layers.0" in n for n in same) and not any("layers.1" in n for n in same)
+
+
+def weights_of_copy(trainer):
+    return {n: p.clone() for n, p in trainer.reference.copy.named_parameters()}
+
+
+@pytest.mark.parametrize("alpha", (1.0, 0.25))
+def test_a_reference_that_follows(alpha, tiny_model, tmp_path):
+    config = config_of(
+        tiny_model, tmp_path, beta=0.1, steps=4, sync_ref_every=2, ref_mixup_alpha=alpha
+    )
+    trainer, seen = trainer_of(config), []
+    begin = weights_of_copy(trainer)
+
+    def look(row, samples):
+        policy = {n: p.detach().clone() for n, p in trainer.policy.named_parameters()}
+        seen.append((row["kl"], weights_of_copy(trainer), policy))
+
+    trainer.train(look)
+    expected = begin
+    for step, (_, reference, policy) in enumerate(seen, 1):
+        if step % 2 == 0:
+            expected = {n: x + alpha * (policy[n] - x) for n, x in expected.items()}
+        for name, weight in expected.items():
+            torch.testing.assert_close(reference[name], weight, rtol=1e-6, atol=1e-7, msg=name)
+    kls = [kl for kl, _, _ in seen]
+    # Before the first update of the third step a copy is the policy.
+    assert kls[1] > 1e-4 and (kls[2] == pytest.approx(0, abs=1e-6)) is (alpha == 1)
+
+
+def test_a_reference_that_follows_goes_on(tiny_model, tmp_path):
+    """The same rows and weights as without a stop, whose checkpoint has both models."""
+    options = {"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": 0.5, "save_every": 1}
+    whole = trainer_of(config_of(tiny_model, tmp_path / "whole", steps=5, **options))
+    rows = rows_of(whole.train())
+    cut = config_of(tiny_model, tmp_path / "cut", steps=3, **options)
+    trainer_of(cut).train()
+    again = trainer_of(replace(cut, steps=5, resume=True))
+    assert rows_of(again.train()) == rows
+    for mine, theirs in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for name, weight in weights_of_copy(whole).items():
+        assert torch.equal(weights_of_copy(again)[name], weight)
+
+
+def test_another_model_is_the_reference(tiny_model, tmp_path):
+    other = make_model("llama")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=str(tmp_path / "other"))
+    trainer = trainer_of(config)
+    for name, p in trainer.reference.copy.model.named_parameters():
+        assert torch.equal(p, other.get_parameter(name)) and not p.requires_grad
+    assert rows_of(trainer.train())[0]["kl"] > 0.01
+    adapters = trainer_of(replace(config, name="lora", lora_rank=2))
+    assert rows_of(adapters.train())[0]["kl"] > 0.01
+    small = make_model("llama", vocab_size=300)
+    small.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"ref_model: expected a vocabulary of 257, .*; got 300"):
+        trainer_of(replace(config, name="third", ref_model=str(tmp_path / "small")))
+    with pytest.raises(OSError, match=r"ref_model: '.*none' is no folder with a model"):
+        trainer_of(replace(config, name="fourth", ref_model=str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))

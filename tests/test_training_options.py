@@ -50,6 +50,18 @@ def config_of(**options):
         ({"name": "a/b"}, "name: expected the name of a folder"),
         ({"kl_estimator": "k1"}, "kl_estimator: expected 'k3' where beta is 0"),
         ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
+        ({"sync_ref_every": 2}, "sync_ref_every: expected 0 where beta is 0"),
+        ({"ref_model": "m"}, "ref_model: expected None where beta is 0"),
+        (
+            {"beta": 0.1, "sync_ref_every": 2, "lora_rank": 2},
+            "sync_ref_every: expected 0 with lora_rank",
+        ),
+        (
+            {"beta": 0.1, "sync_ref_every": 2, "ref_model": "m"},
+            "sync_ref_every: expected 0 with ref_model",
+        ),
+        ({"beta": 0.1, "ref_mixup_alpha": 0.5}, "ref_mixup_alpha: expected 1.0 where sync_ref"),
+        ({"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": 0.0}, r"a number in \(0, 1\]"),
         ({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, "entropy_coef: expected 0"),
         ({**VLLM, "vllm_gpu_memory_utilization": 1.5}, r"a number in \(0, 1\]; got 1.5"),
     ),

@@ -160,10 +160,10 @@ def names_and_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         parameter = parameters[name]
         layer: Any = layers.get(name.removesuffix(".base_layer.weight"))
         adapters = [] if layer is None else [a for a in layer.active_adapters if a in layer.scaling]
-        with _gathered([parameter, *(layer.parameters() if adapters else ())]):
-            weight = _whole(parameter.detach())
+        with gathered([parameter, *(layer.parameters() if adapters else ())]):
+            weight = whole(parameter.detach())
             for adapter in adapters:
-                weight = weight + _whole(layer.get_delta_weight(adapter)).to(weight)
+                weight = weight + whole(layer.get_delta_weight(adapter)).to(weight)
             yield _plain(name) if layers else name, weight
 
 
@@ -173,11 +173,13 @@ def _plain(name: str) -> str:
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
 
 
-def _whole(weight: Tensor) -> Tensor:
+def whole(weight: Tensor) -> Tensor:
+    """A weight that may be sharded by FSDP2, whole; every process calls it."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def _gathered(parameters: list[Tensor]) -> Any:
+def gathered(parameters: list[Tensor]) -> Any:
+    """A block in which parameters that ZeRO-3 shards are whole."""
     if not any(hasattr(p, "ds_id") for p in parameters):
         return nullcontext()
     import deepspeed

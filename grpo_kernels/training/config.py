@@ -68,6 +68,14 @@ class TrainingConfig(GRPOLossConfig):
     lora_target: str = "all-linear"
     """Modules that get adapters: a regular expression, or all-linear."""
 
+    # The reference, where beta is not 0
+    ref_model: str | None = None
+    """Hub name or folder of the reference; none: the model at the start, or without adapters."""
+    sync_ref_every: int = 0
+    """Steps after which the reference follows the policy (TRL's ref_model_sync_steps); 0: never."""
+    ref_mixup_alpha: float = 1.0
+    """Share of the way that it follows (TRL's default: 0.6); 1: it becomes the policy."""
+
     # Problems and rewards
     dataset: str = ""
     """Problems: a name on the hub, as OWNER/NAME[:CONFIG][@REVISION] (openai/gsm8k:main); a .jsonl
@@ -181,12 +189,13 @@ class TrainingConfig(GRPOLossConfig):
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
-        for name in ("eval_size", "eval_every", "lora_rank", "top_k", "min_p",
+        for name in ("eval_size", "eval_every", "lora_rank", "sync_ref_every", "top_k", "min_p",
                      "reward_timeout", "warmup_steps", "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             self._check(name, "a number > 0", lambda x: x > 0)
         self._check("save_every", "at least -1", lambda x: x >= -1)
+        self._check("ref_mixup_alpha", "a number in (0, 1]", lambda x: 0 < x <= 1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         self._check("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
         self._check("adam_beta2", "a number in (0, 1)", lambda x: 0 < x < 1)
@@ -336,6 +345,15 @@ class TrainingConfig(GRPOLossConfig):
         for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl"):
             if not self.beta and getattr(self, name) != getattr(GRPOLossConfig(), name):
                 refuse(name, f"{getattr(GRPOLossConfig(), name)!r} where beta is 0")
+        for name in ("ref_model", "sync_ref_every"):
+            if not self.beta and getattr(self, name):
+                refuse(name, f"{DEFAULTS[name]!r} where beta is 0")
+        if self.sync_ref_every and self.lora_rank:
+            refuse("sync_ref_every", "0 with lora_rank, whose adapters no other model has")
+        if self.sync_ref_every and self.ref_model is not None:
+            refuse("sync_ref_every", "0 with ref_model, which stays as it is")
+        if not self.sync_ref_every and self.ref_mixup_alpha != 1:
+            refuse("ref_mixup_alpha", "1.0 where sync_ref_every is 0")
         for name in ("lora_alpha", "lora_target"):
             if not self.lora_rank and getattr(self, name) != DEFAULTS[name]:
                 refuse(name, f"{DEFAULTS[name]!r} where lora_rank is 0")

@@ -41,6 +41,20 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     return set_trainable(model, config), tokenizer
 
 
+def load_reference(config: TrainingConfig) -> Any:
+    """Loads the model that `ref_model` names, in the dtype of the policy.
+
+    Raises:
+        OSError: there is no such model, or the hub was not reached.
+    """
+    from transformers import AutoModelForCausalLM
+
+    assert config.ref_model is not None
+    with explain_missing_model(config.ref_model, "ref_model"):
+        dtype = getattr(torch, DTYPES[config.dtype])
+        return AutoModelForCausalLM.from_pretrained(config.ref_model, dtype=dtype)
+
+
 def upper_half(model: str) -> str:
     """A regular expression for `trainable` that matches the upper half of the layers."""
     from transformers import AutoConfig
@@ -50,13 +64,13 @@ def upper_half(model: str) -> str:
 
 
 @contextmanager
-def explain_missing_model(model: str) -> Iterator[None]:
+def explain_missing_model(model: str, option: str = "model") -> Iterator[None]:
     """If a model is not found, adds to the error what works without the hub."""
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"model: {model!r} is no folder with a model, and the hub gave none: "
+            f"{option}: {model!r} is no folder with a model, and the hub gave none: "
             f"{why_not_downloaded(error)}. Without the hub: the folder of a downloaded model"
         ) from error
 

@@ -113,7 +113,7 @@ def predict(
         model = _model(config, model_config)
     weights = sum(map(_bytes, model.parameters()))
     gradients = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
-    has_reference = bool(config.beta) and not config.lora_rank
+    has_reference = bool(config.beta) and (config.ref_model or not config.lora_rank)
     policy = Policy(model, share_prompts=config.share_prompts)
     activations = _kept(policy, config, gpu)
     text = model_config.get_text_config()
@@ -142,7 +142,7 @@ def predict(
         weights=weights // shards + gathered,
         gradients=gradients // shards,
         optimizer=2 * gradients // shards,
-        reference=gradients // shards if has_reference else 0,
+        reference=(weights if config.ref_model else gradients) // shards if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,

@@ -3,39 +3,82 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from ..integrations.vllm import gathered, whole
 from . import ranks
 from .config import TrainingConfig
+from .loading import load_reference
 from .policy import Policy
+from .rollout import vocabulary_of
 
 
 class ReferenceModel:
-    """A frozen copy of the model; with LoRA no copy, but the model without its adapters."""
+    """A frozen copy of the model, or `ref_model`; with LoRA the model without its adapters.
+
+    A copy follows the policy every `sync_ref_every` steps, and is then in the run's checkpoints.
+    """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, config: TrainingConfig) -> None:
-        self.accelerator = accelerator
-        self.copy: Any = None if config.lora_rank else self._copy_of(model, config)
+        self.accelerator, self.alpha = accelerator, config.ref_mixup_alpha
+        self.copy: Any = None
+        if config.ref_model is not None:
+            self.copy = self._placed(load_reference(config), config)
+            found, wanted = (vocabulary_of(x) for x in (self.copy.model, model))
+            if found != wanted:
+                raise ValueError(
+                    f"ref_model: expected a vocabulary of {wanted}, as the model has; got {found}"
+                )
+        elif not config.lora_rank:
+            # Parameters that are frozen in both are shared, unless each is to be sharded.
+            sharded = ranks.sharding(accelerator) is not None
+            frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
+            copied = copy.deepcopy(model, {id(p): p for p in frozen})
+            self.copy = self._placed(copied, config)
+        if config.sync_ref_every:
+            accelerator.register_for_checkpointing(self)
 
-    def _copy_of(self, model: nn.Module, config: TrainingConfig) -> Any:
-        """A copy on the device, sharded as the policy will be.
-
-        Parameters that are frozen in both are shared, unless each is to be sharded.
-        """
-        sharded = ranks.sharding(self.accelerator) is not None
-        frozen = [] if sharded else [p for p in model.parameters() if not p.requires_grad]
-        copied = copy.deepcopy(model, {id(p): p for p in frozen}).eval().requires_grad_(False)
-        policy = Policy.of_run(copied, config)
+    def _placed(self, model: nn.Module, config: TrainingConfig) -> Any:
+        """The model on the device, sharded as the policy will be."""
+        policy = Policy.of_run(model.eval().requires_grad_(False), config)
         if self.accelerator.is_fsdp2:
             from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
             return fsdp2_prepare_model(self.accelerator, policy)
         return policy.to(self.accelerator.device)
+
+    @torch.no_grad()
+    def sync(self, policy: Any) -> None:
+        """Moves the copy to the policy, by `ref_mixup_alpha` of the way; all processes call it."""
+        trained = dict(self.accelerator.unwrap_model(policy).named_parameters())
+        for name, mine in self.copy.named_parameters():
+            theirs = trained[name]
+            if mine is theirs:  # frozen in both
+                continue
+            with gathered([theirs]):
+                same = hasattr(mine, "full_tensor") == hasattr(theirs, "full_tensor")
+                mine.lerp_((theirs if same else whole(theirs)).to(mine), self.alpha)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The copy's weights, whole, for a checkpoint; all processes call it."""
+        return {name: whole(p).cpu() for name, p in self.copy.named_parameters()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the weights of a checkpoint."""
+        for name, mine in self.copy.named_parameters():
+            saved = state[name].to(mine.device)
+            if hasattr(mine, "full_tensor"):
+                from torch.distributed.tensor import distribute_tensor
+
+                saved = distribute_tensor(saved, mine.device_mesh, mine.placements)
+            mine.copy_(saved)
 
     @contextmanager
     def active(self, policy: Any) -> Iterator[Any]:

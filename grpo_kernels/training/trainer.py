@@ -149,6 +149,8 @@ class Trainer:
             try:
                 self.step += 1
                 row, samples = self.train_step(problems)
+                if self.reference is not None and _every(config.sync_ref_every, self.step):
+                    self.reference.sync(self.policy)
                 trained, last = self.step, self.step == config.steps
                 self.evaluated = not (last or _every(config.eval_every, self.step))
                 self.order.step_done()

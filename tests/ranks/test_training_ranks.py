@@ -69,6 +69,7 @@ OPTIONS = {
     "bnpo, replayed": {"loss_type": "bnpo", "top_k": 20},
     "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
     "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
+    "a reference that follows": {"beta": 0.1, "sync_ref_every": 1, "ref_mixup_alpha": 0.5},
 }
 
 
