@@ -4,6 +4,7 @@ import json
 import math
 from datetime import date, datetime
 from decimal import Decimal
+from fractions import Fraction
 from itertools import islice
 
 import pytest
@@ -51,7 +52,7 @@ def test_made_problems_are_held_out(name, sizes):
     assert all(rewards.number_of(p["answer"]) is not None for p in (*train, *held_out))
     chat = load_problems(config_of(dataset=f"{where}:{name}", **given, chat=True))[0][0]
     if name == "gsm_symbolic":
-        assert data.EXAMPLE in train[0]["prompt"]
+        assert data.EXAMPLE.replace("{tag}", "think") in train[0]["prompt"]
         assert [m["role"] for m in chat["prompt"]] == ["user"]
 
 
@@ -219,3 +220,76 @@ def test_every_problem_once_an_epoch():
     order = list(islice(data.shuffled_epochs(7, seed=3), 21))
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14] and order == list(islice(data.shuffled_epochs(7, seed=3), 21))
+
+
+# Prompts
+
+
+def prompt(question="1 + 1?", **options):
+    return data.prompt_of(question, config_of(**options))
+
+
+def test_prompts_are_made_as_the_options_say():
+    example = data.EXAMPLE.replace("{tag}", "think")
+    assert prompt().endswith(f"{example}\n\nQuestion: 1 + 1?\n") and "<think>" in prompt()
+    assert "<reasoning>4 * 6" in prompt(think_tag="reasoning") and "<think>" not in prompt(
+        think_tag="reasoning"
+    )
+    assert prompt(prompt_template="Q: {question} A:") == "Q: 1 + 1? A:"
+    assert prompt(system_prompt="Be brief.", prompt_template="{question}") == "Be brief.\n1 + 1?"
+    chat = prompt(chat=True, system_prompt="Be brief.", prompt_template="{question}")
+    assert chat == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}
+    ]  # fmt: skip
+    assert [x["role"] for x in prompt(chat=True)] == ["user"]
+    for options, message in (
+        ({"prompt_template": "no place"}, "prompt_template: expected a text with {question} in it"),
+        ({"think_tag": "<think>"}, "think_tag: expected the name of a tag"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_of(**options)
+
+
+def test_one_switch_is_from_scratch():
+    config = config_of(from_scratch=True)
+    assert config.think_tag == "reasoning" and config.last_answer
+    assert config.rewards == ["correctness", "format"]
+    lines = data.prompt_of("1 + 1?", config).split("\n")
+    assert lines[0] == "Respond in the following format:" and lines[-2:] == ["</answer>", "1 + 1?"]
+    own = config_of(from_scratch=True, rewards=["answer"], think_tag="plan")
+    assert own.rewards == ["answer"] and own.think_tag == "plan" and own.last_answer
+
+
+# GSM8K, as its authors wrote it
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    (("72", 72), ("1,234", 1234), ("2,125,000", 2125000), ("-3", -3), ("0.5", 0.5), ("$18", 18),
+     ("70000.0", 70000), ("50%", 50), ("5.00", 5)),
+)  # fmt: skip
+def test_answers_of_gsm8k(written, number, tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    solution = f"She has 3 + 4 = <<3+4=7>>7.\nSo it is #1.\n#### {written}"
+    rows = [{"question": f"How many? {i}", "answer": solution} for i in range(10)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    train, held_out = load_problems(config_of(dataset=str(path), train_size=0, eval_size=2))
+    assert len(train) == 8 and len(held_out) == 2
+    for problem in (*train, *held_out):
+        assert problem["answer"] == written and rewards.number_of(written) == Fraction(str(number))
+        given = f"<answer>{number}</answer>"
+        assert rewards.is_marked_correct(given, problem["answer"])
+        assert not rewards.is_marked_correct("<answer>8</answer>", problem["answer"])
+
+
+def test_held_out_problems_of_a_file_of_their_own(tmp_path):
+    for name, count in (("train", 30), ("test", 7)):
+        rows = ({"question": f"{name} {i}", "answer": str(i)} for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"dataset": str(tmp_path / "train.jsonl"), "eval_dataset": str(tmp_path / "test.jsonl")}
+    train, held_out = load_problems(config_of(**files, train_size=0, eval_size=5))
+    assert len(held_out) == 5 and all("test" in p["question"] for p in held_out)
+    assert len(train) >= 25 and all("train" in p["question"] for p in train)
+    (tmp_path / "test.jsonl").write_text('{"question": "without"}')
+    with pytest.raises(ValueError, match=r"expected problems with .* and an answer"):
+        load_problems(config_of(**files))

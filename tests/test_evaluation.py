@@ -116,15 +116,35 @@ def test_a_file_is_answered_whole(trained, tmp_path, capsys):
     path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(7)))
     flags = {"model": trained / "model", "dataset": path, "num_generations": 2, "output": tmp_path,
              "max_completion_length": 2}  # fmt: skip
-    for size, count, said in ((500, 7, "All 7 problems of"), (5, 5, "The first 5 problems of")):
-        evaluate.main(
-            [f"--{name}={value}" for name, value in (flags | {"eval_size": size}).items()]
-        )
+    for size, count, said in ((None, 7, "All 7 problems of"), (5, 5, "The first 5 problems of")):
+        given = flags | ({} if size is None else {"eval_size": size})
+        evaluate.main([f"--{name}={value}" for name, value in given.items()])
         assert said in capsys.readouterr().out
-        folder = tmp_path / ("evaluation" if size == 500 else "evaluation-2")
+        folder = tmp_path / ("evaluation" if size is None else "evaluation-2")
         answers = [json.loads(line) for line in (folder / "answers.jsonl").open()]
         greedy = [a["answer"] for a in answers if "sample" not in a]
         assert greedy == [str(i) for i in range(count)]
+
+
+def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tmp_path):
+    options = {"eval_max_completion_length": 9, "max_completion_length": 4, "eval_size": 6}
+    trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options))
+    asked, own = [], trainer.rollout
+
+    def rollout(prompts, count, sampling):
+        asked.append((sampling.max_new_tokens, sampling.temperature))
+        return own(prompts, count, sampling)
+
+    trainer.rollout = rollout
+    folder = trainer.train()
+    assert asked == [(9, 0.0), (4, 1.0), (9, 0.0)]
+    answers = [json.loads(x) for x in (folder / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 12 and all("answered" in row for row in answers)
+    warm = trainer_of(config_of(tiny_model, tmp_path / "warm", eval_temperature=0.7, **options))
+    asked.clear()
+    own, warm.rollout = warm.rollout, rollout
+    warm.evaluate(warm.held_out)
+    assert asked == [(9, 0.7)]
 
 
 def test_runs_are_compared(trained, tiny_model, tmp_path, capsys):

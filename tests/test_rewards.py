@@ -15,6 +15,7 @@ import torch
 from examples import problems
 from grpo_kernels.training import Trainer, rewards
 from grpo_kernels.training.bounded import Late, TimedOut, at_most
+from tests.helpers.trainer_runs import config_of
 
 
 @pytest.mark.parametrize(
@@ -219,8 +220,47 @@ def test_messages_are_answered_by_messages():
 
     functions = {**rewards.REWARDS, "note": note}
     table = rewards.reward_table(functions, rows, texts, more={"transcripts": texts})
-    assert table == [[2.0, pytest.approx(0.4), 2.0, 0.0]] * 2
+    assert table == [[2.0, 2.0, pytest.approx(0.4), 2.0, 0.0]] * 2
     assert seen == [[{"role": "assistant", "content": texts[0]}], texts[1], *texts]
+
+
+# As a run's options say
+
+
+@pytest.mark.parametrize(
+    ("text", "paid"),
+    (
+        ("<answer>12</answer>", 2.0),
+        ("<answer>1</answer> no, <answer> 12\n</answer>", 2.0),
+        ("<answer>12.0</answer>", 1.5),
+        ("<answer>It is 12 eggs.</answer>", 1.5),
+        ("<answer>3 * 4 = 12</answer>", 0.0),  # several numbers
+        ("<answer>12", 0.0),
+        ("<answer>...</answer>", 0.0),
+        ("12", 0.0),
+        ("<answer>-12</answer>", 0.0),
+    ),
+)
+def test_correctness_as_from_scratch_pays_it(text, paid):
+    assert rewards.correctness(["q"], [text], answer=["12"]) == [paid]
+    assert rewards.correctness(["q"], [[{"content": text}]], answer=["12"]) == [paid]
+
+
+def test_answers_and_tags_are_looked_for_as_the_options_say():
+    twice = "<reasoning>a</reasoning><answer>1</answer><answer>2</answer>"
+    for options, paid in (
+        ({}, (0.0, 0.0, 0.0)),
+        ({"think_tag": "reasoning"}, (0.0, 0.4, 0.0)),
+        ({"think_tag": "reasoning", "last_answer": True}, (2.0, 0.8, 2.0)),
+        ({"last_answer": True}, (2.0, 0.4, 2.0)),
+    ):
+        ours = rewards.of_options(config_of("m", "runs", **options))
+        given = {"prompts": ["q"], "completions": [twice], "answer": ["2"]}
+        found = [ours[name](**given)[0] for name in ("answer", "format", "math_equal")]
+        assert found == pytest.approx(paid), options
+    assert rewards.is_marked_correct(twice, "2", last=True)
+    assert rewards.is_marked_correct("#### 1\n#### 2", "2", last=True)
+    assert not rewards.is_marked_correct(twice, "2")
 
 
 # Time

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import TrainingConfig, load_model, parse_config
+from grpo_kernels.training import TrainingConfig, command_line, load_model, parse_config
 from grpo_kernels.training.config import DEFAULTS
 from grpo_kernels.training.loading import check_rollout
 from grpo_kernels.training.ranks import make_accelerator
@@ -295,3 +295,25 @@ def test_a_missing_extra_is_named():
     assert run.stdout.strip() == expected
     extra = (ROOT / "pyproject.toml").read_text().split("\ntrain = [")[1].split("]")[0]
     assert all(f'"{package}>=' in extra for package in NEEDED.values())
+
+
+# Names that people bring
+
+
+@pytest.mark.parametrize("name", command_line.ELSEWHERE)
+def test_an_option_of_elsewhere_says_which_is_meant(name, capsys, tmp_path):
+    ours, told = command_line.ELSEWHERE[name].split()[0].strip(",:;"), f"--{name}: no option here"
+    assert name not in DEFAULTS and ours in DEFAULTS
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: m\n{name}: 2\n")
+    for flags in ([f"--{name}", "2"], [f"--{name.replace('_', '-')}=2"], [str(path)]):
+        with pytest.raises(SystemExit) as status:
+            parse_config([*flags] if flags == [str(path)] else ["--model", "m", *flags])
+        assert status.value.code == 2
+        assert told.replace("_", "-") in capsys.readouterr().err.replace("_", "-")
+
+
+def test_the_docs_have_the_names_that_people_bring():
+    text = (ROOT / "docs" / "training.md").read_text()
+    for name in command_line.ELSEWHERE:
+        assert f"`{name}`" in text, name

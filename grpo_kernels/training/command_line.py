@@ -11,6 +11,34 @@ from typing import Any, TypeVar, overload
 from .config import TrainingConfig, kinds_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
+# Options of other trainers: ours, and what is different about it.
+ELSEWHERE = {
+    "batch_size": "prompts_per_step, over all processes",
+    "bf16": "precision bf16",
+    "clip_eps": "epsilon",
+    "cliprange": "epsilon",
+    "generation_batch_size": "prompts_per_step, in prompts, not completions",
+    "gradient_accumulation_steps": "micro_batch_size: as many as are needed are added up",
+    "kl_coef": "beta",
+    "logging_steps": "show_every, of completions; metrics are logged every step",
+    "lr": "learning_rate",
+    "max_new_tokens": "max_completion_length",
+    "max_steps": "steps, each with a rollout and epochs_per_rollout * minibatches updates",
+    "mu": "epochs_per_rollout",
+    "num_iterations": "epochs_per_rollout; where it renews the reference, sync_ref_every",
+    "num_train_epochs": "steps, of prompts_per_step problems each",
+    "output_dir": "output, the folder of runs, and name, that of the run in it",
+    "per_device_train_batch_size": "micro_batch_size, in completions; changes memory alone",
+    "ref_model_mixup_alpha": "ref_mixup_alpha, 1.0 where it is not given",
+    "ref_model_sync_steps": "sync_ref_every, in steps, not updates",
+    "report_to": "trackers",
+    "reward_funcs": "rewards",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "sync_ref_model": "sync_ref_every, above 0",
+    "train_batch_size": "prompts_per_step, in prompts, not completions",
+    "use_vllm": "rollout vllm",
+}
 
 
 @overload
@@ -37,6 +65,11 @@ def parse_config(
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].endswith((".yaml", ".yml")):
         argv[:1] = _flags_of(Path(argv[0]), kinds_of(kind))
+    for flag in argv:
+        meant = ELSEWHERE.get(flag.removeprefix("--").partition("=")[0].replace("-", "_"))
+        if flag.startswith("--") and meant is not None:
+            print(f"{flag.partition('=')[0]}: no option here; it is {meant}", file=sys.stderr)
+            sys.exit(2)
     default = kind(model="a model")
     # Checked once flags have changed them, not before.
     for name, value in ({"model": ""} | defaults).items():

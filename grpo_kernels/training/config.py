@@ -82,15 +82,33 @@ class TrainingConfig(GRPOLossConfig):
     or .parquet file; or module:function, which takes the options and returns two lists of problems,
     to train on and held out."""
     train_size: int = 1000
-    """Problems to train on, at most."""
+    """Problems to train on, at most; 0: all."""
+    eval_dataset: str = ""
+    """Held-out problems of a dataset of their own, named as dataset is; none: of that."""
     eval_size: int = 64
-    """Held-out problems, at most; 0: no evaluation."""
+    """Held-out problems, at most; 0: no evaluation (of training.evaluate: all)."""
+    eval_max_completion_length: int | None = None
+    """Tokens in a completion of an evaluation, at most; none: max_completion_length."""
+    eval_temperature: float = 0.0
+    """Divisor of the logits in evaluations; 0: the likeliest tokens."""
     chat: bool = False
     """Put prompts into the tokenizer's chat template."""
+    system_prompt: str = ""
+    """Comes before every prompt that is made of a question: a chat's system message, else text."""
+    prompt_template: str = ""
+    """A question's prompt, with {question} in it; none: an instruction, and an example outside of
+    chats."""
+    think_tag: str = "think"
+    """Name of the tags around the reasoning: think, or reasoning."""
+    last_answer: bool = False
+    """Of several answers in tags the last counts, and tags may repeat; off: there is to be one."""
+    from_scratch: bool = False
+    """Prompt, tags and rewards of "GRPO from scratch" (docs/recipes.md), where they are left at
+    their defaults."""
     max_prompt_length: int = 512
     """Tokens; problems with a longer prompt are left out."""
     rewards: list[str] = field(default_factory=lambda: ["answer", "format"])
-    """Reward functions: answer, format, math_equal, or module:function."""
+    """Reward functions: answer, format, correctness, math_equal, or module:function."""
     reward_weights: list[float] = field(default_factory=list)
     """One per reward function; none: 1 each."""
     reward_timeout: float = 0.0
@@ -185,15 +203,23 @@ class TrainingConfig(GRPOLossConfig):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("train_size", "steps", "prompts_per_step", "minibatches",
+        if self.from_scratch:
+            plain = type(self)(model="any")
+            for name, value in FROM_SCRATCH.items():
+                if getattr(self, name) == getattr(plain, name):
+                    object.__setattr__(self, name, value)
+        for name in ("steps", "prompts_per_step", "minibatches",
                      "max_prompt_length", "max_completion_length", "epochs_per_rollout",
                      "micro_batch_size", "show_every"):  # fmt: skip
             self._check(name, "at least 1", lambda x: x >= 1)
-        for name in ("eval_size", "eval_every", "lora_rank", "sync_ref_every", "top_k", "min_p",
-                     "reward_timeout", "warmup_steps", "weight_decay"):  # fmt: skip
+        for name in ("train_size", "eval_size", "eval_every", "eval_temperature", "lora_rank",
+                     "sync_ref_every", "top_k", "min_p", "reward_timeout", "warmup_steps",
+                     "weight_decay"):  # fmt: skip
             self._check(name, "at least 0", lambda x: x >= 0)
         for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
             self._check(name, "a number > 0", lambda x: x > 0)
+        if self.eval_max_completion_length is not None:
+            self._check("eval_max_completion_length", "at least 1", lambda x: x >= 1)
         self._check("save_every", "at least -1", lambda x: x >= -1)
         self._check("ref_mixup_alpha", "a number in (0, 1]", lambda x: 0 < x <= 1)
         self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
@@ -279,6 +305,11 @@ class TrainingConfig(GRPOLossConfig):
         return self.learning_rate * warm * falls[self.schedule]
 
     @property
+    def longest_completion(self) -> int:
+        """Tokens in a completion, of an evaluation too, at most."""
+        return max(self.max_completion_length, self.eval_max_completion_length or 0)
+
+    @property
     def truncates(self) -> bool:
         """True if `top_k`, `top_p` or `min_p` leave some tokens only to sample from."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
@@ -335,6 +366,10 @@ class TrainingConfig(GRPOLossConfig):
                 raise ValueError(
                     f"trainable: expected a regular expression; got {self.trainable!r} ({error})"
                 ) from None
+        if not re.fullmatch(r"\w+", self.think_tag):
+            refuse("think_tag", "the name of a tag, of letters")
+        if self.prompt_template and "{question}" not in self.prompt_template:
+            refuse("prompt_template", "a text with {question} in it")
         if self.eval_every and not self.eval_size:
             refuse("eval_every", "0 where eval_size is 0")
         if self.top_entropy_quantile < 1 and self.entropy_coef:
@@ -362,6 +397,17 @@ class TrainingConfig(GRPOLossConfig):
                 refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
 
 
+# "GRPO from scratch": Qwen2.5-1.5B on GSM8K, with tags in a system prompt, two rewards, and no chat
+# template.
+FROM_SCRATCH: dict[str, Any] = {
+    "system_prompt": (
+        "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+    ),
+    "prompt_template": "{question}",
+    "think_tag": "reasoning",
+    "last_answer": True,
+    "rewards": ["correctness", "format"],
+}
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
 _KINDS: dict[Any, tuple[type, ...]] = {

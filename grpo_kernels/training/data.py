@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from itertools import islice
@@ -22,15 +23,16 @@ _Rows = Iterable[tuple[str, Mapping[str, Any]]]
 # Splits that are held out, the first that there is.
 _HELD_OUT = ("test", "validation")
 # Rewards of the library that compare with an answer.
-_COMPARE = ("answer", "math_equal")
+_COMPARE = ("answer", "correctness", "math_equal")
 
+# With the name of the tags.
 INSTRUCTION = (
-    "Work the problem out between <think> and </think>, then give the answer, nothing else, "
+    "Work the problem out between <{tag}> and </{tag}>, then give the answer, nothing else, "
     "between <answer> and </answer>."
 )
 EXAMPLE = (
     "Question: A box holds 4 rows of 6 eggs. Ann takes 5 eggs. How many are left?\n"
-    "<think>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</think>\n<answer>19</answer>"
+    "<{tag}>4 * 6 = 24 eggs are in the box. 24 - 5 = 19 are left.</{tag}>\n<answer>19</answer>"
 )
 
 
@@ -56,7 +58,7 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without one any row may be held out.
         compared = test is None and config.eval_size > 0
-        most = config.train_size + config.eval_size if split else None
+        most = config.train_size + config.eval_size if split and config.train_size else None
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
             train, held_out = _split(train, config.eval_size)
@@ -64,18 +66,22 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             held_out = _problems(islice(splits[test], config.eval_size), config, True)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
-    return train[: config.train_size], held_out[: config.eval_size]
+    if config.eval_dataset and config.eval_size:
+        held_out = load_to_answer(replace(config, dataset=config.eval_dataset))[0]
+    return train[: config.train_size or None], held_out[: config.eval_size]
 
 
 def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
-    """The problems that an evaluation answers, at most `eval_size`, and a text that says which.
+    """The problems that an evaluation answers, and a text that says which.
+
+    At most `eval_size`, if that is not 0.
 
     That is the test split, else the one for validation, else all there is.
 
     Raises:
         ValueError, ConnectionError: as `load`.
     """
-    name, most = config.dataset, config.eval_size
+    name, most = config.dataset, config.eval_size or None
     if _is_function(name):
         problems, of = _of_function(config)[1], f"held out by {name}"
     else:
@@ -86,9 +92,9 @@ def load_to_answer(config: TrainingConfig) -> tuple[list[Problem], str]:
                 f"dataset: expected a split test, validation or train; got {sorted(splits)} in "
                 f"{name}"
             )
-        problems = _problems(islice(splits[split], most + 1), config, True)
+        problems = _problems(islice(splits[split], most and most + 1), config, True)
         of = f"of split {split} of {name}" if split else f"of {name}"
-    if len(problems) > most:
+    if most and len(problems) > most:
         return problems[:most], f"The first {most} problems {of}, as eval_size says"
     return problems, f"All {len(problems)} problems {of}"
 
@@ -180,12 +186,21 @@ def shuffled_epochs(count: int, seed: int) -> Iterator[int]:
         epoch += 1
 
 
-def prompt_of(question: str, chat: bool) -> str | list[dict[str, str]]:
-    """The prompt of a question: text with an example, or the messages of a chat."""
-    if chat:
-        # Not a system message: some templates have none.
-        return [{"role": "user", "content": f"{INSTRUCTION}\n\n{question}"}]
-    return f"{INSTRUCTION}\n\n{EXAMPLE}\n\nQuestion: {question}\n"
+def prompt_of(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:
+    """The prompt of a question: text, with an example of ours, or the messages of a chat."""
+    instruction, example = (
+        text.replace("{tag}", config.think_tag) for text in (INSTRUCTION, EXAMPLE)
+    )
+    text = f"{instruction}\n\n{question}"
+    if config.prompt_template:
+        text = config.prompt_template.replace("{question}", question)
+    elif not config.chat:
+        text = f"{instruction}\n\n{example}\n\nQuestion: {question}\n"
+    if not config.chat:
+        return f"{config.system_prompt}\n{text}" if config.system_prompt else text
+    # Ours is no system message: some templates have none.
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    return [*system, {"role": "user", "content": text}]
 
 
 def final_answer(solution: str) -> str:
@@ -218,7 +233,7 @@ def problem_of(row: Mapping[str, Any], config: TrainingConfig) -> Problem:
     told = ("prompt", "question", "answer")
     problem = {key: x for key, x in row.items() if key not in told or not _is_missing(x)}
     if "prompt" not in problem and "question" in problem:
-        problem["prompt"] = prompt_of(text_of(problem["question"]), config.chat)
+        problem["prompt"] = prompt_of(text_of(problem["question"]), config)
     elif not isinstance(problem.get("prompt", []), list | tuple):
         problem["prompt"] = text_of(problem["prompt"])
     if "answer" in problem:

@@ -3,8 +3,8 @@
     python -m grpo_kernels.training.evaluate --model FOLDER --dataset openai/gsm8k:main
 
 answers problems with the likeliest tokens, and by `--num_generations` samples: those of the split
-test, else validation, else all there are, up to `--eval_size`. Options are
-those of the training. A folder `evaluation` in `--output` gets the answers and a report.
+test, else validation, else all there are; with `--eval_size` so many. Options are those of the
+training. A folder `evaluation` in `--output` gets the answers and a report.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -29,6 +30,7 @@ from .rewards import (
     judge,
     judge_answers,
     marked_answer,
+    of_options,
     resolve_rewards,
     weighted_sum,
 )
@@ -45,9 +47,10 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Answers each problem `count` times; processes share the work.
 
-    One answer is of the likeliest tokens, several are at `config.temperature`, and neighbors.
+    One answer is at `config.eval_temperature`, several are at `config.temperature`, and neighbors.
     """
-    temperature = 0.0 if count == 1 else config.temperature
+    temperature = config.eval_temperature if count == 1 else config.temperature
+    length = config.eval_max_completion_length
     world, rank = accelerator.num_processes, accelerator.process_index
     each = math.ceil(len(problems) / world)
     # Equally many per process; of those that come twice the second is dropped at the end.
@@ -57,7 +60,7 @@ def evaluate(
     for start in range(0, each, size):
         asked = mine[start : start + size]
         some = [problem for problem in asked for _ in range(count)]
-        completions = sampler(asked, count, temperature)
+        completions = sampler(asked, count, temperature, length=length)
         texts = sampler.texts(completions)
         more = sampler.beside(completions, texts)
         table = judge(accelerator, rewards, some, texts, config.reward_timeout, more)
@@ -68,6 +71,7 @@ def evaluate(
         for problem, text, whole, values, total, done, correct in rows:
             answers.append({
                 "prompt": problem["prompt"], "completion": whole,
+                "answered": marked_answer(text, last=config.last_answer),
                 **({} if text == whole else {"sampled": text}), "answer": problem["answer"],
                 "correct": correct, "ended": done.ended,
                 "reward": total, "rewards": dict(zip(rewards, values, strict=True)),
@@ -123,6 +127,8 @@ def _majority(group: Sequence[dict[str, Any]]) -> bool:
 
 def _given(answer: dict[str, Any]) -> str | None:
     """What is marked in the policy's own part of a completion."""
+    if "answered" in answer:
+        return answer["answered"]
     return marked_answer(answer.get("sampled", answer["completion"]))
 
 
@@ -142,12 +148,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from .policy import Policy
     from .run_log import RunLog
 
-    config = parse_config(argv, name="evaluation", eval_size=500)
+    config = parse_config(argv, name="evaluation", eval_size=0)
     # The folder is new, and the model is taken as it is.
     config = replace(config, resume=False, lora_rank=0, trainable=None).unused()
     accelerator = ranks.make_accelerator(config)
     check_rollout(config, accelerator)
-    rewards = resolve_rewards(config.rewards)
+    rewards = resolve_rewards(config.rewards, None, of_options(config))
+    is_correct = partial(is_marked_correct, last=config.last_answer)
     problems, which = load_to_answer(config)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
@@ -165,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def ask(count: int) -> Evaluation:
         set_seed(config.seed)
-        return evaluate(problems, sampler, rewards, is_marked_correct, config, accelerator, count)
+        return evaluate(problems, sampler, rewards, is_correct, config, accelerator, count)
 
     one, count = ask(1), config.num_generations
     several = ask(count)

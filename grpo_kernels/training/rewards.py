@@ -23,13 +23,15 @@ from torch import Tensor
 
 from . import ranks
 from .bounded import Late, TimedOut, at_most
-from .config import imported
+from .config import TrainingConfig, imported
 from .data import applies
 from .interruptions import StepError
 
 Reward = Callable[..., Sequence[float | None]]
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# A number anywhere in a text, as "GRPO from scratch" looks for one.
+_ANYWHERE = re.compile(r"-?\d*\.?\d+", re.ASCII)
 # No number that is an answer is longer; reading one of this length takes no time.
 LONGEST = 100
 # Seconds for the comparison of two expressions.
@@ -39,8 +41,15 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)[$€£]?([+-]?)({_DIGITS})(?:\s?/\s?({_DIGITS}))?\s?%?\.?", re.ASCII)
 
 
-def answer_of(completion: str) -> str | None:
-    """The text between the answer tags; None unless there is exactly one pair of them."""
+def answer_of(completion: str, *, last: bool = False) -> str | None:
+    """The text between the answer tags; None unless there is exactly one pair of them.
+
+    `last`: of several openings the last counts, up to what closes it.
+    """
+    if last:
+        _, opened, rest = completion.rpartition("<answer>")
+        inside, closed, _ = rest.partition("</answer>")
+        return inside.strip() if opened and closed else None
     if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
         return None
     rest = completion.partition("<answer>")[2]
@@ -48,16 +57,18 @@ def answer_of(completion: str) -> str | None:
     return inside.strip() if closed else None
 
 
-def marked_answer(completion: str) -> str | None:
+def marked_answer(completion: str, *, last: bool = False) -> str | None:
     r"""The text marked as the answer by `<answer>` tags, else by one `####` or `\boxed{}`.
 
-    None where there are several pairs of tags, or no tags and several marks.
+    None where there are several pairs of tags, or no tags and several marks; with `last` the last
+    of them counts.
     """
     if "<answer>" in completion or "</answer>" in completion:
-        return answer_of(completion)
+        return answer_of(completion, last=last)
     found = [line.split("\n")[0].strip() for line in completion.split("####")[1:]]
     boxed = [_in_braces(rest) for rest in completion.split(r"\boxed{")[1:]]
-    return [*found, *boxed][0] if len(found) + len(boxed) == 1 else None
+    marked = [*found, *boxed]
+    return marked[-1] if len(marked) == 1 or (last and marked) else None
 
 
 def _in_braces(text: str) -> str | None:
@@ -86,9 +97,9 @@ def number_of(text: str) -> Fraction | None:
     return (-1 if "-" in match[1] + match[2] else 1) * above / below
 
 
-def is_correct(completion: str, answer: str) -> bool:
+def is_correct(completion: str, answer: str, *, last: bool = False) -> bool:
     """True if the tagged answer equals the right one, as text or as a number."""
-    given = answer_of(completion)
+    given = answer_of(completion, last=last)
     if not given:
         return False
     number = number_of(given)
@@ -101,35 +112,64 @@ def as_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def answer(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
-) -> list[float]:
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], *,
+    _last: bool = False, **_: Any,
+) -> list[float]:  # fmt: skip
     """2.0 for the right answer in `<answer>` tags, 1.5 for one that is numerically equal."""
     texts = [as_text(completion) for completion in completions]
     return [
-        (2.0 if answer_of(text) == right.strip() else 1.5) * is_correct(text, right)
+        (2.0 if answer_of(text, last=_last) == right.strip() else 1.5)
+        * is_correct(text, right, last=_last)
         for text, right in zip(texts, answer, strict=True)
     ]
 
 
-def format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once."""
-    texts = [as_text(completion) for completion in completions]
-    return [0.2 * sum(text.count(tag) == 1 for tag in TAGS) for text in texts]
+def format(
+    prompts: Sequence[Any], completions: Sequence[Any], *, _tag: str = "think",
+    _repeated: bool = False, **_: Any,
+) -> list[float]:  # fmt: skip
+    """0.2 for each of `<think>`, `</think>`, `<answer>`, `</answer>` that appears exactly once.
+
+    Or more often, where it may be repeated.
+    """
+    tags = (f"<{_tag}>", f"</{_tag}>", *TAGS[2:])
+    counts = ([as_text(completion).count(tag) for tag in tags] for completion in completions)
+    return [0.2 * sum(n == 1 or (_repeated and n > 1) for n in found) for found in counts]
+
+
+def correctness(
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
+) -> list[float]:
+    """2.0 for the right answer in the last `<answer>` tags, 1.5 for one number that is equal.
+
+    As "GRPO from scratch" pays it: the number may stand in a sentence, and "..." is no answer.
+    """
+
+    def paid(given: str | None, right: str) -> float:
+        given = None if given == "..." else given
+        found = [_ANYWHERE.findall((text or "")[:LONGEST]) for text in (given, right)]
+        numbers = [float(x[0]) for x in found if len(x) == 1]
+        same = len(numbers) == 2 and numbers[0] == numbers[1]
+        return 2.0 if given == right.strip() else 1.5 * same
+
+    texts = (as_text(completion) for completion in completions)
+    return [paid(answer_of(x, last=True), y) for x, y in zip(texts, answer, strict=True)]
 
 
 def math_equal(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **_: Any
-) -> list[float]:
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], *,
+    _last: bool = False, **_: Any,
+) -> list[float]:  # fmt: skip
     """2.0 where `math-verify` finds the tagged answer equal to the right one as an expression."""
     return [
-        2.0 * equal(answer_of(as_text(completion)), right)
+        2.0 * equal(answer_of(as_text(completion), last=_last), right)
         for completion, right in zip(completions, answer, strict=True)
     ]
 
 
-def is_marked_correct(completion: str, answer: str) -> bool:
+def is_marked_correct(completion: str, answer: str, *, last: bool = False) -> bool:
     """True if `marked_answer` equals the right one, as text, as a number, or for `math-verify`."""
-    return equal(marked_answer(completion), answer)
+    return equal(marked_answer(completion, last=last), answer)
 
 
 def equal(given: str | None, right: str) -> bool:
@@ -172,17 +212,30 @@ def _compared(given: str, right: str) -> bool:
     return bool(verify(*sides, timeout_seconds=None))
 
 
-REWARDS: dict[str, Reward] = {"answer": answer, "format": format, "math_equal": math_equal}
+REWARDS: dict[str, Reward] = {
+    "answer": answer, "correctness": correctness, "format": format, "math_equal": math_equal,
+}  # fmt: skip
+
+
+def of_options(config: TrainingConfig) -> dict[str, Reward]:
+    """The library's reward functions, which look for answer and tags as a run's options say."""
+    last, tag = config.last_answer, config.think_tag
+    return {
+        **REWARDS, "answer": partial(answer, _last=last),
+        "math_equal": partial(math_equal, _last=last),
+        "format": partial(format, _tag=tag, _repeated=last),
+    }  # fmt: skip
 
 
 def resolve_rewards(
-    names: Sequence[str], more: Mapping[str, Reward] | None = None
-) -> dict[str, Reward]:
+    names: Sequence[str], more: Mapping[str, Reward] | None = None,
+    ours: Mapping[str, Reward] = REWARDS,
+) -> dict[str, Reward]:  # fmt: skip
     """The reward functions by name: of the library, the caller's own (`more`), or imported.
 
     One that is imported, as `module:function`, goes by the name of the function.
     """
-    known, found = {**REWARDS, **(more or {})}, dict[str, Reward]()
+    known, found = {**ours, **(more or {})}, dict[str, Reward]()
     for name in names:
         if name not in known and ":" not in name:
             raise ValueError(

@@ -181,16 +181,19 @@ class Sampler:
 
     def __call__(
         self, problems: Sequence[Problem], count: int, temperature: float, *,
-        record_support: bool = False,
+        record_support: bool = False, length: int | None = None,
     ) -> list[Completion]:  # fmt: skip
         """`count` completions per problem; those of a problem are neighbors.
+
+        `length`: tokens of each, at most; None: `max_completion_length`.
 
         Raises:
             RolloutError: in all processes, whatever the rollout raised or returned in one.
         """
         c = self.config
+        length = length or c.max_completion_length
         sampling = SamplingParams(
-            c.max_completion_length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
+            length, temperature, c.top_k, c.top_p, c.min_p, tuple(c.stop),
             record_support=record_support,
         )  # fmt: skip
         self.update_weights()
@@ -198,10 +201,10 @@ class Sampler:
         with ranks.raise_on_all_ranks(self.accelerator, RolloutError, others="rollout: "):
             with self.accelerator.autocast():
                 done = list(self.rollout(prompts, count, sampling))
-            self._check(done, len(prompts), count)
+            self._check(done, len(prompts), count, length)
         return done
 
-    def _check(self, done: Sequence[Completion], prompts: int, count: int) -> None:
+    def _check(self, done: Sequence[Completion], prompts: int, count: int, most: int) -> None:
         """Refuses what are not `count` completions of each of so many prompts."""
         if len(done) != prompts * count:
             raise RolloutError(
@@ -217,7 +220,6 @@ class Sampler:
                     f"{name}.token_ids: expected ints from 0 to {self.vocabulary - 1}; got "
                     f"{wrong!r}"
                 )
-            most = self.config.max_completion_length
             if len(ids) > most:
                 raise RolloutError(
                     f"{name}.token_ids: expected at most max_completion_length = {most}, whoever "

@@ -24,7 +24,7 @@ from .metrics import Evaluation
 from .micro_batches import equal_parts
 from .policy import Policy, without_dropout
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_marked_correct, resolve_rewards
+from .rewards import Reward, is_marked_correct, of_options, resolve_rewards
 from .rollout import Rollout, Sampler, end_tokens, vocabulary_of
 from .run_log import RunLog
 from .samples import Samples
@@ -68,9 +68,12 @@ class Trainer:
         rollout: Callable[[nn.Module], Rollout] | None = None,
     ) -> None:
         check_folder(config)
-        self.config, self.tokenizer, self.is_correct = config, tokenizer, is_correct
+        self.config, self.tokenizer = config, tokenizer
+        if is_correct is is_marked_correct:
+            is_correct = partial(is_correct, last=config.last_answer)
+        self.is_correct = is_correct
         set_pad_token(tokenizer, model)
-        self.rewards = resolve_rewards(config.rewards, rewards)
+        self.rewards = resolve_rewards(config.rewards, rewards, of_options(config))
         self.accelerator = ranks.make_accelerator(config)
         self._gather = partial(ranks.gather, self.accelerator)
         if rollout is None:

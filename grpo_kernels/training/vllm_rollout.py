@@ -218,7 +218,7 @@ def engine_dtype(config: TrainingConfig) -> str:
 
 def engine_options(config: TrainingConfig, rows: int, on_gpu: bool) -> dict[str, Any]:
     """Options of vLLM by the names of `LLM`."""
-    model, length = config.model, config.max_prompt_length + config.max_completion_length
+    model, length = config.model, config.max_prompt_length + config.longest_completion
     options: dict[str, Any] = {
         "model": model, "dtype": engine_dtype(config), "max_model_len": length,
         "generation_config": "vllm",
