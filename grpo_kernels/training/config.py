@@ -103,7 +103,7 @@ class TrainingConfig(GRPOLossConfig):
     last_answer: bool = False
     """Of several answers in tags the last counts, and tags may repeat; off: there is to be one."""
     from_scratch: bool = False
-    """Prompt, tags and rewards of "GRPO from scratch" (docs/recipes.md), where they are left at
+    """Prompt, tags and rewards of "GRPO from scratch" (docs/training.md), where they are left at
     their defaults."""
     max_prompt_length: int = 512
     """Tokens; problems with a longer prompt are left out."""
