@@ -206,7 +206,7 @@ CASES = [
         for place, pair in enumerate(PAIRS_OF_HEAD)
     ),
     *(
-        pytest.param(pair, call, marks=() if place % 9 == 0 else pytest.mark.slow)
+        pytest.param(pair, call, marks=() if place % 15 == 0 else pytest.mark.slow)
         for pairs, call in ((PAIRS, "compiled loss"), (PAIRS_OF_HEAD, "compiled logps"))
         for place, pair in enumerate(pairs)
     ),

@@ -33,7 +33,7 @@ def code_blocks(page):
 BLOCKS = {
     "README.md": 1, "docs/guide.md": 4, "docs/design.md": 1, "docs/objectives.md": 5,
     "docs/support.md": 4, "docs/training.md": 1,
-    "docs/integrations.md": 3, "docs/distributed.md": 2,
+    "docs/integrations.md": 3, "docs/distributed.md": 2, "docs/tutorials.md": 1,
 }  # fmt: skip
 
 
