@@ -104,7 +104,7 @@ DAMAGES = [
     *damages_in(
         "base/autograd.py", "test_autograd",
         ("a gradient that is asked for again is scaled again",
-         "kept = not fresh and torch._C._autograd._get_current_graph_task_keep_graph()",
+         "kept = not fresh and graph_is_kept()",
          "kept = False"),
     ),
     # Kept sets, ranks.
