@@ -111,7 +111,7 @@ class Faulty:
         """Whether that is due; notes it down first. Faults of saving come with the next save."""
         done = {row["step"] for row in rows_of(self.met)}
         due = [s for s, k in self.faults.items() if k == kind and s not in done]
-        here = [s for s in due if s <= self.trainer.step]
+        here = [s for s in due if s <= self.trainer.run.step]
         if not here:
             return False
         with self.met.open("a") as file:

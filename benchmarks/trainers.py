@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import header, spread, write_json
-from examples.demo_model import MODEL, model_path, resolved
+from examples.demo_model import MODEL, model_path, resolved, upper_half
 from grpo_kernels.training import (
     Trainer,
     TrainingConfig,
     load_model,
     load_problems,
     parse_config,
-    upper_half,
 )
 
 # The additions of the demo; and problems in words, with long completions and every weight trained.

@@ -104,7 +104,7 @@ def measured_parts(model: str, options: dict[str, Any]) -> dict[str, int]:
         parts["weights"] = _resident() - start
         trainer = _trainer_of(config, policy)
         start = _resident()
-        hidden, step = Policy.hidden, trainer.updates.optimizer.step
+        hidden, step = Policy.hidden, trainer.optimizer.step
 
         def of_hidden(self: Policy, batch: Any) -> torch.Tensor:
             before = _resident()
@@ -127,7 +127,7 @@ def measured_parts(model: str, options: dict[str, Any]) -> dict[str, int]:
 
         Policy.hidden = of_hidden  # type: ignore[method-assign]
         policy_module.fused_grpo_loss = of_head
-        trainer.updates.optimizer.step = of_step
+        trainer.optimizer.step = of_step
         trainer.train()
     return parts
 

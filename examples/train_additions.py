@@ -4,7 +4,7 @@
     python examples/train_additions.py [--steps 30] [--model smollm2-135m] [--help]
 
 Two thirds of the sums of single digits are trained on, a third is held out. The loop is
-`grpo_kernels/training/trainer.py`; only what is special to this task is here.
+`grpo_kernels/training/train.py`; only what is special to this task is here.
 """
 
 from __future__ import annotations

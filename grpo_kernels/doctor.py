@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import GRPOLossConfig, __version__, check_sampler, reference
+from . import GRPOLossConfig, __version__, reference
 from .base.checks import name_of, version_numbers
 from .calls import fused_grpo_loss, linear_logprobs
-from .head.lm_head import LOGITS_DTYPES, LMHead, Support
+from .head.lm_head import Support
 from .kernels import select_backend
 
 
@@ -208,24 +208,6 @@ def check_call(call: str, dtype: torch.dtype, device: torch.device) -> tuple[str
     )
 
 
-def rounding_of_logits(device: torch.device) -> str:
-    """Says what it does to log-probs that a head in bfloat16 rounds its logits."""
-    hidden, weight, targets, mask = _of_head(make_batch(torch.bfloat16, device))
-    try:
-        fp32, model = (
-            linear_logprobs(hidden, LMHead(weight, logits_dtype=dtype), targets, mask).logps
-            for dtype in LOGITS_DTYPES
-        )
-        check = check_sampler(model, fp32, model, mask)
-    except Exception as error:  # as in `check_call`, whose table has told
-        return f"  {device.type}: not known ({type(error).__name__})"
-    return (
-        f"  {device.type}: a sampler whose head rounds its logits to bfloat16 is off by "
-        f"{check.rms_fp32:.1e} nats (RMS)\n  here; grpo_kernels.check_sampler tells whether "
-        "yours does"
-    )
-
-
 def _report(results: Iterator[tuple[str, str | None]]) -> list[str]:
     """Prints the lines as they come; returns what is wrong."""
     problems = []
@@ -278,9 +260,6 @@ def main(argv: list[str] | None = None) -> int:
         for dtype in GRADIENT_TOLERANCE
         for call in CALLS
     )
-    print()
-    for device in devices():
-        print(rounding_of_logits(device))
     print_verdict(packages, calls)
     return int(bool(packages or calls))
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_kernels.training import TrainingConfig, evaluate, report
-from grpo_kernels.training.evaluate import of_samples
-from grpo_kernels.training.metrics import accuracy_of, wilson_interval
+from grpo_kernels.training import TrainingConfig, evaluate
+from grpo_kernels.training.evaluate import accuracy_of, of_samples, wilson_interval
 from grpo_kernels.training.watch import WINDOW, Watch
-from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+from tests.helpers.trainer_runs import config_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -108,7 +107,7 @@ def test_the_command(trained, tmp_path, capsys):
     (row,) = [json.loads(line) for line in (folders[0] / "evaluations.jsonl").open()]
     assert set(row["samples"]) == {"accuracy", "pass@2", "pass@4", "majority@4"}
     page = (folders[0] / "report.html").read_text()
-    assert "pass@4" in page and "6 of 6 answers" in page
+    assert "pass@4" in page
 
 
 def test_a_file_is_answered_whole(trained, tmp_path, capsys):
@@ -147,21 +146,6 @@ def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tm
     assert asked == [(9, 0.7)]
 
 
-def test_runs_are_compared(trained, tiny_model, tmp_path, capsys):
-    other = trainer_of(config_of(tiny_model, tmp_path, name="<other>", eval_size=4)).train()
-    report.main([str(other), str(trained)])
-    path = tmp_path / "compare.html"
-    assert capsys.readouterr().out.strip().endswith(f"\n{path}")
-    page = path.read_text()
-    assert "&lt;other&gt;" in page and "<other>" not in page
-    names = ("examples.problems:additions", LEVELS["dataset"])
-    assert "".join(f"<td>{name}</td>" for name in ("dataset", *names)) in page
-    assert "<td>learning_rate</td>" not in page and page.count("seconds per step") >= 2
-    assert len(rows_of(other)) == 2
-    with pytest.raises(SystemExit):
-        report.main([str(other), str(tmp_path)])
-
-
 # Warnings
 
 
@@ -178,8 +162,8 @@ def row_of(step, **values):
         ({"groups_equal": 1.0}, "every group had equal rewards"),
         ({"truncated": 1.0}, "every completion was cut at max_completion_length = 256"),
         ({"entropy": 0.01}, "entropy fell from 2.00 to 0.010"),
-        ({"ratio_max": 50.0}, "ratio_max 50; token 3 'x'"),
-        ({"kl_max": 50.0}, "kl_max 50; token 3 'x'"),
+        ({"ratio_max": 50.0}, "ratio_max is 50. Lower learning_rate, or bound the ratio"),
+        ({"kl_max": 50.0}, "kl_max is 50. Lower learning_rate, or bound the KL"),
         ({"grad_norm": math.nan}, "the gradient's norm is nan: the update was left out"),
         ({}, None),
     ),
@@ -187,25 +171,7 @@ def row_of(step, **values):
 def test_warnings_name_the_cause(values, told):
     watch = Watch(TrainingConfig(model="m"))
     assert watch.after_step(row_of(0)) == []
-    warnings = [
-        w
-        for i in range(1, WINDOW + 1)
-        for w in watch.after_step(row_of(i, **values), "token 3 'x'")
-    ]
+    warnings = [w for i in range(1, WINDOW + 1) for w in watch.after_step(row_of(i, **values))]
     # The same again only after a while; but an update left out is always told.
     assert len(warnings) == (0 if told is None else WINDOW if "gradient" in told else 1)
     assert told is None or told in warnings[0]
-
-
-def test_a_reward_that_is_gamed_is_told():
-    def evaluation(right):
-        return accuracy_of([{"correct": i < right, "reward": 1.0} for i in range(100)])
-
-    watch = Watch(TrainingConfig(model="m"))
-    assert watch.after_evaluation(evaluation(60)) is None
-    for step in range(20):
-        watch.after_step(row_of(step, reward=step / 20))
-        if step == 5:
-            assert watch.after_evaluation(evaluation(58)) is None
-    assert "the reward rose from" in watch.after_evaluation(evaluation(20))
-    assert watch.after_evaluation(evaluation(61)) is None

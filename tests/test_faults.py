@@ -25,7 +25,7 @@ from grpo_kernels.training import (
     load_model,
     logs,
     samples,
-    updates,
+    train,
 )
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
 from grpo_kernels.training.rewards import RewardError, reward_table
@@ -83,7 +83,7 @@ def test_who_fails_is_told_and_leaves_a_checkpoint(who, save_every, kept, tiny_m
 
     def failing(name, work):
         def done(*args, **options):
-            if name == who and trainer.step == 2:
+            if name == who and trainer.run.step == 2:
                 raise ConnectionError("it is gone")
             return work(*args, **options)
 
@@ -192,7 +192,7 @@ def test_numbers_of_any_kind_are_taken(sampler):
 
 
 def test_updates_without_a_finite_gradient_end_the_run(tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(updates, "MOST_BAD", 4)
+    monkeypatch.setattr(train, "MOST_BAD", 4)
     config = config_of(tiny_model, tmp_path, **STEPS | {"steps": 9})
     trainer = same_trainer_of(config)
     clip, weights = trainer.accelerator.clip_grad_norm_, []
@@ -308,7 +308,7 @@ def given(model, tmp_path, resume=False, trainable=r"layers\.1\.", beta=0.0, **c
     trainer = Trainer(config, network, tokenizer, its["train"], its["held_out"],
                       rewards={"noise": noise})  # fmt: skip
     trainer.train()
-    return trainer.step
+    return trainer.run.step
 
 
 OTHER = [*SUMS[:5], {**SUMS[5], "answer": "11"}]
@@ -404,7 +404,7 @@ def test_half_a_row_is_none(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2, 3):
         logs.append(path, {"step": step, "loss": math.nan})
-    logs.truncate(tmp_path, 2)
+    logs.open_folder(tmp_path, {}, 2)
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert logs.read(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}]

@@ -65,7 +65,7 @@ def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(
         backward = trainer.accelerator.backward
         trainer.accelerator.backward = at_calls({call}, out_of_memory, backward)
     trainer.train()
-    assert trainer.scorer.micro_batch_size == 2
+    assert trainer.run.micro_batch_size == 2
     rows, weights = undisturbed
     assert_same_rows(rows_of(config.folder), rows)
     assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_over_the_head_is_the_head_s_own_matter(
     with pytest.warns(UserWarning, match="memory ran out over the head"):
         trainer.train()
     rows, weights = undisturbed
-    assert trainer.scorer.micro_batch_size == config.micro_batch_size
+    assert trainer.run.micro_batch_size == config.micro_batch_size
     assert_same_rows(rows_of(config.folder), rows)
     assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
 
@@ -134,7 +134,7 @@ def test_memory_that_runs_out_elsewhere_ends_the_run(tiny_model, tmp_path, capsy
     """Where AdamW makes its states, say: some of the weights may have moved."""
     config = config_of(tiny_model, tmp_path, **STEPS | {"save_every": 0})
     trainer = same_trainer_of(config)
-    optimizer = trainer.updates.optimizer
+    optimizer = trainer.optimizer
     optimizer.step = at_calls({3}, out_of_memory, optimizer.step)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
@@ -166,19 +166,6 @@ def test_a_limit_of_the_system():
     assert done.stdout == "True\n", done.stderr
 
 
-class Forwards:
-    """A rollout around another one, whose attributes seem to be its own."""
-
-    def __init__(self, rollout):
-        self.rollout = rollout
-
-    def __getattr__(self, name):
-        return getattr(self.rollout, name)
-
-    def __call__(self, *args):
-        return self.rollout(*args)
-
-
 def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
     whole, cut = (config_of(tiny_model, tmp_path / name, **STEPS | {"steps": 2}) for name in "ab")
     for config, steps in ((whole, 2), (cut, 1)):
@@ -187,12 +174,12 @@ def test_what_is_left_of_memory_is_kept(tiny_model, tmp_path):
         trainer.train()
     again = trainer_of(replace(cut, resume=True))
     again.train()
-    assert again.scorer.micro_batch_size == 2
+    assert again.run.micro_batch_size == 2
     assert rows_of(cut.folder) == rows_of(whole.folder)
     # Another option is taken as given.
     given = trainer_of(replace(cut, resume=True, micro_batch_size=8, steps=3))
     given.train()
-    assert given.scorer.micro_batch_size == 8
+    assert given.run.micro_batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -210,9 +197,9 @@ def test_a_signal_loses_the_step_at_most(call, number, undisturbed, tiny_model, 
         trainer.train()
     assert stopped.value.code == RESUME == 75 and signal.getsignal(number) is before
     step, place = divmod(call - 1, 8)
-    assert trainer.step == step + (place >= 4)  # after an update the step is gone through with
-    if trainer.step:
-        assert checkpoint.latest(config.folder).name == f"step-{trainer.step:06d}"
+    assert trainer.run.step == step + (place >= 4)  # after an update the step is gone through with
+    if trainer.run.step:
+        assert checkpoint.latest(config.folder).name == f"step-{trainer.run.step:06d}"
     again = run(config)
     assert signal.getsignal(number) is before
     assert rows_of(config.folder) == undisturbed[0]
@@ -224,7 +211,7 @@ def test_a_second_signal_ends_at_once(tiny_model, tmp_path, capfd):
 
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
-        while not trainer.interruptions.signal:  # two that wait are one
+        while not trainer.run.interruptions.signal:  # two that wait are one
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -34,20 +34,20 @@ def sampled(config, **options):
     """A trainer in its first step, with completions of several lengths, scored."""
     rollout = FakeRollout(lengths=(6, 1, 3, 5, 2), **options)
     trainer = trainer_of(config, rollout=lambda _: rollout)
-    return trainer, first_samples(trainer)
+    return trainer, *first_samples(trainer)
 
 
-def updated_gradient(trainer, samples, parts):
+def updated_gradient(trainer, samples, scores, parts):
     """The gradient of one update, cut into micro-batches of so many."""
-    trainer.scorer.micro_batch_size = parts
+    trainer.run.micro_batch_size = parts
     grads = {}
 
     def keep(*_, **__):
         grads.update({n: p.grad.clone() for n, p in trainer.policy.named_parameters()})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.updates.optimizer, "step", keep)
-        metrics = trainer.updates(samples, 1, 0, list(range(len(samples.texts))))
+        patch.setattr(trainer.optimizer, "step", keep)
+        metrics = trainer.update(samples, scores, 0, list(range(len(samples.texts)))).metrics
     return grads, metrics
 
 
@@ -74,11 +74,11 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, monkeypatch):
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
-    trainer, samples = sampled(config, **TURNS.get(name, {}))
-    whole, metrics = updated_gradient(trainer, samples, 16)
+    trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
+    whole, metrics = updated_gradient(trainer, samples, scores, 16)
     assert len(set(samples.lengths)) > 2
     for size in (1, 3):
-        grads, parts = updated_gradient(trainer, samples, size)
+        grads, parts = updated_gradient(trainer, samples, scores, size)
         assert_same_grads(grads, whole, 2e-6 if size > 1 else 5e-6)
         assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
         assert parts["tokens"] == metrics["tokens"]
@@ -87,13 +87,14 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, mon
         # A process has a part without rows where others have more micro-batches.
         plan = trainer.scorer.plan
         patch.setattr(trainer.scorer, "plan", lambda *args: [*plan(*args), []])
-        assert_same_grads(updated_gradient(trainer, samples, 16)[0], whole, 1e-6)
+        assert_same_grads(updated_gradient(trainer, samples, scores, 16)[0], whole, 1e-6)
 
     # Two processes, each with half of the groups; what they tell each other is played back.
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
     monkeypatch.setattr(ranks, "largest", lambda _, numbers: numbers)
-    halves = [half_of(samples, 0), half_of(samples, 8)]
+    halves = [(half_of(samples, at), half_of(scores, at)) for at in (0, 8)]
+    of_halves = [None, None]
     told = [[], []]
     for rank in (0, 1, 0, 1):
         # The first time round each one hears its own numbers only, and the gradient is discarded.
@@ -105,14 +106,15 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, mon
             return reduce([value, next(others, value)])
 
         monkeypatch.setattr(ranks, "reduce", over)
-        halves[rank].logps = None
-        halves[rank].grads, parts = updated_gradient(trainer, halves[rank], 8)
-    average = {n: (g + halves[1].grads[n]) / 2 for n, g in halves[0].grads.items()}
+        of_halves[rank], parts = updated_gradient(trainer, *halves[rank], 8)
+    average = {n: (g + of_halves[1][n]) / 2 for n, g in of_halves[0].items()}
     assert_same_grads(average, whole, 3e-6)
     assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
 
 
 def half_of(samples, start):
+    """Of samples, or of their scores."""
+
     def cut(x):
         sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
         return x[start : start + 8] if sized else x
@@ -134,8 +136,8 @@ ONE_CALL = {
 def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path):
     """Of all completions, on the plain model in float64; it sees what the policy did not sample."""
     config = config_of(tiny_model, tmp_path, **ONE_CALL[name], max_grad_norm=1e9)
-    trainer, samples = sampled(config, **TURNS.get(name, {}))
-    grads, metrics = updated_gradient(trainer, samples, 5)
+    trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
+    grads, metrics = updated_gradient(trainer, samples, scores, 5)
     model = load_model(config)[0].double()
     batch = Batch.of_rows(
         samples.prompts, samples.prompt_of, [c.token_ids for c in samples.completions],

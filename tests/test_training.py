@@ -20,9 +20,18 @@ from grpo_kernels.training import (
     load_problems,
     metrics,
 )
+from grpo_kernels.training.observers import introduction
 from grpo_kernels.training.policy import Policy
 from tests.helpers.tiny_models import make_model, make_tokenizer
-from tests.helpers.trainer_runs import FakeRollout, config_of, noise, rows_of, trainer_of
+from tests.helpers.trainer_runs import (
+    FakeRollout,
+    assert_same_weights,
+    config_of,
+    noise,
+    rows_of,
+    trainer_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 
@@ -36,8 +45,6 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     )  # fmt: skip
 
     class Engine(FakeRollout):
-        description = "an engine"
-
         def update_weights(self):
             pass
 
@@ -64,7 +71,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert "<!-- sync -->" in page
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
-    assert "Completions by an engine" in said and "(sync 0." in said
+    assert "(sync 0." in said
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -279,8 +286,8 @@ def test_parameters_in_shards_are_counted_whole(tiny_model, tmp_path, capsys):
     assert sum(p.requires_grad for p in trainer.policy.parameters()) == 5
     for p in trainer.policy.parameters():  # as ZeRO-3 has them
         p.ds_numel, p.data = 250_000, torch.empty(0)
-    trainer.log.introduce(trainer.policy, 1, 0)
-    assert "1.2M parameters trained; 1 problems" in capsys.readouterr().out
+    (text,) = introduction(trainer.config, trainer.accelerator, trainer.policy, 1, 0)
+    assert "1.2M parameters trained; 1 problems" in text
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
@@ -324,8 +331,20 @@ def test_every_step_is_handed_out(tiny_model, tmp_path, monkeypatch):
     assert not {"sampler_gap", "seconds/sync"} & row.keys()  # of samplers with weights of their own
     assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
     assert samples.prompt_of == [i // 4 for i in range(16)]
-    assert samples.logps.shape == samples.mask.shape
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
+    config = config_of(tiny_model, tmp_path, eval_size=3, eval_every=1, save_every=1, steps=4)
+    seen, alone = trainer_of(config), trainer_of(replace(config, name="alone"))
+    seen.train()
+    alone.run.observers.clear()
+    folder = alone.train()
+    assert_same_weights(weights_of(alone), weights_of(seen))
+    assert {path.name for path in folder.iterdir()} == {".lock", "checkpoints", "config.json"}
+    # Nor are checkpoints deleted.
+    kept = [len([*(x / "checkpoints").iterdir()]) for x in (config.folder, folder)]
+    assert kept[0] in (2, 3) and kept[1] == 4
 
 
 def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model, tmp_path):
@@ -348,7 +367,7 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model,
 def test_prompts_are_tokenized_once(tiny_model, tmp_path):
     trainer = trainer_of(config_of(tiny_model, tmp_path, eval_size=3))
     again = []
-    trainer.encode._encode = again.append
+    trainer.sampler.encode._encode = again.append
     trainer.train()
     assert again == []
     tokenizer = trainer.tokenizer

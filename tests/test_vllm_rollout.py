@@ -190,8 +190,10 @@ def test_adapters_that_vllm_cannot_have_are_refused_before_it_starts(make, engin
 )
 def test_an_untried_version_is_told(version, warned, make, engine, capsys):
     engine.about = {"vllm": version}
-    assert make().description == f"vLLM {version} in this process, float32"
-    assert (f"vLLM {version} has not been tried" in capsys.readouterr().out) is warned
+    make()
+    told = capsys.readouterr().out
+    assert f"Completions by vLLM {version} in this process, float32" in told
+    assert (f"vLLM {version} has not been tried" in told) is warned
 
 
 def test_an_engine_that_does_not_start_says_what_to_do(make, engine, monkeypatch):

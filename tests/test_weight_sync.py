@@ -1,18 +1,18 @@
 """Rollouts with weights of their own: when they get the policy's, and that the gap is checked."""
 
 import copy
-import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_kernels.training import Completion, TrainingConfig
+from grpo_kernels.training import Completion
 from grpo_kernels.training.checkpoint import latest
 from grpo_kernels.training.rollout import RolloutError
-from grpo_kernels.training.watch import GAPS, Watch
+from grpo_kernels.training.scoring import GAPS, checked_gap
 from tests.helpers.trainer_runs import (
     assert_same_weights,
     config_of,
@@ -79,6 +79,30 @@ def test_weights_are_sent_once_before_the_next_completions(tiny_model, tmp_path)
     assert all(row["sampler_gap"] < 1e-5 for row in rows)
     assert any(row["sampler_gap"] for row in rows)
     assert all(row["sampler_gap"] <= row["sampler_gap_max"] < 1e-4 for row in rows)
+
+
+class HandsOn:
+    """A rollout around another one, whose attributes seem to be its own."""
+
+    def __init__(self, rollout):
+        self.rollout = rollout
+
+    def __getattr__(self, name):
+        return getattr(self.rollout, name)
+
+    def __call__(self, *args):
+        return self.rollout(*args)
+
+
+def test_a_rollout_may_hand_on_the_parts_of_another(tiny_model, tmp_path):
+    trainer, inner = of_copy(config_of(tiny_model, tmp_path, steps=3))
+    trainer.rollout = HandsOn(inner)
+    assert all(row["sampler_gap"] < 1e-5 for row in rows_of(trainer.train()))
+    assert inner.events == ["sync", "sample"] * 3
+    trainer, inner = of_copy(config_of(tiny_model, tmp_path, name="deaf"))
+    trainer.rollout, inner.deaf = HandsOn(inner), True
+    with pytest.raises(RolloutError, match="sampler_gap: expected"):
+        trainer.train()
 
 
 def test_weights_are_sent_after_a_checkpoint_was_loaded(tiny_model, tmp_path):
@@ -159,15 +183,18 @@ def test_the_gap_is_of_tokens_that_the_policy_sampled(tiny_model, tmp_path):
     ),
 )
 def test_limits_of_the_gap(dtype, first, inside, outside):
-    config = TrainingConfig(model="m")
-    watched, resumed = Watch(config), Watch(config)
-    assert watched.unexplained_gap(first, 1.0, dtype) is None
-    # A run that goes on from a checkpoint has the same limit.
-    resumed.restore(json.loads(json.dumps(watched.state())))
-    for one in (watched, resumed):
-        assert one.unexplained_gap(inside, 1.0, dtype) is None
-        assert f"got {outside:.2g}, and 1.2 at most" in one.unexplained_gap(outside, 1.25, dtype)
+    def gap(mean, run, dtype=dtype):
+        name = "sampling/sampling_logp_difference"
+        return checked_gap({f"{name}/mean": mean, f"{name}/max": 1.25}, dtype, run)
+
+    run = SimpleNamespace(first_gap=None)
+    assert gap(first, run) == {"sampler_gap": first, "sampler_gap_max": 1.25}
+    assert gap(inside, run)["sampler_gap"] == inside
+    with pytest.raises(RolloutError, match=f"got {outside:.2g}, and 1.2 at most"):
+        gap(outside, run)
+    assert gap(9.0, run, None) and run.first_gap == first
     # That of the first step itself.
     most = GAPS[dtype][1]
-    assert Watch(config).unexplained_gap(0.99 * most, 1.0, dtype) is None
-    assert f"to {most:.2g} on" in Watch(config).unexplained_gap(1.01 * most, 1.0, dtype)
+    assert gap(0.99 * most, SimpleNamespace(first_gap=None))
+    with pytest.raises(RolloutError, match=f"to {most:.2g} on"):
+        gap(1.01 * most, SimpleNamespace(first_gap=None))

@@ -76,10 +76,8 @@ class FusedLinearGRPOLoss(nn.Module):
             `"vespo"`.
         max_completion_length: the denominator per sequence of `dr_grpo`, which needs it.
         importance_sampling_level: `"token"` or `"sequence"`.
-        sapo_temperature_pos, sapo_temperature_neg: as in `GRPOLossConfig`.
         temperature: divides the logits.
-        delta, use_bias_correction_kl: as in `GRPOLossConfig`.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as in `GRPOLossConfig`.
+        delta, use_bias_correction_kl, sapo_..., vespo_...: as in `GRPOLossConfig`.
         execution: how calls are computed.
         logits_dtype: as in `LMHead`.
 

@@ -5,10 +5,10 @@ from .command_line import parse_config
 from .config import TrainingConfig
 from .data import Problem, problem_of
 from .data import load as load_problems
-from .loading import load_model, upper_half
+from .loading import load_model
 from .rollout import Completion, Rollout, SamplingParams
 from .samples import Samples
-from .trainer import Trainer
+from .train import Trainer
 
 __all__ = [
     "Completion",
@@ -22,5 +22,4 @@ __all__ = [
     "load_problems",
     "parse_config",
     "problem_of",
-    "upper_half",
 ]

@@ -200,7 +200,7 @@ def state_of(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         state = None
     kinds = {"step": int, "problems": int, "config": dict, "processes": int, "best": dict,
-             "watch": dict, "given": dict}  # fmt: skip
+             "micro_batch_size": int, "given": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()
     ):
@@ -245,18 +245,17 @@ def check_same(
         )
 
 
-def prune(accelerator: Accelerator, folder: Path, best: int) -> None:
+def prune(folder: Path, best: int) -> None:
     """Deletes all checkpoints but that of the best step and the last two, one for the other."""
-    if accelerator.is_main_process:
-        for left in (folder / "checkpoints").glob(".step-*.gone"):  # by a kill
-            shutil.rmtree(left, ignore_errors=True)
-        whole = _whole(folder)
-        for step in set(whole) - {best, *sorted(whole)[-2:]}:
-            # Renamed first: a kill leaves no half of it under its name.
-            gone = whole[step].with_name(f".{whole[step].name}.gone")
-            with suppress(OSError):
-                whole[step].rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    for left in (folder / "checkpoints").glob(".step-*.gone"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
+    whole = _whole(folder)
+    for step in set(whole) - {best, *sorted(whole)[-2:]}:
+        # Renamed first: a kill leaves no half of it under its name.
+        gone = whole[step].with_name(f".{whole[step].name}.gone")
+        with suppress(OSError):
+            whole[step].rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _name(step: int) -> str:

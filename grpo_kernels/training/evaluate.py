@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from tqdm import tqdm
 
-from . import ranks
+from . import logs, ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
-from .metrics import GROUPS, Evaluation, accuracy_of, wilson_interval
 from .rewards import (
     LONGEST,
     Reward,
@@ -38,6 +39,86 @@ from .rollout import Sampler, end_tokens, vocabulary_of
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
+# Columns of problems by whose values accuracy is told apart.
+GROUPS = ("held_out", "level")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out accuracy with its 95 % interval, one completion per problem."""
+
+    answers: list[dict[str, Any]]
+    accuracy: float
+    low: float  # the 95 % interval
+    high: float
+    reward: float
+
+    def __str__(self) -> str:
+        told = [
+            f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
+            f"{len(self.answers)}, reward {self.reward:.2f}"
+        ]
+        for column, parts in self.parts.items():
+            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
+            told.append(f"{column}: {', '.join(shares)}")
+        return "; ".join(told)
+
+    @property
+    def parts(self) -> dict[str, dict[str, Evaluation]]:
+        """By column of `GROUPS`, the answers to problems with each of its values."""
+        found: dict[str, dict[str, Evaluation]] = {}
+        for column in GROUPS:
+            values: dict[str, list[dict[str, Any]]] = {}
+            for answer in self.answers:
+                if answer.get(column) is not None:
+                    values.setdefault(str(answer[column]), []).append(answer)
+            if len(values) > 1:
+                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
+        return found
+
+    def summary(self, step: int) -> dict[str, Any]:
+        """The row of `evaluations.jsonl`."""
+        by = {
+            column: {value: part._numbers() for value, part in parts.items()}
+            for column, parts in self.parts.items()
+        }
+        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
+
+    def write(self, folder: Path, step: int, samples: Mapping[str, Any] | None = None) -> None:
+        """Adds it to a run's files, with its answers.
+
+        Args:
+            folder: of the run.
+            step: the evaluated weights are those after it.
+            samples: what several answers per problem show, if they were asked for.
+        """
+        more = {"samples": samples} if samples else {}
+        logs.append(folder / "evaluations.jsonl", {**self.summary(step), **more})
+        for answer in self.answers:
+            logs.append(folder / "answers.jsonl", {"step": step, **answer})
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
+            "problems": len(self.answers),
+        }  # fmt: skip
+
+
+def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
+    """Sums up answers, each of which has `correct` and `reward`."""
+    count, correct = len(answers), sum(answer["correct"] for answer in answers)
+    low, high = wilson_interval(correct, count)
+    reward = sum(answer["reward"] for answer in answers) / count
+    return Evaluation(list(answers), correct / count, low, high, reward)
+
+
+def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
+    share = successes / count
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+    # Rounding may move an end to the wrong side of the share itself.
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def evaluate(
@@ -146,7 +227,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from .data import load_to_answer
     from .loading import check_rollout, load_model, make_rollout, set_pad_token
     from .policy import Policy
-    from .run_log import RunLog
 
     config = parse_config(argv, name="evaluation", eval_size=0)
     # The folder is new, and the model is taken as it is.
@@ -158,17 +238,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     problems, which = load_to_answer(config)
     model, tokenizer = load_model(config)
     set_pad_token(tokenizer, model)
-    log = RunLog(config, accelerator, tokenizer)
-    log.say(which)
+    say = tqdm.write if accelerator.is_main_process else lambda _: None
+    say(which)
     encode = PromptEncoder(tokenizer, chat=config.chat)
-    problems = short_enough(problems, encode, config.max_prompt_length, log.say)
+    problems = short_enough(problems, encode, config.max_prompt_length, say)
     if not problems:
         raise SystemExit("eval_size: expected at least one problem to answer; got none")
     policy = Policy.of_run(model.to(accelerator.device).eval(), config)
     rollout = make_rollout(config, policy, tokenizer, accelerator)
     ends = end_tokens(model, tokenizer)
     sampler = Sampler(rollout, encode, config, accelerator, vocabulary_of(model), ends)
-    log.open(-1)
 
     def ask(count: int) -> Evaluation:
         set_seed(config.seed)
@@ -178,12 +257,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     several = ask(count)
     shown = of_samples(several.answers, count)
     for name, (mean, low, high) in shown.items():
-        log.say(f"{name}: {mean:.1%} (95 %: {low:.1%} to {high:.1%}), {count} samples per problem")
-    log.evaluation(0, one, shown)
+        say(f"{name}: {mean:.1%} (95 %: {low:.1%} to {high:.1%}), {count} samples per problem")
+    say(f"    0  {one}")
     if accelerator.is_main_process:
+        logs.open_folder(config.folder, config.as_json(), -1)
+        one.write(config.folder, 0, shown)
         for i, answer in enumerate(several.answers):
-            log.append("answers.jsonl", {"step": 0, "sample": i % count, **answer})
-        log.say(f"Look at {report.write(config.folder)}")
+            logs.append(config.folder / "answers.jsonl", {"step": 0, "sample": i % count, **answer})
+        say(f"Look at {report.write(config.folder)}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
+from ..integrations.hf_head import check_logits
 from . import checkpoint, ranks
 from .config import DTYPES, TrainingConfig
 from .data import why_not_downloaded
+from .policy import Policy, without_dropout
 from .rollout import GenerateRollout, Rollout, vocabulary_of
 
 
@@ -53,14 +55,6 @@ def load_reference(config: TrainingConfig) -> Any:
     with explain_missing_model(config.ref_model, "ref_model"):
         dtype = getattr(torch, DTYPES[config.dtype])
         return AutoModelForCausalLM.from_pretrained(config.ref_model, dtype=dtype)
-
-
-def upper_half(model: str) -> str:
-    """A regular expression for `trainable` that matches the upper half of the layers."""
-    from transformers import AutoConfig
-
-    layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    return rf"\.layers\.({'|'.join(map(str, range(layers // 2, layers)))})\.|model\.norm\."
 
 
 @contextmanager
@@ -179,3 +173,23 @@ def make_rollout(
         return VLLMRollout(config, model, tokenizer, accelerator)
     synced = ranks.sharding(accelerator) is not None
     return GenerateRollout(policy, tokenizer, synced=synced)
+
+
+def prepared(
+    model: nn.Module, config: TrainingConfig, accelerator: Accelerator, prompt: list[int]
+) -> tuple[Any, Any]:
+    """The policy and its optimizer, wrapped for the processes.
+
+    `prompt`: some tokens, by which the head is found to make the model's own logits.
+    """
+    policy = without_dropout(Policy.of_run(model, config))
+    check_logits(policy.model, torch.tensor([prompt]))
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=config.learning_rate, betas=(0.9, config.adam_beta2),
+        weight_decay=config.weight_decay,
+    )  # fmt: skip
+    if ranks.sharding(accelerator) == "DEEPSPEED":
+        ranks.configure_deepspeed(accelerator, config)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    return ranks.may_fail_alone(policy), optimizer

@@ -34,8 +34,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def truncate(folder: Path, step: int) -> None:
-    """Removes the rows of later steps, and a last line that was not finished."""
+def open_folder(folder: Path, options: Mapping[str, Any], step: int) -> None:
+    """Makes a run's folder; removes the rows of steps after `step`, and what was not finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(options, indent=1) + "\n")
     for name in NAMES:
         path = folder / name
         if path.exists():

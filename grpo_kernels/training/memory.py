@@ -44,7 +44,6 @@ class Prediction:
     activations: int  # kept by the body's forward for the backward of a micro-batch
     backward: int  # gradients of activations, while they are needed
     head: int  # this library's head, in that micro-batch
-    eager_head: int  # the same with materialized logits
     accumulates: bool  # whether gradients are held during a forward
     cache: int  # keys and values while sampling
     sampling: int  # logits and copies of them; with vLLM a weight on the way to it
@@ -59,11 +58,8 @@ class Prediction:
     @property
     def training_peak(self) -> int:
         """The larger of two: while the head works, and in the backward of the body."""
-        return self._training_peak(self.head)
-
-    def _training_peak(self, head: int) -> int:
         held = self.state + (0 if self.vllm_sleeps else self.vllm)
-        working = self.activations + max(head, self.backward)
+        working = self.activations + max(self.head, self.backward)
         if self.accumulates:
             return held + self.gradients + working
         # The backward makes gradients as it frees activations.
@@ -74,21 +70,15 @@ class Prediction:
         """The larger of training's and sampling's."""
         return max(self.state + self.vllm + self.cache + self.sampling, self.training_peak)
 
-    @property
-    def eager_peak(self) -> int:
-        """The peak with an eager head."""
-        return max(self.peak, self._training_peak(self.eager_head))
-
     def table(self) -> str:
         """The figures in GiB, one per line."""
         names = {
             "weights": "weights", "gradients": "gradients", "optimizer": "optimizer (AdamW)",
             "reference": "reference model", "activations": "activations of a micro-batch",
             "backward": "gradients of activations", "head": "head, this library",
-            "eager_head": "head, eager", "cache": "KV cache while sampling",
-            "sampling": "logits, or a weight for vLLM",
+            "cache": "KV cache while sampling", "sampling": "logits, or a weight for vLLM",
             "vllm": "vLLM (vllm_gpu_memory_utilization)",
-            "peak": "peak", "eager_peak": "peak with an eager head",
+            "peak": "peak",
         }  # fmt: skip
         figures = {text: getattr(self, name) for name, text in names.items()}
         return "\n".join(f"{text:36}{value / GIB:9.2f} GiB" for text, value in figures.items())
@@ -147,7 +137,6 @@ def predict(
         # In a layer's widest part: the gate and what it gates, for all tokens.
         backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
         head=chunk + d_weight + by_states * N * H * width,
-        eager_head=3 * 4 * N * V + d_weight,
         accumulates=accumulates,
         cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
         sampling=copies * max(map(_bytes, model.parameters())) if vllm else 4 * 4 * sampled * V,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.sequences import masked_quantile
+from . import ranks
+from .config import TrainingConfig
 from .rewards import weighted_sum
+from .run import Run
 from .samples import Samples
 
 
@@ -31,27 +33,51 @@ class Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Counts more seconds for a part, which is not told where there are none."""
+        if seconds:
+            self.seconds[name] += seconds
 
 
-def of_samples(
-    samples: Samples, names: Sequence[str], weights: Sequence[float], group_size: int,
-    gather: Callable[[Tensor], Tensor],
-) -> dict[str, float]:  # fmt: skip
-    """Metrics of a rollout, over all processes.
+def of_step(
+    samples: Samples, names: Sequence[str], updates: Mapping[str, float], run: Run, clock: Clock
+) -> dict[str, Any]:
+    """A step's row of metrics, over all processes.
 
     Args:
         samples: those of this process.
         names: of the reward functions.
-        weights: of the reward functions; empty: 1 each.
-        group_size: completions per prompt.
-        gather: returns the rows of all processes.
+        updates: metrics of the step's updates.
+        run: whose step it is.
+        clock: has the step's seconds.
     """
+    c, accelerator = run.config, run.accelerator
+    gather = partial(ranks.gather, accelerator)
+    row = {"step": run.step, **of_samples(samples, names, c, gather)}
+    if samples.replay_support:
+        row |= of_support(ranks.reduce(accelerator, samples.support_sizes, torch.cat))
+    row |= updates
+    if run.micro_batch_size < c.micro_batch_size:  # since memory has run out
+        row["micro_batch_size"] = run.micro_batch_size
+    if run.bad_updates:
+        row["bad_updates"] = run.bad_updates
+    row["seconds"] = sum(clock.seconds.values())
+    row |= {f"seconds/{name}": value for name, value in clock.seconds.items()}
+    return row | {"peak_memory_gib": peak_memory(accelerator.device) / 2**30}
+
+
+def of_samples(
+    samples: Samples, names: Sequence[str], config: TrainingConfig,
+    gather: Callable[[Tensor], Tensor],
+) -> dict[str, float]:  # fmt: skip
+    """Metrics of a rollout; `gather` returns the rows of all processes."""
     rewards = gather(samples.rewards)
     lengths = gather(torch.tensor(samples.sampled_lengths).double())
     ended = gather(torch.tensor([float(c.ended) for c in samples.completions]))
-    total = weighted_sum(rewards, weights)
-    groups = total.view(-1, group_size)
+    total = weighted_sum(rewards, config.reward_weights)
+    groups = total.view(-1, config.num_generations)
     row = {"reward": float(total.mean()), "reward_std": float(groups.std(1).mean())}
     for name, column in zip(names, rewards.T, strict=True):
         row[f"reward/{name}"] = float(column.nanmean())
@@ -144,72 +170,3 @@ def peak_memory(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# Columns of problems by whose values accuracy is told apart.
-GROUPS = ("held_out", "level")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out accuracy with its 95 % interval, one completion per problem."""
-
-    answers: list[dict[str, Any]]
-    accuracy: float
-    low: float  # the 95 % interval
-    high: float
-    reward: float
-
-    def __str__(self) -> str:
-        told = [
-            f"held-out accuracy {self.accuracy:.1%} (95 %: {self.low:.1%} to {self.high:.1%}) of "
-            f"{len(self.answers)}, reward {self.reward:.2f}"
-        ]
-        for column, parts in self.parts.items():
-            shares = (f"{value} {part.accuracy:.1%}" for value, part in parts.items())
-            told.append(f"{column}: {', '.join(shares)}")
-        return "; ".join(told)
-
-    @property
-    def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """By column of `GROUPS`, the answers to problems with each of its values."""
-        found: dict[str, dict[str, Evaluation]] = {}
-        for column in GROUPS:
-            values: dict[str, list[dict[str, Any]]] = {}
-            for answer in self.answers:
-                if answer.get(column) is not None:
-                    values.setdefault(str(answer[column]), []).append(answer)
-            if len(values) > 1:
-                found[column] = {value: accuracy_of(values[value]) for value in sorted(values)}
-        return found
-
-    def summary(self, step: int) -> dict[str, Any]:
-        """The row of `evaluations.jsonl`."""
-        by = {
-            column: {value: part._numbers() for value, part in parts.items()}
-            for column, parts in self.parts.items()
-        }
-        return {"step": step, **self._numbers(), **({"by": by} if by else {})}
-
-    def _numbers(self) -> dict[str, Any]:
-        return {
-            "accuracy": self.accuracy, "low": self.low, "high": self.high, "reward": self.reward,
-            "problems": len(self.answers),
-        }  # fmt: skip
-
-
-def accuracy_of(answers: Sequence[dict[str, Any]]) -> Evaluation:
-    """Sums up answers, each of which has `correct` and `reward`."""
-    count, correct = len(answers), sum(answer["correct"] for answer in answers)
-    low, high = wilson_interval(correct, count)
-    reward = sum(answer["reward"] for answer in answers) / count
-    return Evaluation(list(answers), correct / count, low, high, reward)
-
-
-def wilson_interval(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The score interval (Wilson 1927), which stays in [0, 1] and has a width at both ends."""
-    share = successes / count
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    # Rounding may move an end to the wrong side of the share itself.
-    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))

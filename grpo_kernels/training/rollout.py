@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from accelerate import Accelerator
@@ -62,17 +62,43 @@ class RolloutError(StepError, ValueError):
 
 
 class Rollout(Protocol):
-    """Samples from the policy as it is now, in this process or on a server.
-
-    One that keeps a copy of the weights has a method `update_weights()` as well. The trainer calls
-    it, in every process, after the weights have changed and before completions are sampled.
-    """
+    """Samples from the policy as it is now, in this process or on a server."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: SamplingParams
     ) -> list[Completion]:
         """`count` completions per prompt, given as token ids; those of a prompt are neighbors."""
         ...
+
+
+class KeepsWeights(Rollout, Protocol):
+    """A rollout with a copy of the weights."""
+
+    def update_weights(self) -> None:
+        """Takes the policy's.
+
+        The trainer calls it, in every process, after the weights have changed and before
+        completions are sampled.
+        """
+
+
+class ExplainsGap(Rollout, Protocol):
+    """A rollout whose log-probs are to be the policy's, or nothing is trained on its samples."""
+
+    @property
+    def why_gap(self) -> str | None:
+        """The dtype that explains a gap, as torch calls it; None: any gap is explained."""
+        ...
+
+
+def keeps_weights(rollout: Rollout) -> TypeGuard[KeepsWeights]:
+    """True if it does, or hands on the parts of one that does."""
+    return hasattr(rollout, "update_weights")
+
+
+def explains_gap(rollout: Rollout) -> TypeGuard[ExplainsGap]:
+    """True if it does, or hands on the parts of one that does."""
+    return hasattr(rollout, "why_gap")
 
 
 def pad(
@@ -164,7 +190,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.rollout, self.encode, self.config = rollout, encode, config
         self.accelerator, self.vocabulary, self.ends = accelerator, vocabulary, ends
-        self.sync_seconds = 0.0  # that the rollout took for weights, since someone set it to 0
+        self._sync_seconds = 0.0
         self._stale = True
 
     def weights_changed(self) -> None:
@@ -173,11 +199,21 @@ class Sampler:
 
     def update_weights(self) -> None:
         """Has the rollout take the weights if they have changed; every process calls it."""
-        if self._stale and hasattr(self.rollout, "update_weights"):
+        if self._stale and keeps_weights(self.rollout):
             start = time.perf_counter()
             self.rollout.update_weights()
-            self.sync_seconds += time.perf_counter() - start
+            self._sync_seconds += time.perf_counter() - start
         self._stale = False
+
+    @property
+    def why_gap(self) -> str | None:
+        """The dtype that explains a gap to the rollout's log-probs; None: any gap is explained."""
+        return self.rollout.why_gap if explains_gap(self.rollout) else None
+
+    def take_sync_seconds(self) -> float:
+        """Seconds that the rollout took for weights since this was last asked for."""
+        seconds, self._sync_seconds = self._sync_seconds, 0.0
+        return seconds
 
     def __call__(
         self, problems: Sequence[Problem], count: int, temperature: float, *,

@@ -1,25 +1,27 @@
-"""`Samples`: the completions of a step, with rewards, advantages and log-probs."""
+"""`Samples`: the completions of a step, with rewards and advantages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import batch_support
+from .. import batch_support, group_advantages
 from ..base.layout import to_device
+from . import ranks
 from .data import Problem, level_of
+from .loading import check_has_logps
 from .micro_batches import Plan, Size, plan_micro_batches
 from .policy import Batch
-from .rollout import Completion, pad
+from .rewards import Reward, judge, judge_answers, weighted_sum
+from .rollout import Completion, Sampler, pad
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Samples:
     """One process's part of a rollout: `B` completions of `P` prompts, sorted by prompt."""
 
@@ -34,13 +36,9 @@ class Samples:
     mask: Tensor  # [B, T], int64
     correct: list[bool]  # [B], or empty where problems have no answer
     transcripts: list[str]  # [B], the texts with what the policy was given between
-    replay_support: bool = False  # whether log-probs are over the completions' supports
-    old_logps: Tensor | None = None  # [B, T], as all that follow
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    ce_weights: Tensor | None = None
-    entropy_threshold: float | None = None  # of the whole rollout
-    logps: Tensor | None = None  # in the last update that saw them, 0 where none did
+    sampling_logps: Tensor | None  # [B, T], of the rollout
+    ce_weights: Tensor | None  # [B, T], of the cross-entropy
+    replay_support: bool  # whether log-probs are over the completions' supports
 
     @cached_property
     def token_counts(self) -> list[int]:
@@ -110,18 +108,36 @@ class Samples:
         mask = mask if rows else torch.zeros_like(mask)
         return replace(batch, mask=mask, support=support), where
 
-    def per_token(self, where: Tensor, T: int, ce_items: float) -> dict[str, Any]:
-        """Options of `fused_grpo_loss` for the first `T` tokens of rows.
 
-        That is their log-probs under other policies, and the weights of a cross-entropy, divided
-        by `ce_items`.
-        """
-        constants = {
-            "old_logps": self.old_logps, "ref_logps": self.ref_logps,
-            "sampling_logps": self.sampling_logps,
-            "ce_weights": None if self.ce_weights is None else self.ce_weights / ce_items,
-        }  # fmt: skip
-        return {name: None if x is None else x[where, :T] for name, x in constants.items()}
+def judged(
+    problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
+    rewards: Mapping[str, Reward], is_correct: Callable[[str, str], bool] | None,
+) -> Samples:  # fmt: skip
+    """What this process's completions of its problems are worth; None judges no answer."""
+    config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
+    device, texts = accelerator.device, sampler.texts(completions)
+    more = sampler.beside(completions, texts)
+    asked = [problem for problem in problems for _ in range(G)], texts, config.reward_timeout
+    table = judge(accelerator, rewards, *asked, more)
+    first = accelerator.process_index * len(texts)
+    advantages = group_advantages(
+        ranks.gather(accelerator, table), G, scale=config.scale_rewards,
+        weights=config.reward_weights or None,
+    )[first : first + len(texts)]  # fmt: skip
+    correct = [] if is_correct is None else judge_answers(accelerator, is_correct, *asked)
+    mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
+    logps = sampling_logps(completions, mask)
+    check_has_logps(config, logps is not None)
+    # Equal in all processes, so that they have the same metrics.
+    has_support = any(c.support is not None for c in completions)
+    return Samples(
+        list(problems), [sampler.encode(problem) for problem in problems],
+        [i for i in range(len(problems)) for _ in range(G)], list(completions), texts, table,
+        weighted_sum(table, config.reward_weights), advantages.to(device), mask, correct,
+        transcripts=more["transcripts"], sampling_logps=logps,
+        ce_weights=ce_weights(completions, mask),
+        replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
+    )  # fmt: skip
 
 
 def sampled_tokens(one: Completion) -> Sequence[bool]:

@@ -67,6 +67,10 @@ class VLLMRollout:
             self.llm = self._start(on_gpu)
             self.about: dict[str, Any] = self.llm.collective_rpc("grpo_kernels_about")[0]
             self._check()
+        if accelerator.is_main_process:
+            tqdm.write(
+                f"Completions by vLLM {self.about['vllm']} in this process, {self.about['dtype']}"
+            )
 
     def _start(self, on_gpu: bool) -> Any:
         config, processes = self.config, self.accelerator.num_processes
@@ -96,11 +100,6 @@ class VLLMRollout:
             return None
         low = "bfloat16" in (self.about["dtype"], ranks.gemm_dtype(self.config))
         return "bfloat16" if low else "float32"
-
-    @property
-    def description(self) -> str:
-        """The engine that samples, and its dtype."""
-        return f"vLLM {self.about['vllm']} in this process, {self.about['dtype']}"
 
     def update_weights(self) -> None:
         """Gives vLLM the policy's weights; every process calls it."""

@@ -16,8 +16,8 @@ from grpo_kernels.training import (
     load_problems,
     report,
 )
-from grpo_kernels.training.metrics import Clock
 from grpo_kernels.training.micro_batches import equal_parts
+from grpo_kernels.training.samples import judged
 from tests.helpers.tiny_models import V
 
 
@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import V
 def no_curves():
     """Reports without drawings, which take most of a small run's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_svg", lambda title, draw: "<svg/>")
+        patch.setattr(report, "_svg", lambda title, lines: "<svg/>")
         yield patch
 
 
@@ -105,12 +105,15 @@ def run(config, **options):
 
 
 def first_samples(trainer):
-    """The samples of the first step, scored."""
-    trainer.step, config = 1, trainer.config
+    """The samples of the first step, and their scores."""
+    trainer.run.step, config, sampler = 1, trainer.config, trainer.sampler
     problems = trainer.train_problems[: config.prompts_per_step]
-    samples = trainer.sampling(problems, Clock(torch.device("cpu")))
-    trainer.scorer.score(samples, equal_parts(len(samples.texts), config.minibatches))
-    return samples
+    completions = sampler(
+        problems, config.num_generations, config.temperature, record_support=config.records_support
+    )
+    samples = judged(problems, completions, sampler, trainer.rewards, trainer.is_correct)
+    minibatches = equal_parts(len(samples.texts), config.minibatches)
+    return samples, trainer.scorer.score(samples, minibatches)
 
 
 def weights_of(trainer):

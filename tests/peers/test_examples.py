@@ -19,7 +19,7 @@ from examples import (
     train_additions,
     train_gsm8k,
 )
-from grpo_kernels.training import parse_config, upper_half
+from grpo_kernels.training import parse_config
 from tests.helpers.tiny_models import make_model
 
 SMALL = (
@@ -64,7 +64,9 @@ def test_the_demo_model_stands_for_its_folder(monkeypatch, tmp_path):
     make_model("llama").save_pretrained(folder)
     config = parse_config([], model=demo_model.MODEL, dataset="d")
     resolved = demo_model.resolved(config)
-    assert resolved.model == str(folder) and resolved.trainable == upper_half(str(folder))
+    assert resolved.model == str(folder) and resolved.trainable == demo_model.upper_half(
+        str(folder)
+    )
     assert demo_model.resolved(replace(config, trainable="norm")).trainable == "norm"
     assert demo_model.resolved(replace(config, lora_rank=2)).trainable is None
     other = replace(config, model="some/model")
@@ -169,7 +171,7 @@ def test_devices_of_lightning_draw_their_own(monkeypatch):
 
 def test_the_head_is_trained_if_asked_for(tiny_model):
     names = [name for name, _ in make_model("llama").named_parameters()]
-    pattern = upper_half(str(tiny_model))
+    pattern = demo_model.upper_half(str(tiny_model))
     trained = {name for name in names if re.search(pattern, name)}
     assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
     assert not any("layers.0" in name or "embed" in name for name in trained)

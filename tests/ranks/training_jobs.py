@@ -119,7 +119,7 @@ def with_fault(fault: str, call: int, model: str, output: str, options: dict):
             trainer.train()
     except (SystemExit, RuntimeError) as error:
         met = f"{type(error).__name__}: {error}"
-    return met, trainer.step, trainer.scorer.micro_batch_size, policy.state_dict()
+    return met, trainer.run.step, trainer.run.micro_batch_size, policy.state_dict()
 
 
 class SameForAnyRanks:

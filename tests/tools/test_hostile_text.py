@@ -94,11 +94,9 @@ def shown(page, folder):
 def test_a_report_runs_no_script_and_asks_nobody(canary, tiny_model, tmp_path):
     url, asked = canary
     run, texts = hostile_run(tmp_path, tiny_model, url)
-    other = shutil.copytree(run, tmp_path / "<img src=x onerror=alert(1)>")
-    for page in (report.write(run), report.compare([run, other])):
-        dom = shown(page, tmp_path / "profile")
-        assert "<title>TAKEN" not in dom and "<script" not in dom and "<iframe" not in dom
-        assert "<img" not in dom and "onload=" not in dom.replace("&lt;svg onload=", "")
+    dom = shown(report.write(run), tmp_path / "profile")
+    assert "<title>TAKEN" not in dom and "<script" not in dom and "<iframe" not in dom
+    assert "<img" not in dom and "onload=" not in dom.replace("&lt;svg onload=", "")
     assert asked == []
     # The browser does ask, where it is let.
     bad = tmp_path / "bad.html"
@@ -150,7 +148,7 @@ def written(text, path):
 
 def read_log(text, folder):
     logs.read(written(text, folder / "metrics.jsonl"))
-    logs.truncate(folder, 3)
+    logs.open_folder(folder, {}, 3)
 
 
 def read_state(text, folder):

@@ -1,0 +1,189 @@
+"""`Run`: how far a run is, what a checkpoint keeps of that, and the run's folder."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from . import checkpoint, logs, ranks
+from .config import TrainingConfig
+from .data import Order
+from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
+from .observers import observers_of
+
+_T = TypeVar("_T")
+
+
+class Run:
+    """What changes from step to step, but for weights and the optimizer's state.
+
+    Args:
+        config: the run's options.
+        accelerator: of its processes, which all make the same calls.
+        order: of its problems.
+        given: what it is given besides options, by name, as `checkpoint.digests` has it.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, accelerator: Accelerator, order: Order,
+        given: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self.config, self.accelerator, self.order, self.given = config, accelerator, order, given
+        self.interruptions = Interruptions(accelerator)
+        self.observers = observers_of(config, accelerator)
+        self.step = 0  # under way, or the last one
+        self.trained = 0  # the last one whose updates were all made
+        self.saved = 0  # the last one of which there is a checkpoint
+        self.within_step = False  # whether weights are between two steps
+        self.evaluated = True  # False where an evaluation is due
+        self.best: dict[str, Any] = {}  # step and accuracy of the best evaluation of the training
+        self.bad_updates = 0  # without a finite gradient, the last ones in a row
+        self.micro_batch_size = config.micro_batch_size  # less, once memory has run out
+        self.first_gap: float | None = None  # to the sampler's log-probs, in the first step
+
+    def seed(self, what: str) -> int:
+        """The seed of one kind of draws, different in every step and process."""
+        text = f"{self.config.seed}-{self.step}-{self.accelerator.process_index}-{what}"
+        return random.Random(text).getrandbits(31)
+
+    def say(self, text: str) -> None:
+        """Prints, in the main process, above the progress bar."""
+        if self.accelerator.is_main_process:
+            tqdm.write(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning."""
+        self.say(f"      warning: {text}")
+
+    def tell(self, what: str, *news: Any) -> None:
+        """Tells who looks on; `what` is a method of `Observer`."""
+        for observer in self.observers:
+            getattr(observer, what)(*news)
+
+    def in_memory(self, work: Callable[[], _T], drop_gradients: Callable[[], None]) -> _T:
+        """Does the work again, in micro-batches of half the size, as long as memory runs out.
+
+        These do not change gradients: what was added up is dropped and made again.
+
+        Raises:
+            StepError: they have one completion.
+        """
+        while True:
+            try:
+                return work()
+            except OutOfMemory:
+                drop_gradients()
+            if self.micro_batch_size == 1:
+                raise StepError(
+                    "memory ran out in a micro-batch of one completion: shorten "
+                    "max_completion_length, or take gradient_checkpointing, lora_rank or dtype bf16"
+                )
+            self.micro_batch_size //= 2
+            clear_device_cache(garbage_collection=True)
+            self.warn(
+                f"memory ran out: from now on micro_batch_size is {self.micro_batch_size}; the "
+                "gradients are the same"
+            )
+
+    # The folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other runs from training in the run's folder inside the block.
+
+        Raises:
+            RuntimeError: another one does.
+        """
+        folder, taken = self.config.folder, False
+        with ExitStack() as lock:
+            if self.accelerator.is_main_process:
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    lock.enter_context(FileLock(folder / ".lock", timeout=0))
+                except Timeout:
+                    taken = True
+                except (OSError, NotImplementedError) as error:  # file systems without locks
+                    self.warn(f"{folder} cannot be locked ({error}): train one run in it alone")
+            if ranks.reduce(self.accelerator, taken, any):
+                raise RuntimeError(
+                    f"name: expected a folder in which no other process trains; got {folder}"
+                )
+            yield
+
+    def open(self) -> Path | None:
+        """Makes the run's folder, or resumes the run in it: then its checkpoint is returned.
+
+        Its tensors are yet to be loaded.
+
+        Raises:
+            ValueError: the checkpoint is another run's.
+        """
+        config, state = self.config, dict[str, Any]()
+        found = checkpoint.latest(config.folder) if config.resume else None
+        if found is not None:
+            state = checkpoint.state_of(found)
+            given = ranks.reduce(self.accelerator, self.given, lambda of_all: of_all[0])
+            checkpoint.check_same(state, config.as_json(), self.accelerator.num_processes, given)
+            self._restore(state)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            logs.open_folder(config.folder, config.as_json(), state.get("step", -1))
+        return found
+
+    def save(self, policy: Any) -> None:
+        """Writes a checkpoint, if `save_every` lets it; warns where there is none.
+
+        Of weights that are not finite none is made; where the disk is full, say, training goes on.
+        """
+        if self.config.save_every < 0:
+            return
+        if self.bad_updates or not ranks.finite(self.accelerator, policy):
+            self.warn(f"no checkpoint of step {self.step}: gradients or weights are not finite")
+            return
+        error = checkpoint.save(self.accelerator, self.config.folder, self._state())
+        if error is not None:
+            self.warn(
+                f"no checkpoint of step {self.step} ({error}); the last one is untouched and "
+                f"training goes on. Make room in {self.config.folder}"
+            )
+            return
+        self.saved = self.step
+        self.tell("saved", self.best.get("step", self.step))
+
+    def stop(self, error: BaseException, policy: Any) -> None:
+        """Keeps what was trained before a step that failed, if the weights are still those."""
+        self.step = self.trained
+        if self.accelerator.num_processes > 1 and not isinstance(error, (StepError, Preempted)):
+            return  # the others wait elsewhere
+        if self.saved < self.step and not self.within_step:
+            self.save(policy)
+        then = f"resume goes on after step {self.saved}" if self.saved else "no checkpoint was kept"
+        self.say(f"Stopped: {then}")
+        if self.step and isinstance(error, Preempted):
+            self.tell("end")
+        self.accelerator.wait_for_everyone()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step, "best": self.best, "evaluated": self.evaluated,
+            "config": self.config.as_json(), "processes": self.accelerator.num_processes,
+            "problems": self.order.done, "given": self.given, "first_gap": self.first_gap,
+            "micro_batch_size": self.micro_batch_size,
+        }  # fmt: skip
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step = self.trained = self.saved = state["step"]
+        self.best, self.evaluated = state["best"], state["evaluated"]
+        self.first_gap, self.within_step = state["first_gap"], False
+        self.order.restore(state["problems"])
+        # What the run had left of it, unless the option is another one now.
+        if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
+            self.micro_batch_size = state["micro_batch_size"]

@@ -1,0 +1,336 @@
+"""GRPO's loop, to be read downwards: sample, judge, score, update. Begin with `train_step`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from ..head.plan import ran_out_of_memory
+from . import checkpoint, metrics, ranks
+from .config import TrainingConfig
+from .data import Order, Problem, PromptEncoder, short_enough
+from .evaluate import Evaluation, evaluate
+from .interruptions import BadUpdates, Preempted, StepError
+from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
+from .micro_batches import Size, config_of_part, equal_parts, num_items
+from .observers import introduction
+from .reference_model import ReferenceModel
+from .rewards import Reward, is_marked_correct, of_options, resolve_rewards
+from .rollout import Rollout, Sampler, end_tokens, vocabulary_of
+from .run import Run
+from .samples import Samples, judged
+from .scoring import Scorer, Scores, checked_gap
+
+OnStep = Callable[[dict[str, Any], Samples], object]
+# Updates in a row without a finite gradient, after which the run ends.
+MOST_BAD = 10
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step found: its metrics, and the policy's `[B, T]` log-probs before it."""
+
+    metrics: dict[str, float]
+    logps: Tensor  # 0 where it saw no token
+
+
+class Trainer:
+    """GRPO for a causal language model.
+
+    Args:
+        config: every number and name of the run.
+        model: a transformers or PEFT model; parameters that require a gradient are trained.
+        tokenizer: the model's.
+        train: problems, dicts with a `prompt` (a string, or a chat's messages) and the columns that
+            the reward functions want.
+        held_out: problems for the evaluations.
+        rewards: functions by name, for names in `config.rewards` that are not the library's.
+        is_correct: takes a completion and its problem's answer; evaluations count by it.
+        rollout: given the wrapped policy, returns who samples; None: as `config.rollout` says. To
+            put something around that one, set it: `trainer.rollout = Mine(trainer.rollout)`.
+
+    `train()` runs it. The run's folder then has `config.json`, logs (`metrics.jsonl` with one row
+    per step, samples, evaluations and answers), `checkpoints/`, `report.html` and `model/`. Who
+    writes and prints these is in `run.observers`, a list that may be changed.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        model: nn.Module,
+        tokenizer: Any,
+        train: Sequence[Problem],
+        held_out: Sequence[Problem] = (),
+        *,
+        rewards: Mapping[str, Reward] | None = None,
+        is_correct: Callable[[str, str], bool] = is_marked_correct,
+        rollout: Callable[[nn.Module], Rollout] | None = None,
+    ) -> None:
+        check_folder(config)
+        self.config, self.tokenizer = config, tokenizer
+        if is_correct is is_marked_correct:
+            is_correct = partial(is_correct, last=config.last_answer)
+        self.is_correct = is_correct
+        set_pad_token(tokenizer, model)
+        self.rewards = resolve_rewards(config.rewards, rewards, of_options(config))
+        self.accelerator = accelerator = ranks.make_accelerator(config)
+        if rollout is None:
+            check_rollout(config, accelerator)
+        set_seed(config.seed)
+        encode = PromptEncoder(tokenizer, chat=config.chat)
+        say = print if accelerator.is_main_process else lambda _: None
+        self.train_problems, self.held_out = (
+            short_enough(problems, encode, config.max_prompt_length, say)
+            for problems in (train, held_out)
+        )
+        if any(problem.get("answer") is None for problem in self.held_out):
+            raise ValueError("held_out: expected an answer in every problem, to compare with")
+        self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
+        self.reference = ReferenceModel(accelerator, model, config) if config.beta else None
+        given = checkpoint.digests(
+            self.train_problems, self.held_out, encode, model,
+            trained=self.reference is not None and self.reference.copy is not None,
+        )  # fmt: skip
+        self.run = Run(config, accelerator, Order(self.train_problems, config.seed), given)
+        self.policy, self.optimizer = prepared(
+            model, config, accelerator, encode(self.train_problems[0])
+        )
+        self.sampler = Sampler(
+            rollout(self.policy) if rollout is not None
+            else make_rollout(config, self.policy, tokenizer, accelerator),
+            encode, config, accelerator, vocabulary_of(model), end_tokens(model, tokenizer),
+        )  # fmt: skip
+        self.scorer = Scorer(self.policy, self.reference, self.run, tokenizer.pad_token_id)
+        checkpoint.trained_weights_only(accelerator)
+
+    @property
+    def rollout(self) -> Rollout:
+        """Who samples."""
+        return self.sampler.rollout
+
+    @rollout.setter
+    def rollout(self, rollout: Rollout) -> None:
+        self.sampler.rollout = rollout
+
+    def train(self, on_step: OnStep | None = None) -> Path:
+        """Runs the steps that are left and returns the run's folder.
+
+        Args:
+            on_step: called in every process with each step's row of metrics and its `Samples`,
+                before the step's evaluation and checkpoint.
+        """
+        run, config = self.run, self.config
+        with run.locked(), run.interruptions:
+            self._open()
+            run.tell("start", run.step)
+            if run.step == 0 or not run.evaluated:
+                self._evaluate()
+                if run.step:  # due before, and not to be made again
+                    run.save(self.policy)
+                run.interruptions.check()
+            run.order.restore(run.order.done)  # problems of a step that failed come again
+            while run.step < config.steps:
+                problems = run.order.next(config.prompts_per_step)
+                run.trained = run.step
+                try:
+                    run.step += 1
+                    improved = self._step(problems, on_step)
+                    last = run.step == config.steps
+                    run.interruptions.check(may_stop=not last)
+                except BaseException as error:
+                    if isinstance(error, (StepError, Preempted)) or ran_out_of_memory(error):
+                        self._drop_gradients()
+                        run.stop(error, self.policy)
+                    raise
+                if improved or last or _every(config.save_every, run.step):
+                    run.save(self.policy)
+            if config.save_model:
+                folder = config.folder / "model"
+                checkpoint.save_model(self.accelerator, self.policy, self.tokenizer, folder)
+            run.tell("end")
+        return config.folder
+
+    def _step(self, problems: Sequence[Problem], on_step: OnStep | None) -> bool:
+        """A step, and what is due after it; returns True for the best accuracy so far."""
+        run, config = self.run, self.config
+        row, samples = self.train_step(problems)
+        if self.reference is not None and _every(config.sync_ref_every, run.step):
+            self.reference.sync(self.policy)
+        run.trained = run.step
+        run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
+        run.order.step_done()
+        run.tell("step", row, samples)
+        if on_step is not None:
+            on_step(row, samples)
+        return not run.evaluated and self._evaluate()
+
+    def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
+        """One rollout of these problems (of all processes) and the updates on it."""
+        config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
+        # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
+        set_seed(run.seed("step"))
+        clock = metrics.Clock(accelerator.device)
+        mine = problems[accelerator.process_index :: accelerator.num_processes]
+        sampler.update_weights()
+        with clock("generate"):
+            completions = sampler(
+                mine, config.num_generations, config.temperature,
+                record_support=config.records_support,
+            )  # fmt: skip
+        with clock("reward"):
+            judge = self.is_correct if self.has_answers else None
+            samples = judged(mine, completions, sampler, self.rewards, judge)
+        run.interruptions.check()
+        minibatches = equal_parts(len(samples.texts), config.minibatches)
+        with clock("score"):
+            score = partial(self.scorer.score, samples, minibatches)
+            scores = run.in_memory(score, self._drop_gradients)
+            if run.step == 1:
+                run.in_memory(partial(self.scorer.compare_roundings, samples), self._drop_gradients)
+        with clock("train"):
+            sampler.weights_changed()
+            updates = list[Update]()
+            for number, rows in enumerate(minibatches * config.epochs_per_rollout):
+                updates.append(self.update(samples, scores, number, rows))
+                if scores.old_logps is None:  # of the policy that sampled
+                    scores = replace(scores, old_logps=updates[0].logps)
+        run.within_step = False
+        found = metrics.merge_updates([update.metrics for update in updates])
+        clock.add("sync", sampler.take_sync_seconds())
+        return metrics.of_step(samples, list(self.rewards), found, run, clock), samples
+
+    def update(self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]) -> Update:
+        """The optimizer step of this number on the samples: on these rows, of every process."""
+        config, run = self.config, self.run
+        rate = config.learning_rate_at((run.step - 1) * config.updates_per_step + number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        work = partial(self._add_up, samples, scores, number, rows)
+        found, loss = run.in_memory(work, self._drop_gradients)
+        more = {
+            "grad_norm": self._optimizer_step(), "learning_rate": rate,
+            "loss": ranks.reduce(self.accelerator, loss, metrics.mean),
+        }  # fmt: skip
+        return replace(found, metrics=found.metrics | more)
+
+    def _add_up(
+        self, samples: Samples, scores: Scores, number: int, rows: Sequence[int]
+    ) -> tuple[Update, float]:
+        """Adds up the gradient of an update, part by part; what was found, and the loss."""
+        accelerator, scorer, interruptions = self.accelerator, self.scorer, self.run.interruptions
+        plan = scorer.plan(samples, scorer.trained(samples, number, rows))
+        whole = Size(*(ranks.reduce(accelerator, n, sum) for n in samples.size(rows)))
+        config, world = self.config.loss_config(), accelerator.num_processes
+        if scores.entropy_threshold is not None:
+            config = replace(config, entropy_threshold=scores.entropy_threshold)
+        items, ce_items = num_items(config, whole, world), max(whole.tokens, 1) / world
+        logps = torch.zeros(samples.mask.shape, device=accelerator.device)
+        loss = torch.zeros((), device=accelerator.device)
+        measured: list[dict[str, Tensor]] = []
+        sharded = ranks.sharding(accelerator) is not None
+        for index, part in enumerate(plan):
+            batch, where = samples.batch(part, scorer.pad_id)
+            # Of a part without rows the cross-entropy counts for nothing, too.
+            counted = ce_items if part else math.inf
+            T = batch.attention.shape[1]
+            last = index == len(plan) - 1
+            # DeepSpeed steps within the backward in which gradients are to be synced.
+            accelerator.sync_gradients = last
+            with nullcontext() if last else accelerator.no_sync(self.policy):
+                with interruptions.shared(waits=sharded, may_stop=number == 0):
+                    with accelerator.autocast():
+                        part_loss, part_metrics, part_logps = self.policy(
+                            "loss", batch, samples.advantages[where],
+                            config_of_part(config, samples.size(part), whole, world),
+                            old_logps=_at(scores.old_logps, where, T),
+                            ref_logps=_at(scores.ref_logps, where, T),
+                            sampling_logps=_at(samples.sampling_logps, where, T),
+                            ce_weights=_at(samples.ce_weights, where, T, counted),
+                            num_items=items, execution=self.config.execution(),
+                        )  # fmt: skip
+                    if not last:
+                        accelerator.backward(part_loss)
+                measured.append(part_metrics)
+                if last:
+                    gather = partial(ranks.gather, accelerator)
+                    merged = metrics.merge_micro_batches(measured, gather)
+                    if number == 0:
+                        merged |= checked_gap(merged, self.sampler.why_gap, self.run)
+                    with interruptions.shared(waits=sharded or world > 1):
+                        accelerator.backward(part_loss)
+            loss += part_loss.detach()
+            if part:
+                logps[where, :T] = part_logps
+        return Update(merged, logps), float(loss)
+
+    def _optimizer_step(self) -> float:
+        """Clips the gradient and, if it is finite, steps; returns its norm."""
+        run, trained = self.run, [p for p in self.policy.parameters() if p.requires_grad]
+        norm = self.accelerator.clip_grad_norm_(trained, self.config.max_grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        grad_norm = float(norm) if norm is not None else math.nan
+        run.bad_updates += 1
+        if norm is None or math.isfinite(grad_norm):
+            run.within_step = True
+            self.optimizer.step()
+            run.bad_updates = 0
+        self.optimizer.zero_grad()
+        if run.bad_updates >= MOST_BAD:
+            raise BadUpdates(run.bad_updates, checkpoint.latest(self.config.folder))
+        return grad_norm
+
+    def _drop_gradients(self) -> None:
+        """Forgets what was added up."""
+        ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
+
+    # Evaluations
+
+    def evaluate(self, problems: Sequence[Problem]) -> Evaluation:
+        """Accuracy of one completion per problem, of the likeliest tokens."""
+        return evaluate(
+            problems, self.sampler, self.rewards, self.is_correct, self.config, self.accelerator
+        )
+
+    def _evaluate(self) -> bool:
+        """Answers the held-out problems; returns True for the best accuracy of the training."""
+        run, run.evaluated = self.run, not self.held_out
+        if run.evaluated:
+            return False
+        set_seed(run.seed("evaluation"))
+        evaluation = self.evaluate(self.held_out)
+        run.evaluated = True
+        better = evaluation.accuracy > run.best.get("accuracy", -1.0)
+        if better:
+            run.best = {"step": run.step, "accuracy": evaluation.accuracy}
+        run.tell("evaluation", run.step, evaluation)
+        return better and run.step > 0
+
+    def _open(self) -> None:
+        """Makes the run's folder, or resumes the run in it."""
+        run, counts = self.run, (len(self.train_problems), len(self.held_out))
+        found = run.open()
+        for text in introduction(self.config, self.accelerator, self.policy, *counts):
+            run.say(text)
+        if found is not None:
+            self.accelerator.load_state(str(found))
+            self.sampler.weights_changed()
+            run.say(f"Going on after step {run.step}, from {found}")
+        self.accelerator.wait_for_everyone()
+
+
+def _at(x: Tensor | None, where: Tensor, T: int, divisor: float = 1.0) -> Tensor | None:
+    """The first `T` tokens of rows."""
+    return None if x is None else x[where, :T] / divisor
+
+
+def _every(count: int, step: int) -> bool:
+    return count > 0 and step % count == 0
