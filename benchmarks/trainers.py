@@ -84,7 +84,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_kernels.training.data import shuffled_epochs
+    from grpo_kernels.training.data import place_of
     from grpo_kernels.training.rewards import resolve_rewards
 
     rows: list[dict[str, float]] = []
@@ -107,7 +107,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         model, tokenizer = load_model(config)
         problems, _ = load_problems(config)
         wanted = config.prompts_per_step * steps
-        order = [i for i, _ in zip(shuffled_epochs(len(problems), config.seed), range(wanted))]  # noqa: B905
+        order = [place_of(turn, len(problems), config.seed) for turn in range(wanted)]
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:

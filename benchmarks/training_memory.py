@@ -17,7 +17,7 @@ import resource
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,8 @@ def main() -> None:
                 rows.append({"name": name, "measured": parts, **asdict(prediction)})
                 continue
             taken = pool.submit(measured, model, options).result()
-        # No sampling here, so no keys and values kept for it.
-        print(f"| {name} | {_figures(prediction.training_peak, taken)} |", flush=True)
+        peak = replace(prediction, kv_cache=0, sampling_logits=0).peak  # nothing is sampled
+        print(f"| {name} | {_figures(peak, taken)} |", flush=True)
         rows.append({"name": name, "measured": taken, **asdict(prediction)})
     write_json(args.json, {**header("cpu"), "rows": rows})
 

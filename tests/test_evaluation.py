@@ -142,7 +142,8 @@ def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tm
     warm = trainer_of(config_of(tiny_model, tmp_path / "warm", eval_temperature=0.7, **options))
     asked.clear()
     own, warm.rollout = warm.rollout, rollout
-    warm.evaluate(warm.held_out)
+    warm.run.observers.clear()
+    warm._evaluate()
     assert asked == [(9, 0.7)]
 
 

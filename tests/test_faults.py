@@ -157,7 +157,7 @@ def sampler(tiny_model, tmp_path_factory):
         ({"ce_weights": [math.nan] * 2}, r"\.ce_weights: expected 2 finite numbers"),
         ({"ce_weights": [0.0, None]}, r"\.ce_weights: expected 2 finite numbers, .* \[None\], 2"),
         ({"ce_weights": ["1", 0.0]}, r"\.ce_weights: expected 2 finite numbers, .* \['1'\], 2"),
-        ({"support": ([1], [0])}, r"\.support: expected a Support; got tuple"),
+        ({"support": ([1], [0])}, r"\.support\.token_ids: expected a tensor; got list"),
         ({"support": Support([1], [0])}, r"\.support\.token_ids: expected a tensor; got list"),
         (kept([[1]], [0, 1, 1]), r"\.support\.token_ids: expected shape \[K\]; got \[1, 1\]"),
         (kept([5, 6], [0, 2]), r"\.support\.offsets: expected shape \[3\]; got \[2\]"),
@@ -183,9 +183,9 @@ def test_numbers_of_any_kind_are_taken(sampler):
     one = Completion(ids, True, logps, ce_weights=weights)
     sampler.rollout = lambda *_: [one]
     assert sampler(problems, 1, 1.0) == [one]
-    mask = torch.ones(1, 4)
-    assert samples.sampling_logps([one], mask).tolist() == [[-1.0, -1.5, -2.0, -3.0]]
-    assert samples.ce_weights([one], mask).tolist() == [[0.0, 0.5, 1.0, 0.0]]
+    logps, weights = (samples.per_token([x], torch.ones(1, 4)) for x in (one.logps, one.ce_weights))
+    assert logps.tolist() == [[-1.0, -1.5, -2.0, -3.0]]
+    assert weights.tolist() == [[0.0, 0.5, 1.0, 0.0]]
 
 
 # Gradients

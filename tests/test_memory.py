@@ -58,23 +58,6 @@ def test_the_prediction_follows_the_options():
     assert predicted(micro_batch_size=4).activations < base.activations
 
 
-def vllm_prediction(*, gpu_bytes=2**24, **options):
-    config = config_of(rollout="vllm", max_prompt_length=24, max_completion_length=16, **options)
-    return memory.predict(config, make_model("llama").config, gpu_bytes=gpu_bytes)
-
-
-def test_what_vllm_takes_of_a_gpu():
-    """Its share, beside training too unless it sleeps then."""
-    share = int(0.3 * 2**24)
-    awake, asleep = vllm_prediction(), vllm_prediction(vllm_enable_sleep_mode=True)
-    largest = max(p.nbytes for p in make_model("llama").parameters())
-    assert awake.cache == 0 and awake.sampling == largest and awake.vllm == asleep.vllm == share
-    assert asleep.training_peak == awake.training_peak - share
-    assert awake.peak == awake.training_peak
-    assert asleep.peak == max(asleep.training_peak, asleep.state + share + largest)
-    assert vllm_prediction(gpu_bytes=None).vllm == 0
-
-
 VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
 
 
@@ -83,9 +66,8 @@ VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
     (
         (("--dtype", "bf16", "--lora-rank", "4", "--gpu-gib", "24"), 0, ["fits into 24 GiB"]),
         (("--gpu-gib", "0.001"), 1, ["does not fit"]),
-        (VLLM, 0, ["vLLM (vllm_gpu_memory_utilization)       0.30 GiB", "fits into 1 GiB"]),
-        ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1,
-         ["Smaller: ", "vllm_gpu_memory_utilization; vllm_enable_sleep_mode"]),
+        (VLLM, 0, ["kv cache                     0.00 GiB", "of which 38% are left"]),
+        ((*VLLM, "--vllm_gpu_memory_utilization", "1.0"), 1, ["Smaller: "]),
         ((*VLLM, "--cpu"), 2, ["gpu_gib: expected none with cpu; got 1.0"]),
         (("--processes", "2.5"), 2, ["processes"]),
         (("--processes", "0"), 2, ["processes"]),
@@ -131,7 +113,7 @@ def test_processes_share_state_if_it_is_sharded():
         eight = memory.predict(config, shape, processes=8, sharded=sharded)
         for name in ("gradients", "optimizer", "reference"):
             assert getattr(one, name) == getattr(eight, name) * (8 if sharded else 1), name
-        assert eight.cache * 8 == one.cache and eight.activations == one.activations
+        assert eight.kv_cache * 8 == one.kv_cache and eight.activations == one.activations
         assert sharded or eight.weights == one.weights
     # Beside its eighth: the head, and one layer of 24, in bf16.
     V, H = shape.vocab_size, shape.hidden_size

@@ -71,7 +71,7 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
     assert "<!-- sync -->" in page
     said = capsys.readouterr().out
     assert "held-out accuracy 0.0% (95 %: 0.0% to 43.4%) of 5" in said
-    assert "(sync 0." in said
+    assert ", sync 0." in said
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(tiny_model)

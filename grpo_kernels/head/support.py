@@ -260,19 +260,21 @@ def refuse_with(call: HeadCall) -> None:
         )
 
 
-def check_support(support: object, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def check_support(
+    support: object, num_tokens: int, device: torch.device, name: str = "support"
+) -> tuple[Tensor, Tensor]:
     """The ids and offsets of a support, of the right shapes and dtypes, as int64."""
     if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(
-            "support: expected a Support of token_ids and offsets, or None; got "
+            f"{name}: expected a Support of token_ids and offsets, or None; got "
             f"{type(support).__name__}"
         )
     integers = (torch.int64, torch.int32)
-    ids = check_tensor("support.token_ids", support[0], dtypes=integers, device=device)
+    ids = check_tensor(f"{name}.token_ids", support[0], dtypes=integers, device=device)
     if ids.ndim != 1:
-        raise ValueError(f"support.token_ids: expected shape [K]; got {list(ids.shape)}")
+        raise ValueError(f"{name}.token_ids: expected shape [K]; got {list(ids.shape)}")
     offsets = check_tensor(
-        "support.offsets", support[1], shape=(num_tokens + 1,), dtypes=integers, device=device
+        f"{name}.offsets", support[1], shape=(num_tokens + 1,), dtypes=integers, device=device
     )
     return flatten(ids.detach()).long(), flatten(offsets.detach()).long()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import signal
 import threading
 import time
@@ -44,46 +43,29 @@ def at_most(seconds: float, late: Late) -> Iterator[None]:
 
 @contextmanager
 def _by_alarm(seconds: float, late: Late) -> Iterator[None]:
-    """An alarm of the caller's rings when it is due, in the block or after it."""
-    end, due, every = time.monotonic() + seconds, math.inf, 0.0
-
-    def note() -> None:
-        """Notes when the caller's alarm is due."""
-        nonlocal due, every
-        left, every = signal.getitimer(signal.ITIMER_REAL)
-        due = time.monotonic() + left if left else math.inf
-
-    def arm() -> None:
-        left = min(due, end) - time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(1e-6, left) if left < math.inf else 0.0, every)
+    """Where an alarm of the caller's is due first, that one rings, and nothing else."""
+    over, start = False, time.monotonic()
 
     def ring(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now >= end:
+        if not over:
             late.rang = True
             raise TimedOut
-        if now >= due:
-            signal.setitimer(signal.ITIMER_REAL, every, every)
-            try:
-                if callable(before):
-                    before(number, frame)  # which may set the next one
-                elif before == signal.SIG_DFL:
-                    signal.signal(signal.SIGALRM, before)
-                    signal.raise_signal(signal.SIGALRM)
-            finally:
-                note()
-        arm()
 
-    note()
+    left, every = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < left <= seconds:
+        yield
+        return
     before = signal.signal(signal.SIGALRM, ring) or signal.SIG_DFL
-    arm()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        end = math.inf
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        arm()
+        if left:
+            left = max(1e-6, left - (time.monotonic() - start))
+            signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
 @contextmanager

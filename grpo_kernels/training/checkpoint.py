@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,59 +128,44 @@ def _some_numbers(x: Tensor) -> str:
     return x.flatten()[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes().hex()
 
 
-def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
-    """Writes the checkpoint of `state["step"]`; returns the error, or None."""
-    checkpoints = folder / "checkpoints"
-    final = checkpoints / _name(state["step"])
-    scratch = checkpoints / f".{final.name}.tmp"
-
-    def start() -> None:
-        if accelerator.is_main_process:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-
-    def write() -> None:
-        accelerator.save_state(str(scratch))
-        if accelerator.is_main_process:
-            (scratch / _STATE).write_text(json.dumps(state))
-
-    error = _error_of(accelerator, start) or _error_of(accelerator, write)
-    if accelerator.is_main_process:
-        if error is None:
-            error = _commit(scratch, final)
-        if error is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    return error
-
-
 class _Failed(Exception):
-    """An error of a process that could not write or read."""
+    """An error of a process that could not write."""
 
 
-def _error_of(accelerator: Accelerator, work: Callable[[], None]) -> str | None:
-    """Does the work; returns the first error in any process, or None, and the same in all."""
+def save(accelerator: Accelerator, folder: Path, state: Mapping[str, Any]) -> str | None:
+    """Writes the checkpoint of `state["step"]`; returns the first process's error, or None."""
+    final = folder / "checkpoints" / _name(state["step"])
+    scratch = final.with_name(f".{final.name}.tmp")
+    main = accelerator.is_main_process
+    # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
+    together = partial(ranks.raise_on_all_ranks, accelerator, _Failed, others="")
     try:
-        # A full disk is an OSError to Python, a RuntimeError to torch, another one to safetensors.
-        with ranks.raise_on_all_ranks(accelerator, _Failed, others=""):
-            work()
+        with together():
+            if main:
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+        with together():
+            accelerator.save_state(str(scratch))
+            if main:
+                (scratch / _STATE).write_text(json.dumps(state))
+        with together():
+            if main:
+                _commit(scratch, final)
     except _Failed as error:
+        if main:
+            shutil.rmtree(scratch, ignore_errors=True)
         return str(error)
     return None
 
 
-def _commit(scratch: Path, final: Path) -> str | None:
+def _commit(scratch: Path, final: Path) -> None:
     """Flushes the files and gives their folder its final name."""
-    try:
-        for path in scratch.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        scratch.rename(final)
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    for path in scratch.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    scratch.rename(final)
 
 
 def latest(folder: Path) -> Path | None:
@@ -199,7 +185,7 @@ def state_of(path: Path) -> dict[str, Any]:
         state = json.loads(text)
     except (ValueError, RecursionError):
         state = None
-    kinds = {"step": int, "problems": int, "config": dict, "processes": int, "best": dict,
+    kinds = {"step": int, "config": dict, "processes": int, "best": dict,
              "micro_batch_size": int, "given": dict}  # fmt: skip
     if not isinstance(state, dict) or not all(
         isinstance(state.get(k), t) for k, t in kinds.items()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -143,47 +144,25 @@ def short_enough(
     return kept
 
 
-class Order:
-    """The order of problems: in every epoch all of them, newly shuffled."""
-
-    done: int  # problems of the steps that are done
-    _drawn: int
-
-    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
-        self.problems, self.seed = problems, seed
-        self.restore(0)
-
-    def next(self, count: int) -> list[Problem]:
-        """The problems of a step."""
-        self._drawn += count
-        return [self.problems[next(self._order)] for _ in range(count)]
-
-    def step_done(self) -> None:
-        """Notes that the step with the last problems is done."""
-        self.done = self._drawn
-
-    def restore(self, done: int) -> None:
-        """Goes on after so many problems."""
-        self.done = self._drawn = done
-        self._order = islice(shuffled_epochs(len(self.problems), self.seed), done, None)
-
-
-def level_of(problem: Problem) -> float | None:
-    """The level of a problem, if it is a number."""
+def level_of(problem: Problem) -> float:
+    """The level of a problem; NaN where that is no number."""
     level = problem.get("level")
-    if isinstance(level, bool) or not isinstance(level, int | float) or not math.isfinite(level):
-        return None
+    if isinstance(level, bool) or not isinstance(level, int | float):
+        return math.nan
     return float(level)
 
 
-def shuffled_epochs(count: int, seed: int) -> Iterator[int]:
-    """Yields indices below `count` without end: in every epoch all of them, newly shuffled."""
-    epoch = 0
-    while True:
-        order = list(range(count))
-        random.Random(f"{seed}-{epoch}").shuffle(order)
-        yield from order
-        epoch += 1
+def place_of(turn: int, count: int, seed: int) -> int:
+    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
+    epoch, place = divmod(turn, count)
+    return _shuffled(count, f"{seed}-{epoch}")[place]
+
+
+@lru_cache(2)
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def prompt_of(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:

@@ -35,7 +35,8 @@ from .rewards import (
     resolve_rewards,
     weighted_sum,
 )
-from .rollout import Sampler, end_tokens, vocabulary_of
+from .rollout import end_tokens, vocabulary_of
+from .sampler import Sampler
 
 # A share and its 95 % interval.
 Share = tuple[float, float, float]
@@ -264,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         one.write(config.folder, 0, shown)
         for i, answer in enumerate(several.answers):
             logs.append(config.folder / "answers.jsonl", {"step": 0, "sample": i % count, **answer})
-        say(f"Look at {report.write(config.folder)}")
+        say(f"Look at {report.write(config.folder)[0]}")
 
 
 if __name__ == "__main__":

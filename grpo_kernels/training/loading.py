@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..integrations.hf_head import check_logits
 from . import checkpoint, ranks
@@ -32,14 +33,10 @@ def load_model(config: TrainingConfig) -> tuple[nn.Module, Any]:
     """
     check_folder(config)
     check_host(config, on_cpu=not torch.accelerator.is_available())
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    dtype = getattr(torch, DTYPES[config.dtype])
-    name = config.model
-    revision = {"revision": config.revision} if config.revision else {}
-    with explain_missing_model(name):
-        tokenizer = AutoTokenizer.from_pretrained(name, **revision)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **revision)
+    model = _pretrained("model", config.model, config, revision=config.revision)
+    tokenizer = AutoTokenizer.from_pretrained(config.model, revision=config.revision)
     return set_trainable(model, config), tokenizer
 
 
@@ -49,12 +46,15 @@ def load_reference(config: TrainingConfig) -> Any:
     Raises:
         OSError: there is no such model, or the hub was not reached.
     """
+    return _pretrained("ref_model", str(config.ref_model), config)
+
+
+def _pretrained(option: str, name: str, config: TrainingConfig, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    assert config.ref_model is not None
-    with explain_missing_model(config.ref_model, "ref_model"):
-        dtype = getattr(torch, DTYPES[config.dtype])
-        return AutoModelForCausalLM.from_pretrained(config.ref_model, dtype=dtype)
+    dtype = getattr(torch, DTYPES[config.dtype])
+    with explain_missing_model(name, option):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
 
 
 @contextmanager
@@ -192,4 +192,8 @@ def prepared(
     if ranks.sharding(accelerator) == "DEEPSPEED":
         ranks.configure_deepspeed(accelerator, config)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    return ranks.may_fail_alone(policy), optimizer
+    if isinstance(policy, DistributedDataParallel):
+        # No buffer of a language model changes, and a process that fails in a forward is to leave
+        # no other waiting for one.
+        policy.broadcast_buffers = False
+    return policy, optimizer

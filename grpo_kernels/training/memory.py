@@ -42,46 +42,32 @@ class Prediction:
     optimizer: int
     reference: int
     activations: int  # kept by the body's forward for the backward of a micro-batch
-    backward: int  # gradients of activations, while they are needed
+    activation_gradients: int  # of activations, while they are needed
     head: int  # this library's head, in that micro-batch
     accumulates: bool  # whether gradients are held during a forward
-    cache: int  # keys and values while sampling
-    sampling: int  # logits and copies of them; with vLLM a weight on the way to it
-    vllm: int = 0  # of a GPU, which vLLM fills
-    vllm_sleeps: bool = False  # whether it gives that back while weights are trained
-
-    @property
-    def state(self) -> int:
-        """Bytes that are held all the time."""
-        return self.weights + self.optimizer + self.reference
-
-    @property
-    def training_peak(self) -> int:
-        """The larger of two: while the head works, and in the backward of the body."""
-        held = self.state + (0 if self.vllm_sleeps else self.vllm)
-        working = self.activations + max(self.head, self.backward)
-        if self.accumulates:
-            return held + self.gradients + working
-        # The backward makes gradients as it frees activations.
-        return held + max(self.gradients, working)
+    kv_cache: int  # keys and values while sampling
+    sampling_logits: int  # and copies of them
 
     @property
     def peak(self) -> int:
-        """The larger of training's and sampling's."""
-        return max(self.state + self.vllm + self.cache + self.sampling, self.training_peak)
+        """The most, while sampling, while the head works, or in the backward of the body."""
+        working = self.activations + max(self.head, self.activation_gradients)
+        # The backward makes gradients as it frees activations, if there are none yet.
+        both = self.gradients + working if self.accumulates else max(self.gradients, working)
+        return (
+            self.weights
+            + self.optimizer
+            + self.reference
+            + max(both, self.kv_cache + self.sampling_logits)
+        )
 
     def table(self) -> str:
         """The figures in GiB, one per line."""
-        names = {
-            "weights": "weights", "gradients": "gradients", "optimizer": "optimizer (AdamW)",
-            "reference": "reference model", "activations": "activations of a micro-batch",
-            "backward": "gradients of activations", "head": "head, this library",
-            "cache": "KV cache while sampling", "sampling": "logits, or a weight for vLLM",
-            "vllm": "vLLM (vllm_gpu_memory_utilization)",
-            "peak": "peak",
-        }  # fmt: skip
-        figures = {text: getattr(self, name) for name, text in names.items()}
-        return "\n".join(f"{text:36}{value / GIB:9.2f} GiB" for text, value in figures.items())
+        figures = {**vars(self), "peak": self.peak}
+        del figures["accumulates"]
+        return "\n".join(
+            f"{name.replace('_', ' '):24}{value / GIB:9.2f} GiB" for name, value in figures.items()
+        )
 
 
 def predict(
@@ -113,7 +99,8 @@ def predict(
     N = rows * T
     width = 2 if config.dtype == "bf16" or _autocasts(config, gpu) else 4
     layers = text.num_hidden_layers
-    tokens = _tokens(config, policy)
+    prompts = -(-rows // config.num_generations) if policy.shares_prompts else rows
+    tokens = prompts * config.max_prompt_length + N
     if config.gradient_checkpointing:
         # The input of each layer, and the activations of one layer, recomputed.
         activations = layers * tokens * H * width + activations // layers
@@ -126,8 +113,8 @@ def predict(
     sampled = -(-config.prompts_per_step // processes) * config.num_generations
     shards, gathered = (processes, _gathered(model, width)) if sharded else (1, 0)
     accumulates = sampled // config.minibatches > rows
-    vllm = config.rollout == "vllm"
-    copies = 2 if config.lora_rank else 1  # beside a merged weight stands its adapters' product
+    generates = config.rollout == "generate"  # or vLLM does, in its share of the card
+    cache = kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width)
     return Prediction(
         weights=weights // shards + gathered,
         gradients=gradients // shards,
@@ -135,24 +122,19 @@ def predict(
         reference=(weights if config.ref_model else gradients) // shards if has_reference else 0,
         activations=activations,
         # In a layer's widest part: the gate and what it gates, for all tokens.
-        backward=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
+        activation_gradients=3 * tokens * getattr(text, "intermediate_size", 4 * H) * width,
         head=chunk + d_weight + by_states * N * H * width,
         accumulates=accumulates,
-        cache=0 if vllm else kv_cache_bytes(text, sampled * (config.max_prompt_length + T), width),
-        sampling=copies * max(map(_bytes, model.parameters())) if vllm else 4 * 4 * sampled * V,
-        vllm=int(config.vllm_gpu_memory_utilization * (gpu_bytes or 0)) if vllm else 0,
-        vllm_sleeps=config.vllm_enable_sleep_mode,
+        kv_cache=generates * cache,
+        sampling_logits=generates * 4 * 4 * sampled * V,
     )
 
 
 def _gathered(model: nn.Module, width: int) -> int:
     """Bytes of the weights that are whole while sharded ones work: the head, and a layer."""
-    layers = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    largest = max(
-        (sum(p.numel() for p in layer.parameters()) for stack in layers for layer in stack),
-        default=0,
-    )
-    return width * (head_of(model).weight.numel() + largest)
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    layers = [sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack]
+    return width * (head_of(model).weight.numel() + max(layers, default=0))
 
 
 def _model(config: TrainingConfig, model_config: Any) -> nn.Module:
@@ -196,15 +178,7 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
 
 
 def _autocasts(config: TrainingConfig, gpu: bool) -> bool:
-    return config.dtype == "fp32" and (
-        config.precision == "bf16" or (config.precision == "auto" and gpu)
-    )
-
-
-def _tokens(config: TrainingConfig, policy: Policy) -> int:
-    rows = config.micro_batch_size
-    prompts = -(-rows // config.num_generations) if policy.shares_prompts else rows
-    return prompts * config.max_prompt_length + rows * config.max_completion_length
+    return config.dtype == "fp32" and (config.precision, gpu) in (("bf16", gpu), ("auto", True))
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -227,8 +201,6 @@ class Forecast(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("processes", "at least 1", lambda x: x >= 1)
-        if self.sharded and self.processes == 1:
-            raise ValueError("sharded: expected processes of more than 1 with it; got 1")
         if self.cpu and self.gpu_gib is not None:
             raise ValueError(f"gpu_gib: expected none with cpu; got {self.gpu_gib}")
 
@@ -249,22 +221,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         processes=config.processes, sharded=config.sharded,
     )  # fmt: skip
     print(prediction.table())
-    if gpu_bytes is not None:
-        sys.exit(0 if _fits(prediction, config, gpu_bytes) else 1)
-
-
-def _fits(prediction: Prediction, config: TrainingConfig, gpu_bytes: int) -> bool:
-    """Says whether the run fits into a GPU, and what to make smaller."""
-    fits = prediction.peak <= int(0.92 * gpu_bytes)
-    print(f"{'fits' if fits else 'does not fit'} into {gpu_bytes / GIB:g} GiB, of which 8 % are "
-          "left to the driver and to fragmentation")  # fmt: skip
+    if gpu_bytes is None:
+        return
+    share = 0.08 + (config.rollout == "vllm") * config.vllm_gpu_memory_utilization
+    fits = prediction.peak <= int((1 - share) * gpu_bytes)
+    print(
+        f"{'fits' if fits else 'does not fit'} into {config.gpu_gib:g} GiB, of which {share:.0%} "
+        "are left to vLLM, the driver and fragmentation"
+    )
     if not fits:
-        smaller = ["micro_batch_size", "gradient_checkpointing", "lora_rank", "dtype bf16"]
-        if prediction.vllm:
-            smaller += ["vllm_gpu_memory_utilization"]
-            smaller += [] if config.vllm_enable_sleep_mode else ["vllm_enable_sleep_mode"]
-        print(f"Smaller: {'; '.join(smaller)}")
-    return fits
+        print("Smaller: micro_batch_size, gradient_checkpointing, lora_rank, dtype bf16")
+    sys.exit(0 if fits else 1)
 
 
 if __name__ == "__main__":

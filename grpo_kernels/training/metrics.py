@@ -15,6 +15,7 @@ from torch import Tensor
 from ..base.sequences import masked_quantile
 from . import ranks
 from .config import TrainingConfig
+from .data import level_of
 from .rewards import weighted_sum
 from .run import Run
 from .samples import Samples
@@ -84,8 +85,9 @@ def of_samples(
     if samples.correct:
         correct = gather(torch.tensor(samples.correct).double())
         row["accuracy"] = float(correct.mean())
-        levels = gather(torch.tensor(samples.levels).double())
-        for level in sorted(set(levels[~levels.isnan()].tolist())):
+        known = [level_of(samples.problems[i]) for i in samples.prompt_of]
+        levels = gather(torch.tensor(known, dtype=torch.float64))
+        for level in sorted(set(levels[levels.isfinite()].tolist())):
             row[f"accuracy/level_{level:g}"] = float(correct[levels == level].mean())
     row["groups_equal"] = float((groups.amax(1) == groups.amin(1)).double().mean())
     row["completion_length"] = float(lengths.mean())

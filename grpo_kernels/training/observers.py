@@ -5,7 +5,7 @@ A run without any of them trains the same. All of them are in the main process a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -17,27 +17,28 @@ from .evaluate import Evaluation
 from .samples import Samples
 from .watch import Watch
 
+# What the terminal shows of a step, if a run has it.
+_LINE = {
+    "reward": ".3f", "accuracy": ".0%", "kl": ".4f", "entropy": ".2f", "completion_length": ".1f",
+    "loss": "+.4f", "grad_norm": ".3g",
+}  # fmt: skip
+
 
 class Observer:
-    """Is told what happens in a run; here, nothing comes of it."""
+    """Is told of a run's start after some step, of every step, evaluation and checkpoint, its end.
+
+    The weights evaluated are those after the step; `best` is the step of the best accuracy so far,
+    which has a checkpoint. Here nothing comes of it.
+    """
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
 
-    def start(self, step: int) -> None:
-        """Training begins, or goes on after this step."""
-
-    def step(self, row: dict[str, Any], samples: Samples) -> None:
-        """A step is done, with this row of metrics."""
-
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Held-out problems were answered, by the weights after this step."""
-
-    def saved(self, best: int) -> None:
-        """There is a new checkpoint; that of the step `best` has the best accuracy."""
-
-    def end(self) -> None:
-        """Training ends, whole or as it was asked to."""
+    def start(self, step: int) -> None: ...
+    def step(self, row: dict[str, Any], samples: Samples) -> None: ...
+    def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
+    def saved(self, best: int) -> None: ...
+    def end(self) -> None: ...
 
     def shows_samples(self, step: int) -> bool:
         """True for the steps whose completions are shown."""
@@ -64,7 +65,7 @@ class Files(Observer):
     def step(self, row: dict[str, Any], samples: Samples) -> None:
         logs.append(self.config.folder / "metrics.jsonl", row)
         if self.shows_samples(row["step"]):
-            for shown in report.sample_rows(samples, self.config.num_generations):
+            for shown in sample_rows(samples, self.config.num_generations):
                 row_of_it = {"step": row["step"], **shown}
                 logs.append(self.config.folder / "samples.jsonl", row_of_it)
 
@@ -84,10 +85,10 @@ class Terminal(Observer):
         self.progress.update()
         for warning in row.get("warnings", []):
             tqdm.write(f"      warning: {warning}")
-        tqdm.write(report.line(row))
+        tqdm.write(line_of(row))
         if self.shows_samples(row["step"]):
-            rows = report.sample_rows(samples, self.config.num_generations)
-            tqdm.write(report.sample_table(rows))
+            rows = sample_rows(samples, self.config.num_generations)
+            tqdm.write(sample_table(rows))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         tqdm.write(f"{step:5d}  {evaluation}")
@@ -128,14 +129,16 @@ class Page(Observer):
             self._write()
 
     def end(self) -> None:
-        self._write()
-        tqdm.write(report.summary(self.config.folder))
+        self._write("\nLook at {}")
 
-    def _write(self) -> None:
+    def _write(self, told: str = "") -> None:
         try:
-            report.write(self.config.folder)
+            page, summary = report.write(self.config.folder)
         except OSError as error:
             tqdm.write(f"      warning: no report ({type(error).__name__}: {error})")
+            return
+        if told:
+            tqdm.write(summary + told.format(page))
 
 
 class Pruning(Observer):
@@ -173,3 +176,41 @@ def introduction(
         )
     if config.share_prompts and not policy.shares_prompts:
         yield f"Prompts are encoded with each completion: {policy.why_not_shared}"
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """A step's row in one line of text."""
+    told = [f"{k.replace('_', ' ')} {row[k]:{form}}" for k, form in _LINE.items() if k in row]
+    parts = {k.partition("/")[2]: x for k, x in row.items() if k.startswith("seconds/")}
+    split = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+    return f"{row['step']:5d}  {'  '.join(told)}  {row['seconds']:.1f} s ({split})"
+
+
+def sample_rows(samples: Samples, group_size: int) -> list[dict[str, Any]]:
+    """Rows of `samples.jsonl`: the best and the worst completion of the first two groups."""
+    shown = []
+    for start in range(0, min(len(samples.texts), 2 * group_size), group_size):
+        by_advantage = samples.advantages[start : start + group_size].argsort().tolist()
+        problem = samples.problems[samples.prompt_of[start]]
+        for i in (start + by_advantage[-1], start + by_advantage[0]):
+            shown.append({
+                "prompt": problem["prompt"], "completion": samples.transcripts[i],
+                "answer": problem.get("answer"), "reward": float(samples.totals[i]),
+                "advantage": float(samples.advantages[i]), "ended": samples.completions[i].ended,
+            })  # fmt: skip
+    return shown
+
+
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of `samples.jsonl` as text, one line per completion."""
+    return "\n".join(
+        f"      ...{_in_one_line(report.text_of(row['prompt']))[-60:]} -> "
+        f"{_in_one_line(row['completion'])[:90]}{'' if row['ended'] else ' [cut]'}   (answer "
+        f"{_in_one_line(str(row['answer']))[:20]}, reward {row['reward']:.2f}, advantage "
+        f"{row['advantage']:+.2f})"
+        for row in rows
+    )
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -63,16 +63,6 @@ def sharding(accelerator: Accelerator) -> str | None:
     return kind if kind in ("FSDP", "DEEPSPEED") else None
 
 
-def may_fail_alone(policy: Any) -> Any:
-    """Makes a process that fails in a forward leave no other waiting: DDP sends buffers there.
-
-    No buffer of a language model changes.
-    """
-    if isinstance(policy, DistributedDataParallel):
-        policy.broadcast_buffers = False
-    return policy
-
-
 def drop_gradients(accelerator: Accelerator, policy: Any, optimizer: Any) -> None:
     """Forgets what was added up, after forwards and backwards that may not have ended."""
     accelerator.sync_gradients = True  # without which accelerate keeps them
@@ -131,12 +121,12 @@ def raise_on_all_ranks(
             raise
         error = kind(f"{others}{type(found).__name__}: {found}")
         error.__cause__ = found
-    message = reduce(accelerator, None if error is None else str(error), first)
+    message = reduce(accelerator, None if error is None else str(error), _first)
     if message is not None:
         raise kind(message) from error
 
 
-def first(values: list[_T | None]) -> _T | None:
+def _first(values: list[_T | None]) -> _T | None:
     """The first that is not None."""
     return next((x for x in values if x is not None), None)
 

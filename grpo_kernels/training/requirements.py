@@ -12,14 +12,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-def _is_missing(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ImportError:
-        return True
-
-
-_missing = [package for module, package in NEEDED.items() if _is_missing(module)]
+_missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
 if _missing:
     raise ImportError(
         f"grpo_kernels.training needs {', '.join(_missing)}: pip install 'grpo_kernels[train]'"

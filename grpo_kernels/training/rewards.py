@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -188,6 +188,7 @@ def equal(given: str | None, right: str) -> bool:
 def _equal_expressions(given: str, right: str) -> bool:
     """True if two expressions are equal; False if that is not found out in `_SECONDS`."""
     late = Late()
+    _math_verify()  # half of an import would be none ever after
     try:
         with at_most(_SECONDS, late):
             return _compared(given, right)
@@ -199,17 +200,22 @@ def _equal_expressions(given: str, right: str) -> bool:
 
 @lru_cache(4096)  # a reward and accuracy ask for the same
 def _compared(given: str, right: str) -> bool:
+    its = _math_verify()
+    sides = [its.parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
+    return bool(its.verify(*sides, timeout_seconds=None))
+
+
+@cache
+def _math_verify() -> Any:
     try:
-        from math_verify import grader, parse, parser, verify
+        import math_verify
     except ImportError as error:
         raise ImportError(
             "answers that are no numbers need math-verify: pip install 'grpo_kernels[train]'"
         ) from error
-
     # Its own bound is an alarm that the main thread alone has, and that ends one of a caller's.
-    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
-    sides = [parse(f"${text}$", parsing_timeout=None) for text in (right, given)]
-    return bool(verify(*sides, timeout_seconds=None))
+    math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True
+    return math_verify
 
 
 REWARDS: dict[str, Reward] = {

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from . import checkpoint, logs, ranks
 from .config import TrainingConfig
-from .data import Order
 from .interruptions import Interruptions, OutOfMemory, Preempted, StepError
 from .observers import observers_of
 
@@ -28,15 +27,13 @@ class Run:
     Args:
         config: the run's options.
         accelerator: of its processes, which all make the same calls.
-        order: of its problems.
         given: what it is given besides options, by name, as `checkpoint.digests` has it.
     """
 
     def __init__(
-        self, config: TrainingConfig, accelerator: Accelerator, order: Order,
-        given: Mapping[str, str],
+        self, config: TrainingConfig, accelerator: Accelerator, given: Mapping[str, str]
     ) -> None:  # fmt: skip
-        self.config, self.accelerator, self.order, self.given = config, accelerator, order, given
+        self.config, self.accelerator, self.given = config, accelerator, given
         self.interruptions = Interruptions(accelerator)
         self.observers = observers_of(config, accelerator)
         self.step = 0  # under way, or the last one
@@ -175,7 +172,7 @@ class Run:
         return {
             "step": self.step, "best": self.best, "evaluated": self.evaluated,
             "config": self.config.as_json(), "processes": self.accelerator.num_processes,
-            "problems": self.order.done, "given": self.given, "first_gap": self.first_gap,
+            "given": self.given, "first_gap": self.first_gap,
             "micro_batch_size": self.micro_batch_size,
         }  # fmt: skip
 
@@ -183,7 +180,6 @@ class Run:
         self.step = self.trained = self.saved = state["step"]
         self.best, self.evaluated = state["best"], state["evaluated"]
         self.first_gap, self.within_step = state["first_gap"], False
-        self.order.restore(state["problems"])
         # What the run had left of it, unless the option is another one now.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]

@@ -1,11 +1,11 @@
-"""`Samples`: the completions of a step, with rewards and advantages."""
+"""What a step knows: `Samples`, judged completions; their `Scores`; what an `Update` found."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch import Tensor
 from .. import batch_support, group_advantages
 from ..base.layout import to_device
 from . import ranks
-from .data import Problem, level_of
+from .data import Problem
 from .loading import check_has_logps
-from .micro_batches import Plan, Size, plan_micro_batches
+from .micro_batches import Size
 from .policy import Batch
 from .rewards import Reward, judge, judge_answers, weighted_sum
-from .rollout import Completion, Sampler, pad
+from .rollout import Completion, pad
+from .sampler import Sampler
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,8 @@ class Samples:
     @property
     def support_sizes(self) -> Tensor:
         """The sizes of the kept sets of the completions' tokens: int64, 1-D."""
-        sizes = support_sizes(self.completions, self.mask.shape[1])
-        return sizes[sizes > 0]
+        sizes = [c.support.offsets.diff() for c in self.completions if c.support is not None]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *sizes]).long()
 
     @property
     def lengths(self) -> list[int]:
@@ -71,23 +72,9 @@ class Samples:
         """The number of tokens of each completion that the policy sampled."""
         return [sum(sampled_tokens(c)) for c in self.completions]
 
-    @property
-    def levels(self) -> list[float]:
-        """The level of each completion's problem; NaN where that is no number."""
-        levels = [level_of(problem) for problem in self.problems]
-        known = [math.nan if level is None else level for level in levels]
-        return [known[i] for i in self.prompt_of]
-
     def size(self, rows: Sequence[int]) -> Size:
         """The number of these rows, and of their tokens that the mask keeps."""
         return Size(len(rows), sum(self.token_counts[i] for i in rows))
-
-    def micro_batches(self, rows: Sequence[int], size: int, *, shared: bool) -> Plan:
-        """Cuts rows into micro-batches of at most `size`; see `plan_micro_batches`."""
-        prompt_lengths = [len(prompt) for prompt in self.prompts]
-        return plan_micro_batches(
-            rows, size, self.prompt_of, prompt_lengths, self.lengths, shared=shared
-        )
 
     def batch(self, rows: Sequence[int], pad_id: int) -> tuple[Batch, Tensor]:
         """Makes a batch of rows; returns it and the row numbers, on the mask's device.
@@ -109,6 +96,43 @@ class Samples:
         return replace(batch, mask=mask, support=support), where
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What updates on samples compare with: `[B, T]` log-probs, None where they do not.
+
+    `entropy_threshold` is of the whole rollout.
+    """
+
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    entropy_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step found: its metrics, and the policy's `[B, T]` log-probs before it."""
+
+    metrics: dict[str, float]
+    logps: Tensor  # 0 where it saw no token
+
+
+def constants(
+    samples: Samples, scores: Scores, where: Tensor, T: int, ce_items: float
+) -> dict[str, Any]:
+    """Options of `fused_grpo_loss` for the first `T` tokens of rows.
+
+    That is their log-probs under other policies, and the weights of a cross-entropy, divided by
+    `ce_items`.
+    """
+    weights = samples.ce_weights
+    found = {
+        "old_logps": scores.old_logps, "ref_logps": scores.ref_logps,
+        "sampling_logps": samples.sampling_logps,
+        "ce_weights": None if weights is None else weights / ce_items,
+    }  # fmt: skip
+    return {name: None if x is None else x[where, :T] for name, x in found.items()}
+
+
 def judged(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
     rewards: Mapping[str, Reward], is_correct: Callable[[str, str], bool] | None,
@@ -126,16 +150,18 @@ def judged(
     )[first : first + len(texts)]  # fmt: skip
     correct = [] if is_correct is None else judge_answers(accelerator, is_correct, *asked)
     mask = to_device(completion_mask(completions, config.mask_truncated_completions), device)
-    logps = sampling_logps(completions, mask)
-    check_has_logps(config, logps is not None)
+    logps, weights = [c.logps for c in completions], [c.ce_weights for c in completions]
+    has_logps = None not in logps
+    check_has_logps(config, has_logps)
     # Equal in all processes, so that they have the same metrics.
     has_support = any(c.support is not None for c in completions)
     return Samples(
         list(problems), [sampler.encode(problem) for problem in problems],
         [i for i in range(len(problems)) for _ in range(G)], list(completions), texts, table,
         weighted_sum(table, config.reward_weights), advantages.to(device), mask, correct,
-        transcripts=more["transcripts"], sampling_logps=logps,
-        ce_weights=ce_weights(completions, mask),
+        transcripts=more["transcripts"],
+        sampling_logps=per_token(logps, mask) if has_logps else None,
+        ce_weights=None if weights.count(None) == len(weights) else per_token(weights, mask),
         replay_support=config.replay_support and ranks.reduce(accelerator, has_support, any),
     )  # fmt: skip
 
@@ -151,31 +177,10 @@ def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> 
     return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
 
 
-def sampling_logps(completions: Sequence[Completion], mask: Tensor) -> Tensor | None:
-    """`[B, T]` log-probs that the rollout reported, on the mask's device; None if it did not."""
-    logps = torch.zeros(mask.shape)
-    for row, completion in zip(logps, completions, strict=True):
-        if completion.logps is None:
-            return None
-        row[: len(completion.logps)] = torch.tensor(completion.logps)
-    return logps.to(mask.device)
-
-
-def ce_weights(completions: Sequence[Completion], mask: Tensor) -> Tensor | None:
-    """`[B, T]` weights of the cross-entropy, on the mask's device; None without any."""
-    if all(c.ce_weights is None for c in completions):
-        return None
-    weights = torch.zeros(mask.shape)
-    for row, completion in zip(weights, completions, strict=True):
-        if completion.ce_weights is not None:
-            row[: len(completion.ce_weights)] = torch.tensor(completion.ce_weights)
-    return weights.to(mask.device)
-
-
-def support_sizes(completions: Sequence[Completion], T: int) -> Tensor:
-    """`[B, T]`, int64: the size of each token's kept set; 0 where there is none."""
-    sizes = torch.zeros(len(completions), T, dtype=torch.int64)
-    for row, completion in zip(sizes, completions, strict=True):
-        if completion.support is not None:
-            row[: len(completion.token_ids)] = completion.support.offsets.diff()
-    return sizes
+def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
+    """`[B, T]` numbers of tokens on the mask's device, 0 where there are none."""
+    found = torch.zeros(mask.shape)
+    for row, numbers in zip(found, rows, strict=True):
+        if numbers is not None:
+            row[: len(numbers)] = torch.tensor(numbers)
+    return found.to(mask.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,28 +13,16 @@ from torch import Tensor
 from .. import check_sampler
 from ..head.lm_head import LOGITS_DTYPES
 from . import ranks
-from .micro_batches import Plan, pad_plan
+from .micro_batches import Plan, pad_plan, plan_micro_batches
 from .reference_model import ReferenceModel
 from .rollout import RolloutError
 from .run import Run
-from .samples import Samples
+from .samples import Samples, Scores
 
 # By the dtype that sampled, the mean gap to its log-probs that is always explained, and the one
 # that never is. Between them, up to so many times the first step's, whose weights are the model's.
 GAPS = {"float32": (1e-4, 0.03), "bfloat16": (0.1, 0.3)}
 TIMES_THE_FIRST_GAP = 4.0
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What updates on samples compare with: `[B, T]` log-probs, None where they do not.
-
-    `entropy_threshold` is of the whole rollout.
-    """
-
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-    entropy_threshold: float | None = None
 
 
 class Scorer:
@@ -56,7 +44,10 @@ class Scorer:
     def plan(self, samples: Samples, rows: Sequence[int]) -> Plan:
         """Cuts rows into micro-batches, equally many in every process."""
         shared = self.accelerator.unwrap_model(self.policy).shares_prompts
-        plan = samples.micro_batches(rows, self.run.micro_batch_size, shared=shared)
+        plan = plan_micro_batches(
+            rows, self.run.micro_batch_size, samples.prompt_of, list(map(len, samples.prompts)),
+            samples.lengths, shared=shared,
+        )  # fmt: skip
         return pad_plan(plan, ranks.reduce(self.accelerator, len(plan), max))
 
     def trained(self, samples: Samples, number: int, rows: Sequence[int]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,23 @@ from torch import Tensor, nn
 from ..head.plan import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
-from .data import Order, Problem, PromptEncoder, short_enough
-from .evaluate import Evaluation, evaluate
+from .data import Problem, PromptEncoder, place_of, short_enough
+from .evaluate import evaluate
 from .interruptions import BadUpdates, Preempted, StepError
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction
 from .reference_model import ReferenceModel
 from .rewards import Reward, is_marked_correct, of_options, resolve_rewards
-from .rollout import Rollout, Sampler, end_tokens, vocabulary_of
+from .rollout import Rollout, end_tokens, vocabulary_of
 from .run import Run
-from .samples import Samples, judged
-from .scoring import Scorer, Scores, checked_gap
+from .sampler import Sampler
+from .samples import Samples, Scores, Update, constants, judged
+from .scoring import Scorer, checked_gap
 
 OnStep = Callable[[dict[str, Any], Samples], object]
 # Updates in a row without a finite gradient, after which the run ends.
 MOST_BAD = 10
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an optimizer step found: its metrics, and the policy's `[B, T]` log-probs before it."""
-
-    metrics: dict[str, float]
-    logps: Tensor  # 0 where it saw no token
 
 
 class Trainer:
@@ -100,7 +93,7 @@ class Trainer:
             self.train_problems, self.held_out, encode, model,
             trained=self.reference is not None and self.reference.copy is not None,
         )  # fmt: skip
-        self.run = Run(config, accelerator, Order(self.train_problems, config.seed), given)
+        self.run = Run(config, accelerator, given)
         self.policy, self.optimizer = prepared(
             model, config, accelerator, encode(self.train_problems[0])
         )
@@ -137,13 +130,11 @@ class Trainer:
                 if run.step:  # due before, and not to be made again
                     run.save(self.policy)
                 run.interruptions.check()
-            run.order.restore(run.order.done)  # problems of a step that failed come again
             while run.step < config.steps:
-                problems = run.order.next(config.prompts_per_step)
                 run.trained = run.step
                 try:
                     run.step += 1
-                    improved = self._step(problems, on_step)
+                    improved = self._step(on_step)
                     last = run.step == config.steps
                     run.interruptions.check(may_stop=not last)
                 except BaseException as error:
@@ -159,15 +150,17 @@ class Trainer:
             run.tell("end")
         return config.folder
 
-    def _step(self, problems: Sequence[Problem], on_step: OnStep | None) -> bool:
+    def _step(self, on_step: OnStep | None) -> bool:
         """A step, and what is due after it; returns True for the best accuracy so far."""
-        run, config = self.run, self.config
-        row, samples = self.train_step(problems)
+        run, config, known = self.run, self.config, self.train_problems
+        turns = range((run.step - 1) * config.prompts_per_step, run.step * config.prompts_per_step)
+        row, samples = self.train_step(
+            [known[place_of(turn, len(known), config.seed)] for turn in turns]
+        )
         if self.reference is not None and _every(config.sync_ref_every, run.step):
             self.reference.sync(self.policy)
         run.trained = run.step
         run.evaluated = not (run.step == config.steps or _every(config.eval_every, run.step))
-        run.order.step_done()
         run.tell("step", row, samples)
         if on_step is not None:
             on_step(row, samples)
@@ -251,11 +244,8 @@ class Trainer:
                         part_loss, part_metrics, part_logps = self.policy(
                             "loss", batch, samples.advantages[where],
                             config_of_part(config, samples.size(part), whole, world),
-                            old_logps=_at(scores.old_logps, where, T),
-                            ref_logps=_at(scores.ref_logps, where, T),
-                            sampling_logps=_at(samples.sampling_logps, where, T),
-                            ce_weights=_at(samples.ce_weights, where, T, counted),
-                            num_items=items, execution=self.config.execution(),
+                            **constants(samples, scores, where, T, counted), num_items=items,
+                            execution=self.config.execution(),
                         )  # fmt: skip
                     if not last:
                         accelerator.backward(part_loss)
@@ -292,21 +282,16 @@ class Trainer:
         """Forgets what was added up."""
         ranks.drop_gradients(self.accelerator, self.policy, self.optimizer)
 
-    # Evaluations
-
-    def evaluate(self, problems: Sequence[Problem]) -> Evaluation:
-        """Accuracy of one completion per problem, of the likeliest tokens."""
-        return evaluate(
-            problems, self.sampler, self.rewards, self.is_correct, self.config, self.accelerator
-        )
-
     def _evaluate(self) -> bool:
         """Answers the held-out problems; returns True for the best accuracy of the training."""
         run, run.evaluated = self.run, not self.held_out
         if run.evaluated:
             return False
         set_seed(run.seed("evaluation"))
-        evaluation = self.evaluate(self.held_out)
+        evaluation = evaluate(
+            self.held_out, self.sampler, self.rewards, self.is_correct, self.config,
+            self.accelerator,
+        )  # fmt: skip
         run.evaluated = True
         better = evaluation.accuracy > run.best.get("accuracy", -1.0)
         if better:
@@ -325,11 +310,6 @@ class Trainer:
             self.sampler.weights_changed()
             run.say(f"Going on after step {run.step}, from {found}")
         self.accelerator.wait_for_everyone()
-
-
-def _at(x: Tensor | None, where: Tensor, T: int, divisor: float = 1.0) -> Tensor | None:
-    """The first `T` tokens of rows."""
-    return None if x is None else x[where, :T] / divisor
 
 
 def _every(count: int, step: int) -> bool:

@@ -94,7 +94,7 @@ def shown(page, folder):
 def test_a_report_runs_no_script_and_asks_nobody(canary, tiny_model, tmp_path):
     url, asked = canary
     run, texts = hostile_run(tmp_path, tiny_model, url)
-    dom = shown(report.write(run), tmp_path / "profile")
+    dom = shown(report.write(run)[0], tmp_path / "profile")
     assert "<title>TAKEN" not in dom and "<script" not in dom and "<iframe" not in dom
     assert "<img" not in dom and "onload=" not in dom.replace("&lt;svg onload=", "")
     assert asked == []
