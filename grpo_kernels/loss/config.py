@@ -74,7 +74,8 @@ class GRPOLossConfig:
         kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
             (verl has 10, on k3 alone). Beyond the bounds there is no gradient. None does not bound.
         use_bias_correction_kl: multiply the KL by the ratio, with its gradient: its expectation
-            under the old policy is then the one under the current policy (DeepSeek-V3.2).
+            under the old policy is then the one under the current policy (DeepSeek-V3.2). On, as
+            in TRL 1.16; loops of tutorials have it off.
         entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
         top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
         entropy_threshold: the entropy, in nats, from which on tokens train; None takes the quantile

@@ -38,7 +38,7 @@ EXAMPLE = (
 
 
 def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on and those that are held out; no problem is in both.
+    """The problems to train on and those that are held out; of one dataset none is in both.
 
     Raises:
         ValueError: there is no such dataset, or none of it to train on, or a row lacks a column
@@ -46,6 +46,8 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
         ConnectionError: the hub was not reached; the message says what works without it.
     """
     name = config.dataset
+    # Nothing of it is held out where others are.
+    held_out_of_it = 0 if config.eval_dataset else config.eval_size
     if _is_function(name):
         train, held_out = _of_function(config)
     else:
@@ -58,13 +60,13 @@ def load(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
             )
         test = next((x for x in _HELD_OUT if x in splits), None)
         # Without one any row may be held out.
-        compared = test is None and config.eval_size > 0
-        most = config.train_size + config.eval_size if split and config.train_size else None
+        compared = test is None and held_out_of_it > 0
+        most = config.train_size + held_out_of_it if split and config.train_size else None
         train = _problems(islice(splits[split], most), config, compared)
         if test is None:
-            train, held_out = _split(train, config.eval_size)
+            train, held_out = _split(train, held_out_of_it)
         else:
-            held_out = _problems(islice(splits[test], config.eval_size), config, True)
+            held_out = _problems(islice(splits[test], held_out_of_it), config, True)
     if not train:
         raise ValueError(f"dataset: expected at least one problem to train on; got none in {name}")
     if config.eval_dataset and config.eval_size:

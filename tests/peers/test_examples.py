@@ -1,7 +1,10 @@
 """The examples, each on a model of a few thousand parameters."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,7 @@ from examples import (
     train_gsm8k,
 )
 from grpo_kernels.training import parse_config
+from tests.helpers.ranks import ROOT
 from tests.helpers.tiny_models import make_model
 
 SMALL = (
@@ -124,6 +128,19 @@ def test_with_lightning(tiny_model, monkeypatch):
     assert ratios[0] == pytest.approx(1.0, abs=1e-4) == ratios[4]
     assert max(ratios[1:4]) > 1.001 < max(ratios[5:])
     assert abs(float(steps[0][1]["kl"])) < 1e-6 < float(steps[-1][1]["kl"])
+
+
+@pytest.mark.slow
+def test_lightning_on_two_devices(tiny_model):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    done = subprocess.run(
+        [sys.executable, "examples/lightning_grpo.py", "--model", str(tiny_model), "--rollouts",
+         "1", "--devices", "2"],
+        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "MEMBER: 2/2" in done.stderr + done.stdout
 
 
 def test_the_one_of_lightning_ends_at_every_end(tiny_model, monkeypatch):

@@ -1,20 +1,17 @@
 """Two processes against one: the same losses, the same weights, by DDP, FSDP2 and ZeRO-3."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.ranks import JOB_S
+from tests.helpers.ranks import JOB_S, ROOT
 from tests.helpers.trainer_runs import assert_same_rows, rows_of
 from tests.ranks.training_jobs import train
-
-ROOT = Path(__file__).parents[2]
-
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -125,6 +122,33 @@ def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
     assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
     for *_, weights in both:
         assert_same_weights(weights, expected)
+
+
+def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
+    """As docs/tutorials.md prints it, on problems in GSM8K's form, by accelerate on two CPUs."""
+    text = (ROOT / "docs/tutorials.md").read_text()
+    (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    rows = ({"question": f"{n} + 3?", "answer": f"<<{n}+3={n + 3}>>\n#### {n + 3}"}
+            for n in range(20))  # fmt: skip
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {
+        "model": tiny_model, "dataset": tmp_path / "gsm8k.jsonl", "output": tmp_path, "name": "t",
+        "sync_ref_every": 2, "prompts_per_step": 2, "num_generations": 2, "eval_size": 4,
+        "max_completion_length": 5,
+    }  # fmt: skip
+    given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    for steps in (2, 3):
+        done = subprocess.run(
+            [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+             "examples/configs/ddp.yaml", "examples/train_gsm8k.py", str(tmp_path / "run.yaml"),
+             *given, "--steps", str(steps), "--resume"],
+            cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True,
+            text=True, timeout=JOB_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 process(es)" in done.stdout and "Going on after step 2" in done.stdout
+    assert [row["step"] for row in rows_of(tmp_path / "t")] == [1, 2, 3]
+    assert {"reward/correctness", "reward/format", "kl"} <= rows_of(tmp_path / "t")[0].keys()
 
 
 def test_launched_as_users_do(tiny_model, tmp_path):
