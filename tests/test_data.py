@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 
 from examples import problems
-from grpo_kernels.training import TrainingConfig, data, load_problems, rewards
+from grpo_kernels.training import TrainingConfig, data, judging, load_problems, rewards
+from grpo_kernels.training.run import place_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -25,15 +26,15 @@ def chain_sum(config):
 def test_the_tasks_own_judge():
     train, _ = load_problems(config_of(dataset=f"{__name__}:chain_sum", train_size=2, eval_size=1))
     texts = [f"<answer>{train[0]['answer']}</answer>", "<answer>no</answer>"]
-    functions = rewards.resolve_rewards(["examples.problems:score"])
-    table = rewards.reward_table(functions, train, texts)
+    functions = judging.resolve_rewards(["examples.problems:score"])
+    table = judging.reward_table(functions, train, texts)
     assert list(functions) == ["score"] and table[0] == [2.0] and table[1][0] < 2.0
 
 
 @pytest.mark.parametrize("name", ("examples.problems:nothing", "no.such:thing", "json:__doc__"))
 def test_what_cannot_be_imported(name):
     with pytest.raises(ValueError, match=r"rewards: expected (module:function|a function); got"):
-        rewards.resolve_rewards([name])
+        judging.resolve_rewards([name])
     with pytest.raises(ValueError, match=r"dataset: expected (module:function|a function); got"):
         load_problems(config_of(dataset=name))
 
@@ -216,7 +217,7 @@ def test_prompts_have_tokens_and_not_too_many():
 
 
 def test_every_problem_once_an_epoch():
-    order = [data.place_of(turn, 7, seed=3) for turn in range(21)]
+    order = [place_of(turn, 7, seed=3) for turn in range(21)]
     assert [sorted(order[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
     assert order[:7] != order[7:14]
 

@@ -28,7 +28,7 @@ from grpo_kernels.training import (
     train,
 )
 from grpo_kernels.training.interruptions import BadUpdates, Preempted, StepError
-from grpo_kernels.training.rewards import RewardError, reward_table
+from grpo_kernels.training.judging import RewardError, reward_table
 from grpo_kernels.training.rollout import RolloutError
 from tests.helpers.trainer_runs import (
     STEPS,

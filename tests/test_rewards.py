@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples import problems
-from grpo_kernels.training import Trainer, rewards
+from grpo_kernels.training import Trainer, judging, rewards
 from grpo_kernels.training.bounded import Late, TimedOut, at_most
 from tests.helpers.trainer_runs import config_of
 
@@ -132,11 +132,11 @@ def test_some_rewards_apply_to_some_problems():
         {"prompt": "b", "level": 0, "rewards": ["one", "maybe"]},
         {"prompt": "c", "level": 3, "rewards": "one"},
     ]
-    table = torch.tensor(rewards.reward_table(functions, rows, ["x", "y", "z"]))
+    table = torch.tensor(judging.reward_table(functions, rows, ["x", "y", "z"]))
     expected = torch.tensor([[1.0, 3.0], [1.0, math.nan], [1.0, math.nan]])
     torch.testing.assert_close(table, expected, equal_nan=True)
-    assert rewards.weighted_sum(table, [0.5, 2.0]).tolist() == [6.5, 0.5, 0.5]
-    assert rewards.weighted_sum(table, []).tolist() == [4.0, 1.0, 1.0]
+    assert judging.weighted_sum(table, [0.5, 2.0]).tolist() == [6.5, 0.5, 0.5]
+    assert judging.weighted_sum(table, []).tolist() == [4.0, 1.0, 1.0]
 
 
 def test_functions_get_the_columns_they_can_take():
@@ -145,14 +145,14 @@ def test_functions_get_the_columns_they_can_take():
         "plain": lambda prompts, completions: [1.0] * len(prompts),
         "levels": lambda prompts, completions, level: level,
     }
-    table = rewards.reward_table(functions, rows, ["x", "y"])
+    table = judging.reward_table(functions, rows, ["x", "y"])
     assert table[1] == [1.0, 3.0] and table[0][0] == 1.0 and math.isnan(table[0][1])
     # What nobody asks a function for, it does not see.
     others = [{**rows[0], "answer": "Paris", "rewards": ["plain"]}, rows[1]]
     functions = {"plain": functions["plain"], "addition": problems.addition}
-    assert math.isnan(rewards.reward_table(functions, others, ["x", "y"])[0][1])
+    assert math.isnan(judging.reward_table(functions, others, ["x", "y"])[0][1])
     with pytest.raises(ValueError, match=r"columns \['entry', 'task'\] for score; got"):
-        rewards.reward_table({"score": problems.score}, rows, ["x", "y"])
+        judging.reward_table({"score": problems.score}, rows, ["x", "y"])
 
 
 def by_keywords(completions, **columns):
@@ -205,7 +205,7 @@ def test_functions_are_called_as_they_are_written(function, expected):
 
     if isinstance(function, Judge):
         noted.__wrapped__ = function.__call__
-    rewards.reward_table({"f": noted}, rows, ["x", "y"], more=more)
+    judging.reward_table({"f": noted}, rows, ["x", "y"], more=more)
     assert seen == expected
 
 
@@ -219,7 +219,7 @@ def test_messages_are_answered_by_messages():
         return [0.0, 0.0]
 
     functions = {**rewards.REWARDS, "note": note}
-    table = rewards.reward_table(functions, rows, texts, more={"transcripts": texts})
+    table = judging.reward_table(functions, rows, texts, more={"transcripts": texts})
     assert table == [[2.0, 2.0, pytest.approx(0.4), 2.0, 0.0]] * 2
     assert seen == [[{"role": "assistant", "content": texts[0]}], texts[1], *texts]
 
@@ -342,8 +342,8 @@ def test_an_alarm_of_the_caller_rings_when_it_is_due(seconds, every, rang):
     """Before the block ends, in it, and after it."""
     start = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, 0.4, every)
-    with contextlib.suppress(rewards.RewardError):
-        rewards.reward_table(
+    with contextlib.suppress(judging.RewardError):
+        judging.reward_table(
             {"f": lambda p, c: [busy(0.6)]}, [{"prompt": "p"}], ["x"], timeout=seconds
         )
     assert rewards.math_equal(["q"], [r"<answer>\frac{3}{4}</answer>"], ["0.75"]) == [2.0]
@@ -357,6 +357,6 @@ def test_a_long_comparison_is_bounded_by_the_rewards_time():
     rewards._compared.cache_clear()
     text, start = f"<answer>{HARD}</answer>", time.monotonic()
     rows, functions = [{"prompt": "p", "answer": "7"}], {"math_equal": rewards.math_equal}
-    with pytest.raises(rewards.RewardError, match=r"math_equal: .* within reward_timeout = 0\.3"):
-        rewards.reward_table(functions, rows, [text], timeout=0.3)
+    with pytest.raises(judging.RewardError, match=r"math_equal: .* within reward_timeout = 0\.3"):
+        judging.reward_table(functions, rows, [text], timeout=0.3)
     assert time.monotonic() - start < 4

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, overload
 
-from .config import TrainingConfig, kinds_of
+from .config import TrainingConfig
+from .kinds import kinds_of
 
 _Config = TypeVar("_Config", bound=TrainingConfig)
 # Options of other trainers: ours, and what is different about it.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.checks import check_choice, check_number
 from ..head.execution import Execution
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, OwnLoss
+from .kinds import check_types, imported, value_of
 
 if TYPE_CHECKING:
     _LossType = str | Callable[[Any], Any]
@@ -202,32 +198,17 @@ class TrainingConfig(GRPOLossConfig):
     """Seed of everything that is drawn."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self, _CHECKED_BY_THE_LOSS)
         if self.from_scratch:
             plain = type(self)(model="any")
             for name, value in FROM_SCRATCH.items():
                 if getattr(self, name) == getattr(plain, name):
                     object.__setattr__(self, name, value)
-        for name in ("steps", "prompts_per_step", "minibatches",
-                     "max_prompt_length", "max_completion_length", "epochs_per_rollout",
-                     "micro_batch_size", "show_every"):  # fmt: skip
-            self._check(name, "at least 1", lambda x: x >= 1)
-        for name in ("train_size", "eval_size", "eval_every", "eval_temperature", "lora_rank",
-                     "sync_ref_every", "top_k", "min_p", "reward_timeout", "warmup_steps",
-                     "weight_decay"):  # fmt: skip
-            self._check(name, "at least 0", lambda x: x >= 0)
-        for name in ("learning_rate", "max_grad_norm", "lora_alpha", "temperature"):
-            self._check(name, "a number > 0", lambda x: x > 0)
+        for expected, (holds, names) in RANGES.items():
+            for name in names.split():
+                self._check(name, expected, holds)
         if self.eval_max_completion_length is not None:
             self._check("eval_max_completion_length", "at least 1", lambda x: x >= 1)
-        self._check("save_every", "at least -1", lambda x: x >= -1)
-        self._check("ref_mixup_alpha", "a number in (0, 1]", lambda x: 0 < x <= 1)
-        self._check("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
-        self._check("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        self._check("adam_beta2", "a number in (0, 1)", lambda x: 0 < x < 1)
-        self._check("num_generations", "at least 2, as advantages compare completions",
-                    lambda x: x >= 2)  # fmt: skip
-        self._check("vllm_gpu_memory_utilization", "a number in (0, 1]", lambda x: 0 < x <= 1)
         self._check_run()
         self.loss_config()  # its own checks
 
@@ -245,7 +226,7 @@ class TrainingConfig(GRPOLossConfig):
         kind, preset = LOSSES.get(name) or (imported("loss_type", name), {})
         if not isinstance(kind, type) and not self.loss_options:
             return OwnLoss(kind)
-        options = {its: _value_of(x) for its, x in self.loss_options.items()}
+        options = {its: value_of(x) for its, x in self.loss_options.items()}
         known = sorted(its.name for its in fields(kind)) if is_dataclass(kind) else list[str]()
         if not set(options) <= set(known):
             raise ValueError(
@@ -319,84 +300,76 @@ class TrainingConfig(GRPOLossConfig):
         """True if rollouts are to say which tokens these left."""
         return self.truncates and self.replay_support
 
-    def _check_types(self) -> None:
-        kinds_by_name = kinds_of(type(self))
-        for its in fields(self):
-            if its.name in _CHECKED_BY_THE_LOSS:
-                continue
-            value, kinds = getattr(self, its.name), kinds_by_name[its.name]
-            if (value is None and NoneType in kinds) or len({*kinds} - {NoneType}) != 1:
-                continue
-            kind = next(kind for kind in kinds if kind is not NoneType)
-            if get_origin(kind) is Literal:
-                check_choice(its.name, value, get_args(kind))
-            elif kind in (int, float):
-                check_number(its.name, value)
-                if kind is int and not isinstance(value, int):
-                    raise TypeError(f"{its.name}: expected a whole number; got {value!r}")
-            elif not _is_a(value, kind):
-                expected = {bool: "true or false", str: "a string"}.get(kind, f"a {kind}")
-                raise TypeError(f"{its.name}: expected {expected}; got {value!r}")
-
     def _check(self, name: str, expected: str, ok: Any) -> None:
         value = getattr(self, name)
         if not ok(value):
             raise ValueError(f"{name}: expected {expected}; got {value}")
 
     def _check_run(self) -> None:
-        def refuse(name: str, expected: str) -> None:
-            raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
-
-        if not self.model:
-            refuse("model", "a hub name or a folder")
-        if not self.name or Path(self.name).name != self.name:
-            refuse("name", "the name of a folder inside output")
-        if not self.rewards:
-            refuse("rewards", "at least one reward function")
-        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
-            refuse("reward_weights", f"one for each of {self.rewards}")
-        if self.prompts_per_step % self.minibatches:
-            refuse("minibatches", f"a divisor of prompts_per_step = {self.prompts_per_step}")
-        if self.trainable is not None and self.lora_rank:
-            refuse("trainable", "none with lora_rank, which says what is trained")
-        if self.trainable is not None:
-            try:
-                re.compile(self.trainable)
-            except re.error as error:
-                raise ValueError(
-                    f"trainable: expected a regular expression; got {self.trainable!r} ({error})"
-                ) from None
-        if not re.fullmatch(r"\w+", self.think_tag):
-            refuse("think_tag", "the name of a tag, of letters")
-        if self.prompt_template and "{question}" not in self.prompt_template:
-            refuse("prompt_template", "a text with {question} in it")
-        if self.eval_every and not self.eval_size:
-            refuse("eval_every", "0 where eval_size is 0")
-        if self.top_entropy_quantile < 1 and self.entropy_coef:
-            refuse(
-                "entropy_coef",
-                "0 with top_entropy_quantile, as micro-batches differ in their tokens",
-            )
-        for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl"):
-            if not self.beta and getattr(self, name) != getattr(GRPOLossConfig(), name):
-                refuse(name, f"{getattr(GRPOLossConfig(), name)!r} where beta is 0")
-        for name in ("ref_model", "sync_ref_every"):
-            if not self.beta and getattr(self, name):
-                refuse(name, f"{DEFAULTS[name]!r} where beta is 0")
-        if self.sync_ref_every and self.lora_rank:
-            refuse("sync_ref_every", "0 with lora_rank, whose adapters no other model has")
-        if self.sync_ref_every and self.ref_model is not None:
-            refuse("sync_ref_every", "0 with ref_model, which stays as it is")
-        if not self.sync_ref_every and self.ref_mixup_alpha != 1:
-            refuse("ref_mixup_alpha", "1.0 where sync_ref_every is 0")
-        for name in ("lora_alpha", "lora_target"):
-            if not self.lora_rank and getattr(self, name) != DEFAULTS[name]:
-                refuse(name, f"{DEFAULTS[name]!r} where lora_rank is 0")
-        for name in (name for name in DEFAULTS if name.startswith("vllm_")):
-            if self.rollout != "vllm" and getattr(self, name) != DEFAULTS[name]:
-                refuse(name, f"{DEFAULTS[name]!r} with rollout {self.rollout}")
+        """Refuses options that do not go together."""
+        no_kl, of_loss = not self.beta, GRPOLossConfig()
+        for wrong, name, expected in (
+            (not self.model, "model", "a hub name or a folder"),
+            (not self.name or Path(self.name).name != self.name, "name",
+             "the name of a folder inside output"),
+            (not self.rewards, "rewards", "at least one reward function"),
+            (self.reward_weights and len(self.reward_weights) != len(self.rewards),
+             "reward_weights", f"one for each of {self.rewards}"),
+            (self.prompts_per_step % self.minibatches, "minibatches",
+             f"a divisor of prompts_per_step = {self.prompts_per_step}"),
+            (self.trainable is not None and self.lora_rank, "trainable",
+             "none with lora_rank, which says what is trained"),
+            (not _is_pattern(self.trainable), "trainable", "a regular expression"),
+            (not re.fullmatch(r"\w+", self.think_tag), "think_tag",
+             "the name of a tag, of letters"),
+            (self.prompt_template and "{question}" not in self.prompt_template, "prompt_template",
+             "a text with {question} in it"),
+            (self.eval_every and not self.eval_size, "eval_every", "0 where eval_size is 0"),
+            (self.top_entropy_quantile < 1 and self.entropy_coef, "entropy_coef",
+             "0 with top_entropy_quantile, as micro-batches differ in their tokens"),
+            *((no_kl and getattr(self, name) != getattr(of_loss, name), name,
+               f"{getattr(of_loss, name)!r} where beta is 0")
+              for name in ("kl_estimator", "kl_clamp", "use_bias_correction_kl")),
+            *((no_kl and getattr(self, name), name, f"{DEFAULTS[name]!r} where beta is 0")
+              for name in ("ref_model", "sync_ref_every")),
+            (self.sync_ref_every and self.lora_rank, "sync_ref_every",
+             "0 with lora_rank, whose adapters no other model has"),
+            (self.sync_ref_every and self.ref_model is not None, "sync_ref_every",
+             "0 with ref_model, which stays as it is"),
+            (not self.sync_ref_every and self.ref_mixup_alpha != 1, "ref_mixup_alpha",
+             "1.0 where sync_ref_every is 0"),
+            *((not self.lora_rank and getattr(self, name) != DEFAULTS[name], name,
+               f"{DEFAULTS[name]!r} where lora_rank is 0")
+              for name in ("lora_alpha", "lora_target")),
+            *((self.rollout != "vllm" and getattr(self, name) != default, name,
+               f"{default!r} with rollout {self.rollout}")
+              for name, default in DEFAULTS.items() if name.startswith("vllm_")),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(f"{name}: expected {expected}; got {getattr(self, name)!r}")
 
 
+# The numbers that options may be.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "at least 1": (
+        lambda x: x >= 1,
+        "steps prompts_per_step minibatches max_prompt_length max_completion_length "
+        "epochs_per_rollout micro_batch_size show_every",
+    ),
+    "at least 0": (
+        lambda x: x >= 0,
+        "train_size eval_size eval_every eval_temperature lora_rank sync_ref_every top_k "
+        "reward_timeout warmup_steps weight_decay",
+    ),
+    "at least -1": (lambda x: x >= -1, "save_every"),
+    "a number > 0": (lambda x: x > 0, "learning_rate max_grad_norm lora_alpha temperature"),
+    "a number in (0, 1]": (
+        lambda x: 0 < x <= 1, "ref_mixup_alpha top_p vllm_gpu_memory_utilization"
+    ),
+    "a number in [0, 1]": (lambda x: 0 <= x <= 1, "min_p"),
+    "a number in (0, 1)": (lambda x: 0 < x < 1, "adam_beta2"),
+    "at least 2, as advantages compare completions": (lambda x: x >= 2, "num_generations"),
+}  # fmt: skip
 # "GRPO from scratch": Qwen2.5-1.5B on GSM8K, with tags in a system prompt, two rewards, and no chat
 # template.
 FROM_SCRATCH: dict[str, Any] = {
@@ -410,57 +383,17 @@ FROM_SCRATCH: dict[str, Any] = {
 }
 DEFAULTS: dict[str, Any] = {its.name: its.default for its in fields(TrainingConfig)}
 _CHECKED_BY_THE_LOSS = {its.name for its in fields(GRPOLossConfig)} - {"max_completion_length"}
-_KINDS: dict[Any, tuple[type, ...]] = {
-    bool: (bool,), str: (str,), int: (int,), float: (int, float),
-}  # fmt: skip
-
-
-def kinds_of(config: type[TrainingConfig]) -> dict[str, tuple[Any, ...]]:
-    """The types that each option may have: those of a union, or one."""
-    hints = get_type_hints(config)
-    unions = (Union, UnionType)
-    return {
-        name: get_args(hint) if get_origin(hint) in unions else (hint,)
-        for name, hint in hints.items()
-    }
-
-
-def imported(option: str, name: str) -> Callable[..., Any]:
-    """The function of `module:function`, of a module here or installed.
-
-    Raises:
-        ValueError: there is no such module, or no such function in it.
-    """
-    module, _, function = name.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # as `python -m` has it, not a script
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option}: expected module:function; got {name!r} ({error})") from error
-    if not callable(found):
-        raise ValueError(f"{option}: expected a function; got {name} = {found!r}")
-    return found
-
-
-def _value_of(text: Any) -> Any:
-    """The number or bool that a text is; other texts as they are, and what is no text."""
-    try:
-        return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError, TypeError):
-        return text
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """False if a value is not of a kind that is known; an option of one's own may have others."""
-    if get_origin(kind) is dict:
-        return isinstance(value, dict)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_a(x, *get_args(kind)) for x in value)
-    return isinstance(value, _KINDS.get(kind, (object,)))
 
 
 def _told(value: Any) -> str:
     """The text of what JSON does not have, without an address, which changes from run to run."""
     text = str(value) if isinstance(value, Path) else repr(value)
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _is_pattern(text: str | None) -> bool:
+    try:
+        re.compile(text or "")
+    except re.error:
+        return False
+    return True

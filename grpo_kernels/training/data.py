@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .config import TrainingConfig, imported
+from .config import TrainingConfig
+from .kinds import imported
 
 Problem = Mapping[str, Any]
 
@@ -144,27 +144,6 @@ def short_enough(
             f"max_prompt_length: expected room for at least one prompt with a token; got {longest}"
         )
     return kept
-
-
-def level_of(problem: Problem) -> float:
-    """The level of a problem; NaN where that is no number."""
-    level = problem.get("level")
-    if isinstance(level, bool) or not isinstance(level, int | float):
-        return math.nan
-    return float(level)
-
-
-def place_of(turn: int, count: int, seed: int) -> int:
-    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
-    epoch, place = divmod(turn, count)
-    return _shuffled(count, f"{seed}-{epoch}")[place]
-
-
-@lru_cache(2)
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
 
 
 def prompt_of(question: str, config: TrainingConfig) -> str | list[dict[str, str]]:

@@ -23,18 +23,8 @@ from tqdm import tqdm
 from . import logs, ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough
-from .rewards import (
-    LONGEST,
-    Reward,
-    equal,
-    is_marked_correct,
-    judge,
-    judge_answers,
-    marked_answer,
-    of_options,
-    resolve_rewards,
-    weighted_sum,
-)
+from .judging import judge, judge_answers, resolve_rewards, weighted_sum
+from .rewards import LONGEST, Reward, equal, is_marked_correct, marked_answer, of_options
 from .rollout import end_tokens, vocabulary_of
 from .sampler import Sampler
 

@@ -43,10 +43,6 @@ class OutOfMemory(Exception):
 class Preempted(SystemExit):
     """A signal asked the run to stop; the exit status is `RESUME`."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(RESUME)
-        self.number = number
-
 
 class Interruptions:
     """Notes signals inside a `with` block; `check` raises what one process has met in all.
@@ -80,7 +76,7 @@ class Interruptions:
         if failed:
             raise OutOfMemory
         if number and may_stop:
-            raise Preempted(number)
+            raise Preempted(RESUME)
 
     @contextmanager
     def shared(self, *, waits: bool, may_stop: bool = False) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ from torch import Tensor
 from ..base.sequences import masked_quantile
 from . import ranks
 from .config import TrainingConfig
-from .data import level_of
-from .rewards import weighted_sum
+from .data import Problem
+from .judging import weighted_sum
 from .run import Run
-from .samples import Samples
+from .samples import Samples, sampled_tokens
 
 
 class Clock:
@@ -75,7 +77,7 @@ def of_samples(
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a rollout; `gather` returns the rows of all processes."""
     rewards = gather(samples.rewards)
-    lengths = gather(torch.tensor(samples.sampled_lengths).double())
+    lengths = gather(torch.tensor([sum(sampled_tokens(c)) for c in samples.completions]).double())
     ended = gather(torch.tensor([float(c.ended) for c in samples.completions]))
     total = weighted_sum(rewards, config.reward_weights)
     groups = total.view(-1, config.num_generations)
@@ -85,7 +87,7 @@ def of_samples(
     if samples.correct:
         correct = gather(torch.tensor(samples.correct).double())
         row["accuracy"] = float(correct.mean())
-        known = [level_of(samples.problems[i]) for i in samples.prompt_of]
+        known = [_level_of(samples.problems[i]) for i in samples.prompt_of]
         levels = gather(torch.tensor(known, dtype=torch.float64))
         for level in sorted(set(levels[levels.isfinite()].tolist())):
             row[f"accuracy/level_{level:g}"] = float(correct[levels == level].mean())
@@ -93,6 +95,14 @@ def of_samples(
     row["completion_length"] = float(lengths.mean())
     row["truncated"] = 1 - float(ended.mean())
     return row
+
+
+def _level_of(problem: Problem) -> float:
+    """The level of a problem; NaN where that is no number."""
+    level = problem.get("level")
+    if isinstance(level, bool) or not isinstance(level, int | float):
+        return math.nan
+    return float(level)
 
 
 def of_support(sizes: Tensor) -> dict[str, float]:
@@ -152,11 +162,6 @@ def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [update[name] for update in updates if name in update]
         row[name] = sum(values) if name == "tokens" else reducer_for(name)(values)
     return row
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
-    return sum(values) / len(values)
 
 
 def reducer_for(name: str) -> Callable[[Sequence[float]], float]:

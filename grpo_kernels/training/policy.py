@@ -7,7 +7,7 @@ and nowhere else. So everything that needs the weights happens inside this one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,11 +86,7 @@ class Policy(nn.Module):
         return self.why_not_shared is None
 
     def forward(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        methods: dict[str, Callable[..., Any]] = {
-            "loss": self.loss, "logps": self.logps, "generate": self.generate,
-            "hidden": self.hidden,
-        }  # fmt: skip
-        return methods[what](*args, **kwargs)
+        return getattr(self, what)(*args, **kwargs)
 
     def loss(
         self, batch: Batch, advantages: Tensor, config: GRPOLossConfig, **options: Any

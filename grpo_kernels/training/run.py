@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,3 +184,16 @@ class Run:
         # What the run had left of it, unless the option is another one now.
         if state["config"]["micro_batch_size"] == self.config.micro_batch_size:
             self.micro_batch_size = state["micro_batch_size"]
+
+
+def place_of(turn: int, count: int, seed: int) -> int:
+    """The index below `count` whose turn it is: in every epoch all of them, newly shuffled."""
+    epoch, place = divmod(turn, count)
+    return _shuffled(count, f"{seed}-{epoch}")[place]
+
+
+@lru_cache(2)
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order

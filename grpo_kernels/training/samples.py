@@ -14,10 +14,11 @@ from .. import batch_support, group_advantages
 from ..base.layout import to_device
 from . import ranks
 from .data import Problem
+from .judging import judge, judge_answers, weighted_sum
 from .loading import check_has_logps
 from .micro_batches import Size
 from .policy import Batch
-from .rewards import Reward, judge, judge_answers, weighted_sum
+from .rewards import Reward
 from .rollout import Completion, pad
 from .sampler import Sampler
 
@@ -66,11 +67,6 @@ class Samples:
     def lengths(self) -> list[int]:
         """The number of tokens of each completion, whoever they are from."""
         return [len(c.token_ids) for c in self.completions]
-
-    @property
-    def sampled_lengths(self) -> list[int]:
-        """The number of tokens of each completion that the policy sampled."""
-        return [sum(sampled_tokens(c)) for c in self.completions]
 
     def size(self, rows: Sequence[int]) -> Size:
         """The number of these rows, and of their tokens that the mask keeps."""

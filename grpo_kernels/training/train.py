@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from ..head.plan import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
-from .data import Problem, PromptEncoder, place_of, short_enough
+from .data import Problem, PromptEncoder, short_enough
 from .evaluate import evaluate
 from .interruptions import BadUpdates, Preempted, StepError
+from .judging import resolve_rewards
 from .loading import check_folder, check_rollout, make_rollout, prepared, set_pad_token
 from .micro_batches import Size, config_of_part, equal_parts, num_items
 from .observers import introduction
 from .reference_model import ReferenceModel
-from .rewards import Reward, is_marked_correct, of_options, resolve_rewards
+from .rewards import Reward, is_marked_correct, of_options
 from .rollout import Rollout, end_tokens, vocabulary_of
-from .run import Run
+from .run import Run, place_of
 from .sampler import Sampler
 from .samples import Samples, Scores, Update, constants, judged
 from .scoring import Scorer, checked_gap
