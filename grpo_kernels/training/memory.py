@@ -54,19 +54,15 @@ class Prediction:
         working = self.activations + max(self.head, self.activation_gradients)
         # The backward makes gradients as it frees activations, if there are none yet.
         both = self.gradients + working if self.accumulates else max(self.gradients, working)
-        return (
-            self.weights
-            + self.optimizer
-            + self.reference
-            + max(both, self.kv_cache + self.sampling_logits)
-        )
+        sampling = self.kv_cache + self.sampling_logits
+        return self.weights + self.optimizer + self.reference + max(both, sampling)
 
     def table(self) -> str:
         """The figures in GiB, one per line."""
-        figures = {**vars(self), "peak": self.peak}
-        del figures["accumulates"]
         return "\n".join(
-            f"{name.replace('_', ' '):24}{value / GIB:9.2f} GiB" for name, value in figures.items()
+            f"{name.replace('_', ' '):24}{value / GIB:9.2f} GiB"
+            for name, value in {**vars(self), "peak": self.peak}.items()
+            if name != "accumulates"
         )
 
 
