@@ -111,7 +111,7 @@ def trl(task: str, steps: int) -> list[dict[str, float]]:
         columns = [{k: problems[i][k] for k in ("prompt", "answer")} for i in order]
 
         def reward(name: str) -> Any:
-            function = resolve_rewards([name])[name]
+            (function,) = resolve_rewards([name]).values()
 
             def by_trl(prompts: Any, completions: Any, answer: Any, **_: Any) -> Any:
                 return function(prompts, completions, answer=answer)
