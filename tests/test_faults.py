@@ -394,7 +394,7 @@ def test_a_row_that_finds_no_room_ends_the_run_and_is_made_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
-        with pytest.raises(OSError, match="No space left .*metrics.jsonl"):
+        with pytest.raises(OSError, match=r"No space left .*metrics\.jsonl"):
             run(config)
     assert_same_weights(weights_of(run(replace(config, resume=True))), undisturbed[1])
     assert [row["step"] for row in rows_of(config.folder)] == [1, 2, 3]
