@@ -191,6 +191,7 @@ def train(hub, home, output, data=f"{DATA}:main", *flags, **environment):
     return run.returncode, run.stdout + run.stderr
 
 
+@pytest.mark.nightly
 def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
     home, pinned = tmp_path / "home", (f"{DATA}:main@v1", "--revision", "v1")
     hub.drops = 1  # and is tried again
@@ -226,7 +227,11 @@ def test_the_whole_way_and_again_from_the_cache(hub, tmp_path):
         ("no revision", "model: 'Qwen/.*it has no such revision"),
         ("gated data", "dataset: openai/gsm8k was neither.*accept the terms on its page"),
         ("no data", "dataset: openai/gsm8k was neither.*there is none of this name, or it is"),
-        ("away", "(?s)dataset: openai/gsm8k was neither cached.*Without the hub: a .json"),
+        pytest.param(  # which waits for it
+            "away",
+            "(?s)dataset: openai/gsm8k was neither cached.*Without the hub: a .json",
+            marks=pytest.mark.nightly,
+        ),
     ),
 )
 def test_what_is_not_there_is_said(fault, message, hub, repositories, tmp_path):

@@ -212,6 +212,7 @@ def study(monkeypatch, tiny_model, tmp_path):
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ("accumulation", "updates", "spikes", "processes"))
 def test_troubles_shown(name, study):
     runs = study(name)
