@@ -17,12 +17,12 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     Raises:
         OSError: the disk is full, say; half a row is left out when the run goes on.
     """
-    line = json.dumps(_json_safe(row)) + "\n"
     try:
         with path.open("a") as file:
-            file.write(line)
-    except OSError as error:  # that of a write does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+            file.write(json.dumps(_json_safe(row)) + "\n")
+    except OSError as error:
+        error.filename = str(path)  # which that of a write does not have
+        raise
 
 
 def read(path: Path) -> list[dict[str, Any]]:
