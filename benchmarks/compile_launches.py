@@ -21,15 +21,18 @@ from triton.runtime.jit import JITFunction
 from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
+    PairStats,
     RowGrads,
+    pairs,
     triton_backend,
     triton_entries,
     triton_logits,
+    triton_pairs,
     triton_policy_loss,
 )
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_entries, triton_policy_loss)
+MODULES = (triton_logits, triton_pairs, triton_entries, triton_policy_loss)
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -129,6 +132,27 @@ def head_launches() -> None:
         triton_backend.logit_grads_(logits, targets, transform, grads, torch.empty_like(logits))
 
 
+def pair_launches() -> None:
+    """Launches the kernels on two models' logits, with options on both and on none."""
+    rows, targets, column = 2, torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    transforms = [(x, x) for x in (LogitTransform(), LogitTransform(1.0, 30.0, column))]
+    for (own, other), V in itertools.product(transforms, VOCABULARIES):
+        logits = padded(rows, V, torch.float32)
+        stats = PairStats.empty(logits)
+        for kind, invariant in itertools.product((None, "reverse", "forward"), (False, True)):
+            triton_pairs.pair_stats(
+                logits, logits, targets, own, other, stats, kind=kind, invariant=invariant
+            )
+        of_policy = (None, RowGrads(*[column] * 3), RowGrads(*[column] * 5))
+        for kind, grads in itertools.product(pairs.KINDS, of_policy):
+            triton_pairs.divergences(logits, logits, own, other, stats, kind=kind)
+            for dtype in (torch.float32, torch.bfloat16):
+                out = padded(rows, V, dtype)
+                triton_pairs.pair_grads_(
+                    logits, logits, targets, own, other, stats, grads, column, out, kind=kind
+                )
+
+
 def entry_launches() -> None:
     """Launches the kernels on entries: of a head of 4,096 columns, a LoRA's and the bias."""
     entries = some_entries()
@@ -192,8 +216,8 @@ def policy_launches() -> None:
 
 
 def all_launches() -> list[KernelLaunch]:
-    launches = recorded(head_launches) | recorded(entry_launches) | recorded(policy_launches)
-    return sorted(launches, key=repr)
+    each = (head_launches, pair_launches, entry_launches, policy_launches)
+    return sorted(set().union(*map(recorded, each)), key=repr)
 
 
 def kernels() -> dict[str, Any]:
@@ -219,7 +243,7 @@ def _takes_most_registers(launch: KernelLaunch) -> bool:
     """Returns True for a softcap and an entropy beside one more operand; the report checks it."""
     flags = dict(launch.constants)
     more = flags.get("KEEPS_EXPS") and not flags["INVARIANT"]
-    capped = flags.get("HAS_SOFTCAP") and flags["HAS_ENTROPY"]
+    capped = flags.get("HAS_SOFTCAP") and flags.get("HAS_ENTROPY")
     return bool(capped and more and flags["BLOCK_V"] >= 2048)
 
 

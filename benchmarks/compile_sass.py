@@ -16,13 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_entries, sum_entries
-from grpo_kernels.kernels import LogitTransform, RowGrads, triton_backend
+from grpo_kernels.kernels import (
+    LogitTransform,
+    PairStats,
+    RowGrads,
+    triton_backend,
+    triton_pairs,
+)
 
 # Instructions per logit, rounded up from what is known to be possible.
 BUDGETS = {
     "one sweep": 16.0,
     "token_stats": 12.0,
     "logit_grads": 16.0,
+    "pair_stats": 24.0,  # of either model's
+    "pair_grads": 16.0,
     "entry_dots": 8.0,
     "segment_sums": 8.0,
 }
@@ -54,11 +62,17 @@ def budgeted() -> dict[str, KernelLaunch]:
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
     given = (logits, targets, LogitTransform())
     grads, entries = RowGrads(*[column] * 3), some_entries()
+    both = (logits, logits, targets, LogitTransform(), LogitTransform())
+    stats = PairStats.empty(logits)
     rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
         "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
+        "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, kind="reverse"),
+        "pair_grads": lambda: triton_pairs.pair_grads_(
+            *both, stats, grads, column, exps, kind="reverse"
+        ),
         "entry_dots": lambda: triton_backend.entry_dots(
             rows, rows, entries, torch.ones(len(entries))
         ),

@@ -3,11 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base.outputs import GRPOLossOutput, LogprobOutput
+from .base.outputs import DistillationOutput, GRPOLossOutput, LogprobOutput
 from .base.sequences import gather_tokens
-from .calls import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
+from .calls import (
+    fused_distillation_loss,
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    selective_log_softmax,
+)
 from .head.execution import Execution
-from .head.lm_head import LMHead, Support, VocabRanks
+from .head.lm_head import LMHead, Reference, Support, VocabRanks
 from .loss.config import GRPOLossConfig
 
 if TYPE_CHECKING:
@@ -19,16 +25,19 @@ if TYPE_CHECKING:
 __version__ = "0.3.0.dev0"
 
 __all__ = [
+    "DistillationOutput",
     "Execution",
     "GRPOLossConfig",
     "GRPOLossOutput",
     "LMHead",
     "LogprobOutput",
+    "Reference",
     "SamplerCheck",
     "Support",
     "VocabRanks",
     "batch_support",
     "check_sampler",
+    "fused_distillation_loss",
     "fused_grpo_loss",
     "gather_tokens",
     "group_advantages",

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from .fused_distillation_loss import fused_distillation_loss as eager_distillation
 from .fused_grpo_loss import fused_grpo_loss as eager_fused
 from .head.linear_logprobs import linear_logprobs as eager_logprobs
 from .head.selective_log_softmax import selective_log_softmax as eager_softmax
@@ -36,6 +37,7 @@ def _public(eager: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 fused_grpo_loss = _public(eager_fused)
+fused_distillation_loss = _public(eager_distillation)
 linear_logprobs = _public(eager_logprobs)
 grpo_loss = _public(eager_loss)
 selective_log_softmax = _public(eager_softmax)

@@ -17,33 +17,32 @@ take float16, it is, by a second sweep: `logit_grads_(Z)`.
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
 are computed and stored `scale` times as large, a power of two that float16 needs.
 
+A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
+policy's (`head/two_heads.py`).
+
 For other objectives the log-probs are taken first, by the two passes and four GEMMs of
 `linear_logprobs`, and the loss over them is differentiated.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base.autograd import (
-    dtypes_of,
-    power_of_two_scale,
-    refuse_double_backward,
-    scaled_gradient,
-)
+from .base.autograd import keep_gradients, kept_gradients, power_of_two_scale
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
-from .head.lm_head import LMHead, Support
-from .head.passes import Gradient, local_head, passes_of
+from .head.lm_head import Divergence, LMHead, Reference, Support
+from .head.passes import Gradient, call_of_reference, local_head, passes_of, reference_logps
 from .head.products import Gradients
 from .loss.config import GRPOLossConfig
-from .loss.grpo_loss import flat_loss, policy_loss
+from .loss.grpo_loss import d_kl, flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import LossInputs, token_local
@@ -61,6 +60,7 @@ def fused_grpo_loss(
     sampling_logps: Tensor | None = None,
     ce_weights: Tensor | None = None,
     support: Support | None = None,
+    reference: Reference | None = None,
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -99,6 +99,10 @@ def fused_grpo_loss(
             are then those of the softmax over these ids, and gradients are exact, from their rows
             of the head alone (`docs/support.md`). A token without a set is scored over the whole
             vocabulary; masked tokens may have anything.
+        reference: another model's hidden states and head on the same tokens, in place of
+            `ref_logps`, which are then computed here; the same vocabulary, constants. With
+            `config.kl_estimator = "exact"` the KL to it is that over the vocabulary, with its
+            gradient. Without a support.
         config: the loss to compute; `config.one_pass` tells if in one pass or two.
         num_items: denominator of the loss, a number or 0-d tensor: the unmasked tokens (`dapo` and
             `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the whole optimizer step
@@ -114,10 +118,10 @@ def fused_grpo_loss(
         `metrics`: 0-d device tensors, means over unmasked tokens; reading one synchronizes.
             `tokens`, `ratio_mean`, `ratio_max`, `ess` (effective sample size of the ratios, 1 at
             best), `entropy`, `zero_gradient` (share of tokens), `clip_low` and `clip_high` (0 where
-            nothing clips); `kl` and `kl_max` given `ref_logps`; those of the loss's options under
-            TRL's names (`docs/objectives.md`); `ce_loss`, `ce_tokens` and `ce_nll` given
-            `ce_weights`; `support/mean` and `support/p99` (entries per token that has a set),
-            `support/singletons` (share of these) and `support/gathered` (share of all tokens),
+            nothing clips); `kl` and `kl_max` given `ref_logps` or a `reference`; those of the
+            loss's options under TRL's names (`docs/objectives.md`); `ce_loss`, `ce_tokens` and
+            `ce_nll` given `ce_weights`; `support/mean` and `support/p99` (entries per token that
+            has a set), `support/singletons` (share of these) and `support/gathered` (of all),
             given a `support`.
         `logps`, `entropy`: float32 in the shape of `targets`, 0 where masked and without a weight
             in `ce_weights`, detached (for differentiable ones see `linear_logprobs`).
@@ -135,6 +139,9 @@ def fused_grpo_loss(
     """
     rows = rows_of_loss(mask, ce_weights, targets)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
+    other = None
+    if reference is not None:
+        other = call_of_reference(call, reference, support)
     inputs = loss_inputs(
         config,
         call.layout,
@@ -146,23 +153,35 @@ def fused_grpo_loss(
         sampling_logps=sampling_logps,
         ce_weights=ce_weights,
         num_items=num_items,
+        has_reference=reference is not None,
     )
+    if config.exact_kl:
+        call = replace(call, reference=other)
     one_pass = support is None and token_local(config, inputs)
+    by_others = config.entropy_has_gradient or config.exact_kl
     passes = passes_of(
         call,
         support,
-        Gradient.of(call, one_pass=one_pass, by_entropy=config.entropy_has_gradient),
+        Gradient.of(call, one_pass=one_pass, by_others=by_others),
         entropy=True,
         tokens_with_grad=partial(_tokens_with_grad, config, inputs),
-        of_loss={"one pass": one_pass, "entropy_coef": config.entropy_coef},
+        of_loss={
+            "one pass": one_pass,
+            "entropy_coef": config.entropy_coef,
+            "beta": config.beta,
+            "reference": other is not None,
+        },
+        divergence=Divergence("reverse") if config.exact_kl else None,
     )
+    if other is not None and not config.exact_kl:
+        inputs = replace(inputs, ref_logps=passes.run(partial(reference_logps, other, passes)))
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, inputs, passes)
-        loss, logps, entropy, *d_stats = passes.run(run)
-        metrics = loss_metrics(config, inputs, logps, entropy, *d_stats)
+        loss, logps, entropy, kl, *d_stats = passes.run(run)
+        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_stats)
     else:
-        logps, entropy, _ = scored(call, passes)
-        loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend)
+        logps, entropy, _, kl = scored(call, passes)
+        loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend, kl)
     shape = call.layout.shape
     values = (x.detach().reshape(shape) for x in (logps, entropy))
     return GRPOLossOutput(loss, metrics | passes.metrics(), *values)
@@ -171,16 +190,17 @@ def fused_grpo_loss(
 class _OnePass(torch.autograd.Function):
     """The loop over chunks, of a token-local objective.
 
-    Returns the loss; per token, detached, log-probs, entropy and the loss's gradient by each, which
-    are None where not computed.
+    Returns the loss; per token, detached, log-probs, entropy, the exact KL and the loss's gradient
+    by the first two, which are None where not computed.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
         *tensors, config, inputs, passes, plan = args
         N, any_wanted = len(tensors[0]), any(passes.wanted)
-        per_token = tensors[0].new_zeros((4, N), dtype=torch.float32)
-        logps, entropy, d_logps, d_entropy = per_token.unbind()
+        per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
+        logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
+        by_kl = d_kl(config, inputs)
         losses = [logps.new_zeros(())]
         # With a cross-entropy term there are rows outside the policy's mask.
         masked = plan.has_masked or inputs.ce_weights is not None
@@ -191,9 +211,13 @@ class _OnePass(torch.autograd.Function):
             for rows in plan.chunks():
                 index = rows.index
                 stats = dense.sweep(rows)  # GEMM 1
+                of_rows = inputs.at(index, masked=masked)
+                if by_kl is not None:
+                    kl[index] = stats.divergence
+                    of_rows = replace(of_rows, kl=stats.divergence)
                 policy = policy_loss(
                     config,
-                    inputs.at(index, masked=masked),
+                    of_rows,
                     stats.logps,
                     stats.entropy,
                     passes.call.backend,
@@ -207,25 +231,18 @@ class _OnePass(torch.autograd.Function):
                 d_logps[index] = g
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
-                dense.add(rows, grads, g, e)  # GEMMs 2 and 3
+                more = [] if by_kl is None else [None, scale * by_kl[index]]
+                dense.add(rows, grads, g, e, *more)  # GEMMs 2 and 3
             if plan.has_masked and passes.tokens is not None:
-                per_token[:2].masked_fill_(~passes.tokens, 0.0)
-        ctx.save_for_backward(scale, *grads.all())
-        ctx.dtypes = dtypes_of(*tensors)
+                per_token[:3].masked_fill_(~passes.tokens, 0.0)
+        keep_gradients(ctx, tensors, scale, grads.all())
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
-        ctx.mark_non_differentiable(logps, entropy, d_logps, d_entropy)
-        return torch.stack(losses).sum(), logps, entropy, *d_stats
+        ctx.mark_non_differentiable(logps, entropy, kl, d_logps, d_entropy)
+        return torch.stack(losses).sum(), logps, entropy, None if by_kl is None else kl, *d_stats
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("fused_grpo_loss")
-        scale, *gradients = ctx.saved_tensors
-        factor = d_loss / scale
-        scaled = (
-            scaled_gradient(stored, factor, dtype)
-            for stored, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
-        return (*scaled, *[None] * 4)
+        return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 4)
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:

@@ -7,6 +7,7 @@ fast calls; of them, only shapes are checked.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from .base.checks import ValueChecks
 from .base.layout import Layout
 from .base.outputs import GRPOLossOutput, LogprobOutput
-from .head.lm_head import LMHead, Support
+from .head.lm_head import LMHead, Reference, Support
 from .loss.config import GRPOLossConfig
 from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
@@ -84,14 +85,7 @@ def linear_logprobs(
     many = targets.ndim == hidden.ndim
     each = targets if many else targets.unsqueeze(-1)
     active = torch.ones_like(each[..., 0], dtype=torch.bool) if mask is None else mask.bool()
-    head = LMHead.of(head)
-    # Masked positions must not reach a sum, even as NaN times 0.
-    hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
-    if head.low_rank is not None:
-        a_out = head.low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0)
-        head = head.replace(low_rank=(a_out, head.low_rank[1]))
-    if isinstance(head.temperature, Tensor) and head.temperature.ndim:
-        head = head.replace(temperature=head.temperature.masked_fill(~active, 1.0))
+    hidden, head = _masked(hidden, LMHead.of(head), active)
     logits = linear_logits(hidden, head, rounded_to=rounded_to)
     each = each.long().masked_fill(~active.unsqueeze(-1), 0)
     if support is not None:
@@ -126,8 +120,12 @@ def grpo_loss(
     config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008 - frozen
     num_items: float | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    kl: Tensor | None = None,
 ) -> GRPOLossOutput:
-    """`grpo_kernels.loss.objective` over all tokens at once, differentiated by autograd."""
+    """`grpo_kernels.loss.objective` over all tokens at once, differentiated by autograd.
+
+    `kl`: the exact one of each token.
+    """
     checks = ValueChecks()
     layout = Layout.of("logps", logps, cu_seqlens, checks)
     inputs = loss_inputs(
@@ -142,7 +140,10 @@ def grpo_loss(
         ce_weights=ce_weights,
         num_items=num_items,
         dtype=logps.dtype,
+        has_reference=kl is not None,
     )
+    if kl is not None:
+        inputs = replace(inputs, kl=kl.reshape(-1))
     check_entropy_given(config, entropy)
     flat = logps.reshape(-1)
     flat_entropy = None if entropy is None else entropy.reshape(-1)
@@ -178,15 +179,72 @@ def fused_grpo_loss(
     *,
     ce_weights: Tensor | None = None,
     support: Support | None = None,
+    reference: Reference | None = None,
     rounded_to: torch.dtype | None = None,
     **of_loss: Any,
 ) -> GRPOLossOutput:
-    """`linear_logprobs`, then `grpo_loss`, whose other arguments are `of_loss`."""
+    """`linear_logprobs` and `divergence`, then `grpo_loss`, whose other arguments are `of_loss`."""
     scored = rows_of_loss(mask, ce_weights, targets)
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
+    if reference is not None:
+        if of_loss.get("config", GRPOLossConfig()).exact_kl:
+            of_loss["kl"] = divergence(hidden, head, reference, scored, rounded_to=rounded_to)
+        else:
+            with torch.no_grad():
+                ref_hidden = reference.hidden.to(hidden.dtype)
+                of_reference = linear_logprobs(ref_hidden, reference.head, targets, scored)
+            of_loss["ref_logps"] = of_reference.logps
     return grpo_loss(
         out.logps, advantages, mask, ce_weights=ce_weights, entropy=out.entropy, **of_loss
     )
+
+
+def divergence(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    reference: Reference,
+    mask: Tensor | None = None,
+    *,
+    kind: str = "reverse",
+    beta: float = 0.5,
+    rounded_to: torch.dtype | None = None,
+) -> Tensor:
+    """The divergence of each token's softmax from the reference's; 0 where masked.
+
+    `rounded_to`: of the logits of `hidden`.
+    """
+    active = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
+    states = reference.hidden.detach().to(hidden.dtype)
+    own, other = (
+        _masked(x, LMHead.of(its), active) for x, its in ((hidden, head), (states, reference.head))
+    )
+    s = linear_logits(*own, rounded_to=rounded_to).log_softmax(-1)
+    t = linear_logits(*other).detach().log_softmax(-1)
+    if kind == "reverse":
+        shares = _times_log(s, s - t)
+    elif kind == "forward":
+        shares = _times_log(t, t - s)
+    else:
+        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+        shares = beta * _times_log(t, t - m) + (1 - beta) * _times_log(s, s - m)
+    return shares.sum(-1).masked_fill(~active, 0.0)
+
+
+def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    """`p * log_ratio`, 0 where p is."""
+    return log_p.exp() * log_ratio.masked_fill(log_p == -torch.inf, 0.0)
+
+
+def _masked(hidden: Tensor, head: LMHead, active: Tensor) -> tuple[Tensor, LMHead]:
+    """The states and the head, with nothing left at masked positions, which may hold anything."""
+    # They must not reach a sum, even as NaN times 0.
+    hidden = hidden.masked_fill(~active.unsqueeze(-1), 0.0)
+    if head.low_rank is not None:
+        a_out = head.low_rank[0].masked_fill(~active.unsqueeze(-1), 0.0)
+        head = head.replace(low_rank=(a_out, head.low_rank[1]))
+    if isinstance(head.temperature, Tensor) and head.temperature.ndim:
+        head = head.replace(temperature=head.temperature.masked_fill(~active, 1.0))
+    return hidden, head
 
 
 def _last_dim(temperature: float | Tensor, logits: Tensor) -> float | Tensor:

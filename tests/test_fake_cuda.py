@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from grpo_kernels import grpo_loss, selective_log_softmax
+import grpo_kernels
+from grpo_kernels import Execution, LMHead, Reference, grpo_loss, selective_log_softmax
 from grpo_kernels.base.checks import ValueChecks
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head import dense
@@ -203,6 +204,33 @@ def test_a_capturable_call_reads_nothing(call, case):
     gpu, _ = record(case, call, capturable=True)
     assert not gpu.transfers, gpu.report()
     assert any("_assert_async" in name for name in gpu.counts())  # of the ids
+
+
+@pytest.mark.parametrize("capturable", (False, True))
+@pytest.mark.parametrize("what", ("distillation", "exact", "k3"))
+def test_two_models_read_what_one_does(what, capturable):
+    """One transfer with a mask, none in a graph; four GEMMs a chunk."""
+    with FakeCUDA(answer_with(2048)) as gpu:
+        hidden, weight, targets = head(B, 512)
+        other = Reference(empty(B, 512, 2 * H), LMHead(empty(V, 2 * H)))
+        mask = empty(B, 512, dtype=torch.bool)
+        how = {"execution": Execution(capturable=capturable, chunk_bytes=10 * V * 2048)}
+        if what == "distillation":
+            out = grpo_kernels.fused_distillation_loss(hidden, weight, other, mask, **how)
+        else:
+            out = grpo_kernels.fused_grpo_loss(
+                hidden, weight, targets, empty(B), mask, reference=other,
+                config=config(beta=0.1, kl_estimator=what), **how,
+            )  # fmt: skip
+        backward(out.loss)
+    assert len(gpu.transfers) == (not capturable), gpu.report()
+    launched = gpu.counts()
+    of_pairs = {name: n for name, n in launched.items() if "pair" in name or "divergences" in name}
+    if what == "k3":
+        assert not of_pairs
+    else:
+        assert set(of_pairs) == {"pair_stats_kernel", "pair_grads_kernel"}
+        assert len(set(of_pairs.values())) == 1
 
 
 @torch.no_grad()

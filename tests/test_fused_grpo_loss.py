@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import make
-from grpo_kernels.head.dense import Dense
+from grpo_kernels.head.dense import Dense, Logits
 from tests.helpers.batches import (
     OBJECTIVES,
     config,
@@ -220,13 +220,13 @@ def test_frozen(frozen):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_token_local_objectives_make_the_logits_once(objective, monkeypatch):
-    made, original = [], Dense.logits
+    made, original = [], Logits.of
 
     def logits(self, part):
         made.append(part.stop - part.start)
         return original(self, part)
 
-    monkeypatch.setattr(Dense, "logits", logits)
+    monkeypatch.setattr(Logits, "of", logits)
     options = objective_options(objective)
     batch, cfg = make_batch(), options["config"]
     run_fused(batch, exact=False, **options)

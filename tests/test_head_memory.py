@@ -9,7 +9,7 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
-from grpo_kernels.head.dense import Dense
+from grpo_kernels.head.dense import Logits
 from grpo_kernels.head.plan import RowPlan, ran_out_of_memory
 from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
@@ -32,7 +32,7 @@ class LittleMemory:
 
     def __call__(self, a, b):
         if self.failed:  # and tried again
-            alive = sum(isinstance(x, Dense) for x in gc.get_objects())
+            alive = sum(isinstance(x, Logits) for x in gc.get_objects())
             assert alive == 1, "what failed is still held"
         self.asked.append(len(a))
         self.failed = len(a) > self.rows
@@ -44,14 +44,14 @@ class LittleMemory:
 @pytest.fixture
 def little_memory_for_logits(monkeypatch):
     """The same where a call takes no product of the caller's."""
-    new_rows = Dense.new_rows
+    new_rows = Logits.new_rows
 
     def limited(self, count, dtype):
         if count > ROWS:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return new_rows(self, count, dtype)
 
-    monkeypatch.setattr(Dense, "new_rows", limited)
+    monkeypatch.setattr(Logits, "new_rows", limited)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.head.dense import Dense
+from grpo_kernels.head.dense import Logits
 from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rollout import RolloutError
@@ -98,13 +98,13 @@ def test_memory_that_runs_out_over_the_head_is_the_head_s_own_matter(
     undisturbed, tiny_model, tmp_path, monkeypatch
 ):
     """It takes fewer rows of logits at a time, of the same micro-batch."""
-    new_rows = Dense.new_rows
+    new_rows = Logits.new_rows
 
     def limited(self, count, dtype):
         return out_of_memory() if count > 16 else new_rows(self, count, dtype)
 
     config = config_of(tiny_model, tmp_path, **STEPS)
-    monkeypatch.setattr(Dense, "new_rows", limited)
+    monkeypatch.setattr(Logits, "new_rows", limited)
     trainer = same_trainer_of(config)
     with pytest.warns(UserWarning, match="memory ran out over the head"):
         trainer.train()

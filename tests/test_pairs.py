@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import grpo_kernels
-from grpo_kernels import Execution, LMHead, VocabRanks
+from grpo_kernels import Execution, LMHead, Reference, VocabRanks
 from grpo_kernels import reference as exact
 from tests.helpers.batches import (
     config,
@@ -40,6 +40,16 @@ def scored(batch):
     return replace(batch, mask=rows)
 
 
+def reference_of(batch):
+    """Another model on the same tokens, with options of its own, and NaN where masked."""
+    g = torch.Generator().manual_seed(5)
+    taken = batch.hidden.float().masked_fill(~scored(batch).mask[..., None], 0.0)
+    hidden = torch.cat([taken, torch.randn(*taken.shape[:-1], 8, generator=g)], -1)
+    weight = torch.cat([batch.weight.float(), torch.randn(211, 8, generator=g) / 16], 1)
+    hidden = hidden.masked_fill(~scored(batch).mask[..., None], torch.nan)
+    return Reference(hidden, LMHead(weight, temperature=0.8))
+
+
 # Values of each field, by the field's name and what it is here: functions of the batch.
 OF_HEAD = {
     "bias": {"bias": lambda b: b.bias},
@@ -64,6 +74,8 @@ OF_CALL = {
     "sampling_logps": {"sampling_logps": lambda b: b.sampling_logps},
     "ce_weights": {"ce_weights": lambda b: b.ce_weights},
     "support": {"support": lambda b: make_support(scored(b))},
+    # With a KL: its estimate, or the exact one.
+    "reference": dict.fromkeys(("reference", "exact_kl"), lambda b: reference_of(b)),
     "num_items": {"num_items": lambda b: 31},
     "config": {
         "entropy_bonus": lambda b: config(entropy_coef=0.1),
@@ -84,6 +96,10 @@ REFUSED = {
     ("support", "matmul"): "support",
     ("support", "capturable"): "support",  # how many entries there are is read
     ("ranks", "capturable"): "capturable",  # what the ranks have is read
+    ("support", "reference"): "reference",  # whose softmax would be over the sets, too
+    ("support", "exact_kl"): "reference",
+    ("ref_logps", "reference"): "ref_logps",  # which are those of the reference
+    ("ref_logps", "exact_kl"): "ref_logps",
 }
 PAIRS = [
     pair for pair in itertools.combinations(NAMED, 2) if NAMED[pair[0]][:2] != NAMED[pair[1]][:2]
@@ -144,6 +160,18 @@ def run(batch, pair, *, truth, call, rows=None):
     if low_rank is not None:
         head["low_rank"] = (leaves["a_out"], leaves["lora_b"])
     options = given["call"]
+    other = options.get("reference")
+    if other is None and "distillation" in call:
+        other = reference_of(batch)
+    if other is not None:
+        hidden, its = other
+        if truth:
+            hidden, its = hidden.double(), LMHead(its.weight.double(), temperature=its.temperature)
+        elif "ranks" in head:
+            its = its.replace(weight=its.weight[rows or slice(None)], ranks=head["ranks"])
+        options["reference"] = Reference(hidden, its)
+        kl = {"beta": 0.2, "kl_estimator": "exact" if "exact_kl" in pair else "k3"}
+        options["config"] = replace(options.get("config", config()), **kl)
     if batch.cu_seqlens is not None:
         options["cu_seqlens"] = batch.cu_seqlens
     if truth:
@@ -159,10 +187,14 @@ def run(batch, pair, *, truth, call, rows=None):
         options["execution"] = Execution(**given["execution"])
     head = LMHead(leaves["weight"], **head) if head else leaves["weight"]
     package = exact if truth else grpo_kernels
-    of_call = package.fused_grpo_loss if "loss" in call else package.linear_logprobs
+    names = {"loss": "fused_grpo_loss", "distillation": "fused_distillation_loss"}
+    name = names.get(call.split()[-1], "linear_logprobs")
+    of_call = getattr(package, name, None)
     if "compiled" in call and not truth:
         torch._dynamo.reset()
         of_call = torch.compile(of_call, backend="eager", fullgraph=not EAGER & set(pair))
+    if "distillation" in call:
+        return distilled(leaves, head, batch, options, None if truth else of_call)
     if "loss" not in call:
         names = ("support", "execution", "rounded_to")
         options = {name: x for name, x in options.items() if name in names}
@@ -186,6 +218,20 @@ def run(batch, pair, *, truth, call, rows=None):
     )
 
 
+def distilled(leaves, head, batch, options, of_call):
+    """Value, divergence of each token, and gradients; without a call those of the truth."""
+    given, mask = (leaves["hidden"], head, options["reference"]), scored(batch).mask
+    if of_call is None:
+        rounded_to = options.get("rounded_to")
+        found = exact.divergence(*given, mask, kind="jsd", beta=0.3, rounded_to=rounded_to)
+        value = found.sum() / mask.sum()
+    else:
+        out = of_call(*given, mask, kind="jsd", beta=0.3, execution=options["execution"])
+        value, found = out.loss, out.divergence
+    value.backward()
+    return value.detach(), found.detach(), {name: x.grad for name, x in leaves.items()}
+
+
 def several(batch):
     """Four targets per token: its own, twice, one that is drawn, and the first id of all."""
     drawn = torch.randint(211, batch.targets.shape, generator=torch.Generator().manual_seed(3))
@@ -196,18 +242,29 @@ def several(batch):
 OF_VOCABULARY = ("weight", "bias", "lora_b")
 OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
 PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
+PAIRS_OF_HEADS = [pair for pair in PAIRS_OF_HEAD if "support" not in pair]
 # All in the slow tier; in the fast one every third of the forms that share most of their code.
 CASES = [
     *((pair, "loss") for pair in PAIRS),
     *((pair, "logps") for pair in PAIRS_OF_HEAD),
     *(
         pytest.param(pair, call, marks=() if place % 3 == turn else pytest.mark.slow)
-        for turn, call in enumerate(("targets", "frozen"))
-        for place, pair in enumerate(PAIRS_OF_HEAD)
+        for turn, (pairs, call) in enumerate(
+            (
+                (PAIRS_OF_HEAD, "targets"),
+                (PAIRS_OF_HEAD, "frozen"),
+                (PAIRS_OF_HEADS, "distillation"),
+            )
+        )
+        for place, pair in enumerate(pairs)
     ),
     *(
         pytest.param(pair, call, marks=() if place % 15 == 0 else pytest.mark.slow)
-        for pairs, call in ((PAIRS, "compiled loss"), (PAIRS_OF_HEAD, "compiled logps"))
+        for pairs, call in (
+            (PAIRS, "compiled loss"),
+            (PAIRS_OF_HEAD, "compiled logps"),
+            (PAIRS_OF_HEADS, "compiled distillation"),
+        )
         for place, pair in enumerate(pairs)
     ),
 ]
@@ -219,7 +276,9 @@ CASES = [
 def test_pair(pair, call):
     batch = batch_of(pair)
     if reason := refused(pair, call):
-        with pytest.raises(ValueError, match=rf"^{reason}: expected .*; got "):
+        # A compiler has errors of its own around ours.
+        kind, begin = (Exception, "") if "compiled" in call else (ValueError, "^")
+        with pytest.raises(kind, match=rf"{begin}{reason}: expected .*; got "):
             run(batch, pair, truth=False, call=call)
         return
     expected = run(batch, pair, truth=True, call=call)

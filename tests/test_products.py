@@ -45,7 +45,7 @@ def test_products_with_a_bf16_weight_are_those_of_its_values():
     call = call_of(hidden, weight)
     dense = Dense(call, plan, OneTarget(call, OneRank(100), entropy=False), exponentials=False)
     dense.resume(Chunk(slice(0, 5), 5, True), None)
-    torch.testing.assert_close(dense.logits(slice(0, 5)), hidden @ weight.float().T)
+    torch.testing.assert_close(dense.logits.of(slice(0, 5)), hidden @ weight.float().T)
     d = torch.randn(5, 100)
     torch.testing.assert_close(dense.times(d, weight, own=True), d @ weight.float())
 

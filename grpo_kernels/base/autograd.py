@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,6 +53,23 @@ def scaled_gradient(
     for part in stored.split(_ROWS_AT_A_TIME):
         part.copy_(part.float() * scale)
     return stored.to(dtype)
+
+
+def keep_gradients(
+    ctx: Any, tensors: Sequence[Tensor], scale: Tensor, gradients: Sequence[Tensor | None]
+) -> None:
+    """Keeps a scalar loss's gradients by `tensors`, computed `scale` times as large."""
+    ctx.save_for_backward(scale, *gradients)
+    ctx.dtypes = dtypes_of(*tensors)
+
+
+def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | None]:
+    """The gradients of the tensors, from that of the loss; refuses a double backward."""
+    refuse_double_backward(call)
+    scale, *gradients = ctx.saved_tensors
+    factor = d_loss / scale
+    for stored, dtype in zip(gradients, ctx.dtypes, strict=True):
+        yield scaled_gradient(stored, factor, dtype)
 
 
 def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype, ...]:

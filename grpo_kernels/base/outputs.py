@@ -21,6 +21,20 @@ class LogprobOutput(NamedTuple):
     logsumexp: Tensor
 
 
+class DistillationOutput(NamedTuple):
+    """A loss, its metrics, and the divergence of each token.
+
+    Attributes:
+        loss: differentiable scalar, float32.
+        metrics: name to 0-d tensor, on the device; reading one synchronizes.
+        divergence: float32 `[B, T]` or `[N]`, in nats, detached; 0 where masked.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    divergence: Tensor
+
+
 class GRPOLossOutput(NamedTuple):
     """A loss, its metrics, and the per-token values it was computed from.
 

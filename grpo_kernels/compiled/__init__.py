@@ -5,6 +5,12 @@ nothing to add to; the sizes of its results do not. So each is one operator with
 """
 
 from .logprobs import linear_logprobs, selective_log_softmax
-from .losses import fused_grpo_loss, grpo_loss
+from .losses import fused_distillation_loss, fused_grpo_loss, grpo_loss
 
-__all__ = ["fused_grpo_loss", "grpo_loss", "linear_logprobs", "selective_log_softmax"]
+__all__ = [
+    "fused_distillation_loss",
+    "fused_grpo_loss",
+    "grpo_loss",
+    "linear_logprobs",
+    "selective_log_softmax",
+]

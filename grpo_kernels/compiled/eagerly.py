@@ -35,6 +35,9 @@ def why_eager(given: dict[str, Any]) -> str | None:
         return "dtensor"
     if head.ranks is not None:
         return "ranks"
-    if given["support"] is not None:
+    if given.get("support") is not None:
         return "support"
+    reference = given.get("reference")
+    if isinstance(reference, tuple) and isinstance(LMHead.of(reference[1]).weight, DTensor):
+        return "dtensor"
     return None if given["execution"].matmul is None else "matmul"

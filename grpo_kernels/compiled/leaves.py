@@ -105,7 +105,7 @@ def _flat(x: Any, path: str, tensors: list[Tensor], wanted: list[int]) -> str:
     """An argument as text; its tensors go where the others are."""
     if isinstance(x, Tensor):
         tensors.append(x)
-        wants = torch.is_grad_enabled() and x.requires_grad
+        wants = torch.is_grad_enabled() and x.requires_grad and not path.startswith("reference")
         wanted.append((2 if path in _OF_ROWS else 1) if wants else 0)
         return '{"tensor":' + str(len(tensors) - 1) + "}"
     if x is None:

@@ -1,14 +1,15 @@
-"""The two losses as operators: `fused_grpo_loss` and `grpo_loss`.
+"""The losses as operators: `fused_grpo_loss`, `fused_distillation_loss` and `grpo_loss`.
 
 Each computes the loss with its gradients, as the eager call; the backward multiplies these by the
 loss's.
 
-    -> loss, metrics [M], log-probs and entropy where they are computed, gradients that are wanted
+    -> loss, metrics [M], what is computed of each token, gradients that are wanted
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from ..base.autograd import refuse_double_backward
 from ..base.checks import ValueChecks
 from ..base.layout import Layout
-from ..base.outputs import GRPOLossOutput
+from ..base.outputs import DistillationOutput, GRPOLossOutput
+from ..fused_distillation_loss import METRICS
+from ..fused_distillation_loss import fused_distillation_loss as eager_distillation
 from ..fused_grpo_loss import fused_grpo_loss as eager_fused
 from ..loss.config import GRPOLossConfig
 from ..loss.grpo_loss import grpo_loss as eager_grpo
@@ -29,9 +32,19 @@ from .leaves import LEAVES, NAMESPACE, TAGS, Leaves, config_of, leaves_of
 _CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
 
 
-def _operator(eager: Callable[..., GRPOLossOutput], of_tokens: int) -> Any:
-    """The operator of a call that computes so many values `of_tokens`, besides its loss."""
+def _operator(
+    eager: Callable[..., GRPOLossOutput | DistillationOutput], like: str, of_tokens: int
+) -> Any:
+    """The operator of a call that computes so many values `of_tokens`, besides its loss.
+
+    `like`: the argument whose shape tells that of the tokens: but for its last dimension, if that
+    is `hidden`.
+    """
     name = eager.__name__
+
+    def of_tokens_like(given: Leaves) -> Tensor:
+        x = given.place(like)
+        return x[..., 0] if like == "hidden" else x
 
     @torch.library.custom_op(
         f"{NAMESPACE}::{name}",
@@ -46,15 +59,15 @@ def _operator(eager: Callable[..., GRPOLossOutput], of_tokens: int) -> Any:
             out = eager(**arguments)
             gradients = _gradients(out, ends, given.chosen(given.wanted))
         metrics = torch.stack([x.detach().float() for x in out.metrics.values()])
-        values = [x.clone() for x in (out.logps, out.entropy)[:of_tokens] if x is not None]
+        of_each: Sequence[Any] = out[2 : 2 + of_tokens]
+        values = [x.clone() for x in of_each]
         return [out.loss.detach().clone(), metrics, *values, *gradients]
 
     @operator.register_fake
     def _(*args: Any) -> list[Tensor]:
         *leaves, metrics = args
         given = Leaves(*leaves)
-        tokens = given.place("targets" if of_tokens else "logps").shape
-        shapes: list[Sequence[int]] = [(), (metrics,), *[tokens] * of_tokens]
+        shapes: list[Sequence[int]] = [(), (metrics,), *[of_tokens_like(given).shape] * of_tokens]
         values = [given.tensors[0].new_empty(shape, dtype=torch.float32) for shape in shapes]
         return [*values, *given.like_wanted()]
 
@@ -62,7 +75,7 @@ def _operator(eager: Callable[..., GRPOLossOutput], of_tokens: int) -> Any:
         ctx.save_for_backward(*output[2 + of_tokens :])
         given = Leaves(*inputs[:-1])
         ctx.given = given._replace(tensors=[])
-        ctx.tokens = given.place("targets" if of_tokens else "logps").numel()
+        ctx.tokens = of_tokens_like(given).numel()
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -80,9 +93,11 @@ def _operator(eager: Callable[..., GRPOLossOutput], of_tokens: int) -> Any:
     return operator
 
 
-def _gradients(out: GRPOLossOutput, ends: list[Tensor], wanted: list[int]) -> list[Tensor]:
+def _gradients(
+    out: GRPOLossOutput | DistillationOutput, ends: list[Tensor], wanted: list[int]
+) -> list[Tensor]:
     """The gradients of the loss, those of single tokens times `_row_scale`."""
-    factors = [_row_scale(x, w, out.logps.numel()) for x, w in zip(ends, wanted, strict=True)]
+    factors = [_row_scale(x, w, out[2].numel()) for x, w in zip(ends, wanted, strict=True)]
     found: list[Tensor | None] = [None] * len(ends)
     for factor in sorted(set(factors)):
         places = [i for i, x in enumerate(factors) if x == factor]
@@ -103,23 +118,32 @@ def _row_scale(x: Tensor, wanted: int, tokens: int) -> float:
     return 2.0 ** tokens.bit_length() if wanted == 2 and x.dtype == torch.float16 else 1.0
 
 
-_fused_operator, _grpo_operator = _operator(eager_fused, 2), _operator(eager_grpo, 0)
+_fused_operator = _operator(eager_fused, "targets", 2)
+_distillation_operator = _operator(eager_distillation, "hidden", 1)
+_grpo_operator = _operator(eager_grpo, "logps", 0)
 _FUSED_EAGERLY, _GRPO_EAGERLY = eagerly(eager_fused), eagerly(eager_grpo)
+_DISTILLATION_EAGERLY = eagerly(eager_distillation)
 
 
 @torch.compiler.assume_constant_result
 def _metrics_of(text: str, ndim: int, *given: bool) -> tuple[str, ...]:
     """The names of a call's metrics, in their order, from those of a loss of two tokens."""
     x, checks = torch.zeros((1, 2)[2 - ndim :]), ValueChecks()
-    wants_grad, has_entropy, has_offsets, *constants = given
+    wants_grad, has_entropy, has_offsets, has_reference, *constants = given
+    config = config_of(text)
     layout = Layout.of("targets", x, torch.tensor([0, 2]) if has_offsets else None, checks)
     by_name: dict[str, Any] = {
         name: x if there else None for name, there in zip(_CONSTANTS, constants, strict=True)
     }
-    inputs = loss_inputs(config_of(text), layout, checks, x, None, num_items=None, **by_name)
+    inputs = loss_inputs(
+        config, layout, checks, x, None, num_items=None, has_reference=has_reference, **by_name
+    )
     flat = x.flatten()
+    if has_reference:
+        known = {"kl": flat} if config.exact_kl else {"ref_logps": flat}
+        inputs = replace(inputs, **known)  # type: ignore[arg-type]
     d_logps, entropy = flat if wants_grad else None, flat if has_entropy else None
-    return tuple(loss_metrics(config_of(text), inputs, flat, entropy, d_logps, None))
+    return tuple(loss_metrics(config, inputs, flat, entropy, d_logps, None))
 
 
 def _computed(
@@ -130,7 +154,8 @@ def _computed(
     config: GRPOLossConfig = given["config"]
     names = _metrics_of(
         config.text, like.ndim, any(leaves.wanted), has_entropy,
-        given["cu_seqlens"] is not None, *(given[name] is not None for name in _CONSTANTS),
+        given["cu_seqlens"] is not None, given.get("reference") is not None,
+        *(given[name] is not None for name in _CONSTANTS),
     )  # fmt: skip
     loss, metrics, *others = operator(*leaves, len(names))
     return loss, dict(zip(names, metrics.detach().unbind(), strict=True)), others
@@ -144,6 +169,17 @@ def fused_grpo_loss(**given: Any) -> GRPOLossOutput:
     del given["support"]
     loss, metrics, others = _computed(_fused_operator, given, given["targets"], True)
     return GRPOLossOutput(loss, metrics, others[0].detach(), others[1].detach())
+
+
+def fused_distillation_loss(**given: Any) -> DistillationOutput:
+    """`grpo_kernels.fused_distillation_loss` as one operator."""
+    why = why_eager(given)
+    if why is not None:
+        return _DISTILLATION_EAGERLY[why](**given)
+    leaves = leaves_of(given, given["hidden"])
+    loss, metrics, divergence, *_ = _distillation_operator(*leaves, len(METRICS))
+    named = dict(zip(METRICS, metrics.detach().unbind(), strict=True))
+    return DistillationOutput(loss, named, divergence.detach())
 
 
 def grpo_loss(**given: Any) -> GRPOLossOutput:

@@ -15,11 +15,12 @@ from ..base.checks import (
     ValueChecks,
     check_tensor,
     name_of,
+    saveable,
 )
 from ..base.layout import Layout, check_targets, selected
 from ..kernels import Backend, LogitTransform, select_backend
 from .execution import Execution, check_execution
-from .lm_head import LMHead, Term
+from .lm_head import LMHead, Reference, Term
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,22 @@ class HeadCall:
     rounding: torch.dtype | None  # what raw logits are rounded to; None: they are float32
     head: LMHead
     execution: Execution
+    reference: HeadCall | None = None  # the other model's, on the same tokens
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The terms' tensors, x and y in turns."""
-        return [tensor for term in self.terms for tensor in term]
+        """The terms' tensors, x and y in turns; after them those of the reference."""
+        own = [tensor for term in self.terms for tensor in term]
+        return own if self.reference is None else own + self.reference.tensors
 
     def of(self, tensors: Sequence[Tensor]) -> HeadCall:
         """The same call on `tensors`, as an autograd Function gets them."""
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return replace(self, terms=tuple(Term(x, y) for x, y in pairs))
+        terms = [Term(x, y) for x, y in zip(tensors[::2], tensors[1::2], strict=True)]
+        if self.reference is None:
+            return replace(self, terms=tuple(terms))
+        own = len(terms) - len(self.reference.terms)
+        reference = self.reference.of(tensors[2 * own :])
+        return replace(self, terms=tuple(terms[:own]), reference=reference)
 
     def without_tensors(self) -> HeadCall:
         """The same call to be kept for the backward, without what has a graph."""
@@ -58,6 +65,32 @@ class HeadCall:
         return [enabled and x.requires_grad for x in self.tensors]
 
 
+def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
+    """The other model's call on the same tokens, checked."""
+    hidden, head = reference
+    shape = call.layout.shape
+    targets, mask = call.targets.reshape(shape), call.mask
+    mask = None if mask is None else mask.reshape(shape)
+    try:
+        other = head_call(hidden, head, targets, mask, None, call.execution, call.checks)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"reference: {error}") from error
+    mine, theirs = call.head.ranks, other.head.ranks
+    if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
+        raise ValueError(
+            "reference: expected a head whose rows the ranks share as they do the policy's, with "
+            f"the same group and start; got ranks={theirs}, beside {mine}"
+        )
+    V, others = len(call.terms[0].y), len(other.terms[0].y)
+    if others != V:
+        raise ValueError(
+            f"reference: expected a head of {V} rows, as the policy's has; got {others}. Rows that "
+            "are padding can be left out: weight[:V]"
+        )
+    terms = tuple(Term(saveable(x.detach()), saveable(y.detach())) for x, y in other.terms)
+    return replace(other, terms=terms)
+
+
 def head_call(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -65,13 +98,17 @@ def head_call(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     execution: Execution,
+    checks: ValueChecks | None = None,
 ) -> HeadCall:
-    """Checks and flattens the arguments that all calls over a head share."""
+    """Checks and flattens the arguments that all calls over a head share.
+
+    `checks`: those of the call that it is a part of.
+    """
     check_execution(execution)
     head = _checked_head(hidden, head)
     backend = select_backend(execution.backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
-    checks = ValueChecks()
+    checks = ValueChecks() if checks is None else checks
     layout = Layout.of("targets", targets, cu_seqlens, checks)
     flat_mask = layout.flat_mask(mask, checks)
     temperature = layout.flat_temperature(head.temperature, flat_mask, checks)

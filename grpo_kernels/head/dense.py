@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..kernels import Entries, LogitTransform, RowGrads, TokenStats
+from ..kernels import Entries, LogitTransform, PairStats, RowGrads, TokenStats
 from .call import HeadCall
 from .lm_head import Support
 from .plan import Buffers, Chunk, RowPlan, even_slices, every_row, plan_rows, slices
@@ -75,6 +74,10 @@ class OneRank:
         """The statistics of whole rows, from those of the columns here; `exps [C, V]` follow."""
         return stats
 
+    def largest(self, values: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+        """The largest of the ranks' values `[C]`, and what its rank has beside it."""
+        return values, *beside
+
     def sum(self, share: Tensor) -> Tensor:
         """The sum of what every rank has a share of."""
         return share
@@ -126,6 +129,7 @@ class OneTarget:
         """Turns to `rows`."""
         self.transform = self.call.transform.at(rows.index)
         self.targets = self.ranks.place(self.call.targets[rows.index])
+        self.exps: Tensor | None = None
 
     def begin(self, like: Tensor, exps: Tensor | None) -> None:
         """Begins to read logits `like [C, V]`, and to leave in `exps` their exponentials."""
@@ -152,19 +156,83 @@ class OneTarget:
         self.stats = self.ranks.merge(self.stats, self.targets, self.exps)
         return self.stats
 
-    def factors(self, d_logps: Tensor) -> Tensor:
-        """The factor per row that makes D of the exponentials that were left."""
-        return row_factors(self.stats, d_logps, self.transform)
+    def given(
+        self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Takes a loss's gradients by the statistics.
 
-    def given(self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None) -> None:
-        """Takes a loss's gradients by the statistics."""
+        Returns what `read` has left, `[C, V]`, and the factor per row that makes D of it; None
+        where `d_logits` makes it.
+        """
+        assert d_logps is not None
+        if self.exps is not None:
+            return self.exps, row_factors(self.stats, d_logps, self.transform)
         self.grads = RowGrads.of(self.stats, d_logps, d_entropy, d_logsumexp)
+        return None
 
     def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
         """The gradient of a part's raw logits, `[c, V]`, which may lie on them."""
         self.call.backend.logit_grads_(
             logits, self.targets[part], self.transform.at(part), self.grads.at(part), out=out
         )
+
+
+class Logits:
+    """Raw logits of the rows in flight, in one buffer that a strip of them is made in at a time.
+
+    Args:
+        call: the terms and their rows.
+        plan: the rows that take part, chunk by chunk.
+    """
+
+    def __init__(self, call: HeadCall, plan: RowPlan) -> None:
+        self.call, self.V = call, len(call.terms[0].y)
+        self.products = Products.of(call.execution, call.dtype)
+        # A GEMM that rounds its result is enough where nothing is added to that.
+        in_gemm = call.rounding == call.dtype and len(call.terms) == 1
+        self.strip = self.new_rows(plan.logit_rows, call.dtype if in_gemm else torch.float32)
+
+    @cached_property
+    def ys(self) -> list[Tensor]:
+        """The y of each term, that of the weight as products take it."""
+        weight, *others = (term.y for term in self.call.terms)
+        return [as_operand(weight, self.call.dtype), *others]
+
+    def take(self, rows: Chunk) -> None:
+        """Turns to `rows`."""
+        self.count = rows.size
+        xs = [term.x[rows.index] for term in self.call.terms]
+        # In float32 beside the weight: it costs little, and an adapter's steps are smaller than
+        # bf16's.
+        self.xs = [xs[0].to(self.call.dtype), *(x.float() for x in xs[1:])]
+
+    def strips(self) -> Iterator[slice]:
+        """Cuts the rows in flight into as many as have their logits in the buffer at a time."""
+        return even_slices(0, self.count, max(1, len(self.strip)))
+
+    def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A buffer for `count` rows as wide as the vocabulary."""
+        like = self.call.terms[0].x
+        return new_rows(like, self.products.padded(count), self.V, dtype)
+
+    def of(self, part: slice) -> Tensor:
+        """Those of a part of the rows in flight, in the strip: valid until the next ones."""
+        count = part.stop - part.start
+        out = self.strip[: self.products.padded(count)]
+        for k, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
+            x = pad_rows(x[part], len(out))
+            for columns, y_part in slices_of(y, x.dtype, columns_at_once(y)):
+                self.products.rows(x, y_part.t(), out[:, columns], beta=float(k > 0), own=k == 0)
+        return self._rounded(out[:count])
+
+    def _rounded(self, logits: Tensor) -> Tensor:
+        dtype = self.call.rounding
+        if dtype is None or logits.dtype == dtype:
+            return logits
+        for rows in slices(0, len(logits), max(1, _ROUNDED_BYTES // (4 * self.V))):
+            round_(logits[rows], dtype)
+        return logits
 
 
 class Dense:
@@ -186,103 +254,63 @@ class Dense:
     ) -> None:
         self.call, self.plan, self.exponentials = call, plan, exponentials
         self.readout, self.ranks = readout, readout.ranks
-        self.products = Products.of(call.execution, call.dtype)
-        self.V = len(call.terms[0].y)
-        # A GEMM that rounds its result is enough where nothing is added to that.
-        in_gemm = call.rounding == call.dtype and len(call.terms) == 1
-        self.strip = self.new_rows(plan.logit_rows, call.dtype if in_gemm else torch.float32)
+        self.logits = Logits(call, plan)
+        self.products = self.logits.products
         self.beside: Tensor | None = None  # the gradients' buffer, where it is one of its own
-        self.left: Literal["exponentials", "logits", "nothing"] = "nothing"
-
-    @cached_property
-    def ys(self) -> list[Tensor]:
-        """The y of each term, that of the weight as products take it."""
-        weight, *others = (term.y for term in self.call.terms)
-        return [as_operand(weight, self.call.dtype), *others]
+        self.made = False  # whether the logits of the rows in flight, or what is left, are there
 
     def sweep(self, rows: Chunk) -> TokenStats:
         """The statistics of `rows`."""
         self._take(rows)
         leaves = self.exponentials and rows.needs_grad
         exps = self.gradient_rows(rows.size) if leaves else None
-        self.readout.begin(self.strip[: rows.size] if exps is None else exps, exps)
-        for part in self.strips():
-            self.readout.read(part, self.logits(part))
-        self.left = "exponentials" if leaves else "logits"
+        self.readout.begin(self.logits.strip[: rows.size] if exps is None else exps, exps)
+        for part in self.logits.strips():
+            self.readout.read(part, self.logits.of(part))
+        self.made = True
         return self.readout.end()
 
-    def resume(self, rows: Chunk, stats: TokenStats) -> None:
+    def resume(self, rows: Chunk, stats: TokenStats | PairStats) -> None:
         """Takes the statistics of `rows`, whose logits `add` will make again."""
         self._take(rows)
-        self.readout.stats = stats
-        self.left = "nothing"
+        self.readout.stats = stats  # type: ignore[assignment]
+        self.made = False
 
     def add(
         self,
         rows: Chunk,
         grads: Gradients,
-        d_logps: Tensor,
-        d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None,
+        d_logps: Tensor | None,
+        *others: Tensor | None,
     ) -> None:
-        """Adds the share of the rows in flight, from a loss's gradients by their statistics."""
-        d, factors = self.gradient_rows(rows.size), None
-        if self.left == "exponentials":
-            factors = self.readout.factors(d_logps)
-        else:
-            self.readout.given(d_logps, d_entropy, d_logsumexp)
-            for part in self.strips():
-                logits = self.strip[part] if self.left == "logits" else self.logits(part)
+        """Adds the share of the rows in flight, from a loss's gradients by their statistics.
+
+        The others are those that `OneTarget.given` takes.
+        """
+        left = self.readout.given(d_logps, *others)
+        d, factors = (self.gradient_rows(rows.size), None) if left is None else left
+        if left is None:
+            for part in self.logits.strips():
+                logits = self.logits.strip[part] if self.made else self.logits.of(part)
                 self.readout.d_logits(part, logits, d[part])
         self.multiply(rows, d, factors, grads)
 
     def _take(self, rows: Chunk) -> None:
-        self.count = rows.size
-        xs = [term.x[rows.index] for term in self.call.terms]
-        # In float32 beside the weight: it costs little, and an adapter's steps are smaller than
-        # bf16's.
-        self.xs = [xs[0].to(self.call.dtype), *(x.float() for x in xs[1:])]
+        self.logits.take(rows)
         self.readout.take(rows)
-
-    def strips(self) -> Iterator[slice]:
-        """Cuts the rows in flight into as many as have their logits in the buffer at a time."""
-        return even_slices(0, self.count, max(1, len(self.strip)))
-
-    def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A buffer for `count` rows as wide as the vocabulary."""
-        like = self.call.terms[0].x
-        return new_rows(like, self.products.padded(count), self.V, dtype)
 
     def gradient_rows(self, count: int) -> Tensor:
         """Where the gradient of `count` rows goes: over their logits, if it is as wide."""
         if self.call.dtype == torch.float32:
-            return self.strip[:count]
+            return self.logits.strip[:count]
         if self.beside is None:
-            self.beside = self.new_rows(self.plan.largest_chunk, self.call.dtype)
+            self.beside = self.logits.new_rows(self.plan.largest_chunk, self.call.dtype)
         return self.beside[:count]
-
-    def logits(self, part: slice) -> Tensor:
-        """Raw logits of a part of the rows in flight, in the strip: valid until the next ones."""
-        count = part.stop - part.start
-        out = self.strip[: self.products.padded(count)]
-        for k, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
-            x = pad_rows(x[part], len(out))
-            for columns, y_part in slices_of(y, x.dtype, columns_at_once(y)):
-                self.products.rows(x, y_part.t(), out[:, columns], beta=float(k > 0), own=k == 0)
-        return self._rounded(out[:count])
-
-    def _rounded(self, logits: Tensor) -> Tensor:
-        dtype = self.call.rounding
-        if dtype is None or logits.dtype == dtype:
-            return logits
-        for rows in slices(0, len(logits), max(1, _ROUNDED_BYTES // (4 * self.V))):
-            round_(logits[rows], dtype)
-        return logits
 
     def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
         """Adds the products of `d [C, V]`, times `factors [C]`, with the ys and the xs."""
         padded = self._with_zeros(d)
-        for k, (x, y) in enumerate(zip(self.xs, self.ys, strict=True)):
+        for k, (x, y) in enumerate(zip(self.logits.xs, self.logits.ys, strict=True)):
             if grads.wanted[2 * k]:
                 share = self.times(padded, y, own=k == 0)[: len(d)]
                 self.ranks.put(grads.of_rows(2 * k), rows.index, share, factors)
@@ -305,7 +333,7 @@ class Dense:
             total.copy_(both + total if beta else both)
             return
         x = _times(x, factors, d.dtype)
-        for columns in column_slices(self.ys[place // 2]):
+        for columns in column_slices(self.logits.ys[place // 2]):
             addmm(total[columns], d[:, columns].t(), x, beta=beta)
 
     def times(self, d: Tensor, y: Tensor, *, own: bool) -> Tensor:

@@ -31,7 +31,7 @@ from ..base.autograd import (
 from ..base.checks import check_bool
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
-from ..kernels import TokenStats
+from ..kernels import PairStats, TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
@@ -96,13 +96,12 @@ def linear_logprobs(
     call, passes = planned(
         hidden, head, targets, mask, entropy, execution, support=support, entries=entries
     )
-    logps, *others = scored(call, passes, entries=entries)
+    logps, of_entropy, lse, _ = scored(call, passes, entries=entries)
     if targets is not None:
         logps = logps.reshape(targets.shape)
-    return LogprobOutput(
-        logps,
-        *(None if x is None else x.reshape(call.layout.shape) for x in others),  # type: ignore[arg-type]
-    )
+    shape = call.layout.shape
+    shown = None if of_entropy is None else of_entropy.reshape(shape)
+    return LogprobOutput(logps, shown, lse.reshape(shape))
 
 
 def planned(
@@ -146,8 +145,8 @@ def check_options(targets: object, entropy: object, support: object, entries: ob
 
 def scored(
     call: HeadCall, passes: Passes, *, entries: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs, entropy and logsumexp, flat: of rows of logits, and of kept sets."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Log-probs, entropy, logsumexp and divergence, flat: of rows of logits, and of kept sets."""
     sets, entropy = passes.sets, passes.entropy
     of_rows = partial(_TwoPasses.apply, *call.tensors, passes)
     if sets is None:
@@ -157,13 +156,13 @@ def scored(
         everywhere = log_p.new_zeros(sets.size)
         everywhere[sets.places] = log_p
         # Copies: the caller may change them in place.
-        return everywhere, of_sets.clone() if entropy else None, lse
+        return everywhere, of_sets.clone() if entropy else None, lse, None
     found = sets.logps(log_p), of_sets.clone(), lse
     if passes.plan.num_rows:
-        logps, of_entropy, of_lse = passes.run(of_rows)
+        logps, of_entropy, of_lse, _ = passes.run(of_rows)
         others = logps, of_sets if of_entropy is None else of_entropy, of_lse
         found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
-    return found[0], found[1] if entropy else None, found[2]
+    return found[0], found[1] if entropy else None, found[2], None
 
 
 def _first_of(targets: Tensor) -> Tensor:
@@ -176,10 +175,10 @@ def _first_of(targets: Tensor) -> Tensor:
 
 
 class _TwoPasses(torch.autograd.Function):
-    """Log-probs, entropy and logsumexp, each `[N]`, from the tensors of the call's terms."""
+    """What `scored` returns, each `[N]`, from the tensors of the call's terms."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, passes, plan = args
         per_token, kept = first_pass(tensors, passes, plan)
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
@@ -188,8 +187,9 @@ class _TwoPasses(torch.autograd.Function):
                 x.copy_(selected(passes.tokens, x, 0.0))
         ctx.passes, ctx.count = passes, len(tensors)
         ctx.set_materialize_grads(False)
-        logps, logsumexp, entropy = per_token
-        return logps, entropy if passes.entropy else None, logsumexp
+        logps, logsumexp, entropy, *of_pair = per_token
+        divergence = PairStats.divergence.of(per_token) if of_pair else None
+        return logps, entropy if passes.entropy else None, logsumexp, divergence
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -202,16 +202,16 @@ class _TwoPasses(torch.autograd.Function):
 def first_pass(
     tensors: Sequence[Tensor], passes: Passes, plan: RowPlan
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Log-probs, logsumexp and entropy of every row, `[N]`, masked ones left as they come.
+    """The statistics of every row, `[N]`, masked ones left as they come: the entropy third.
 
     And what is kept for the second pass: the gradient of the log-probs by those of the terms'
     tensors that want one, or nothing.
     """
     N, like = len(tensors[0]), tensors[0]
     # Not views of one tensor: the caller may change them in place.
-    logps, logsumexp, of_entropy = per_token = [
+    per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (passes.call.targets.shape, (N,), (N,))
+        for shape in (passes.call.targets.shape, *[(N,)] * (passes.num_stats - 1))
     ]
     kept = None
     if passes.gradient != Gradient.LATER:
@@ -220,9 +220,9 @@ def first_pass(
         dense = passes.dense(tensors, plan)
         for rows in plan.chunks():
             stats = dense.sweep(rows)
-            logps[rows.index], logsumexp[rows.index] = stats.logps, stats.logsumexp
-            if stats.entropy is not None:
-                of_entropy[rows.index] = stats.entropy
+            for x, of_rows in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
+                if of_rows is not None:
+                    x[rows.index] = of_rows
             if kept is not None:
                 dense.add(rows, kept, torch.ones_like(stats.logps))
     return per_token, [] if kept is None else kept.all()
@@ -239,8 +239,7 @@ def second_pass(
 
     `found` is what the first pass has, of every row, and what it kept.
     """
-    logps, logsumexp, entropy, *kept = found
-    stats = TokenStats(logps, logsumexp, entropy if passes.entropy else None)
+    stats, kept = passes.stats_of(found[: passes.num_stats]), found[passes.num_stats :]
     d_logps, *others = given
     d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
     given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
@@ -267,7 +266,7 @@ def second_pass(
 def _gradients(
     tensors: Sequence[Tensor],
     passes: Passes,
-    stats: TokenStats,
+    stats: TokenStats | PairStats,
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
     plan: RowPlan,
@@ -278,7 +277,7 @@ def _gradients(
     for rows in plan.chunks():
         of_rows = [None if x is None else x[rows.index] for x in given]
         dense.resume(rows, stats.at(rows.index))
-        dense.add(rows, grads, *of_rows)  # type: ignore[arg-type]
+        dense.add(rows, grads, *of_rows)
     return grads.all()
 
 

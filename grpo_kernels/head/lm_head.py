@@ -32,6 +32,13 @@ class Support(NamedTuple):
     offsets: Tensor  # int32 or int64 [N + 1]
 
 
+class Divergence(NamedTuple):
+    """Which divergence of two softmaxes is read, and the reference's share of a mixture."""
+
+    kind: str  # of `kernels.pairs.KINDS`
+    beta: float = 0.5
+
+
 @dataclass(frozen=True)
 class VocabRanks:
     """Ranks that share the vocabulary, each with some rows of the head (`docs/distributed.md`).
@@ -178,3 +185,13 @@ class LMHead:
     def replace(self, **changes: Any) -> LMHead:
         """The same head but for `changes`, checked anew."""
         return replace(self, **changes)
+
+
+class Reference(NamedTuple):
+    """Another model on the same tokens: a reference policy, or a teacher. Constants.
+
+    Its hidden size, dtype and options of the head may be others; its vocabulary is the same one.
+    """
+
+    hidden: Tensor  # [B, T, H'] or [N, H'], laid out as the policy's
+    head: Tensor | LMHead

@@ -46,7 +46,11 @@ class ManyTargets(OneTarget):
         self.stats = stats._replace(logps=logps)
         return self.stats
 
-    def given(self, d_logps: Tensor, d_entropy: Tensor | None, d_logsumexp: Tensor | None) -> None:
+    def given(
+        self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        assert d_logps is not None
         total, stats = d_logps.sum(1), self.stats
         first = stats._replace(logps=stats.logps[:, 0].contiguous())
         self.grads = RowGrads.of(first, total, d_entropy, d_logsumexp)
@@ -55,6 +59,7 @@ class ManyTargets(OneTarget):
         of_rows = [None if x is None else x[:, None] for x in columns]
         of_all = RowGrads.of(_columns(stats), *of_rows)  # type: ignore[arg-type]
         self.at_targets = of_all.at_target - _of_others(self.ids, d_logps)
+        return None
 
     def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(part, logits)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
-from .call import HeadCall
+from ..kernels import PairStats, TokenStats
+from .call import HeadCall, reference_call
 from .dense import Dense, OneRank, OneTarget
-from .lm_head import LMHead
+from .lm_head import Divergence, LMHead, Reference
 from .plan import Buffers, RowPlan, ran_out_of_memory
 from .products import INVARIANT_ROWS
 
@@ -40,8 +41,10 @@ class Gradient(IntEnum):
     TWO_SWEEPS = 2  # in the first pass, by a second sweep over the logits
 
     @staticmethod
-    def of(call: HeadCall, *, one_pass: bool, by_entropy: bool = False) -> Gradient:
-        """The gradient of a call, in one pass or in two; of a loss that has one `by_entropy`?
+    def of(call: HeadCall, *, one_pass: bool, by_others: bool = False) -> Gradient:
+        """The gradient of a call, in one pass or in two.
+
+        `by_others`: of a loss that has one by more than the log-probs.
 
         In two passes it is made at first where the head is frozen, which leaves that of each
         log-prob by the states to be kept (`Execution.keep_gradients`).
@@ -51,13 +54,13 @@ class Gradient(IntEnum):
             at_once = any(wanted)
         else:
             several = call.targets.ndim > 1
-            at_once = not by_entropy and keeps_gradients(
+            at_once = not by_others and keeps_gradients(
                 call.execution.keep_gradients, wanted[::2], wanted[1::2], several
             )
         if not at_once:
             return Gradient.LATER
         # A factor per row may be beyond float16.
-        two = by_entropy or call.dtype == torch.float16
+        two = by_others or call.dtype == torch.float16
         return Gradient.TWO_SWEEPS if two else Gradient.ONE_SWEEP
 
 
@@ -81,6 +84,7 @@ class Passes:
         wanted: of which of the terms' tensors gradients are.
         entropy: whether it is a result.
         gradient: when that of the logits is made.
+        divergence: which one from the call's reference is read, if it is.
     """
 
     call: HeadCall
@@ -91,26 +95,42 @@ class Passes:
     wanted: Sequence[bool]
     entropy: bool
     gradient: Gradient
+    divergence: Divergence | None = None
 
     def dense(self, tensors: Sequence[Tensor], plan: RowPlan) -> Dense:
         """The rows of `plan`, over `tensors`, those of the call's terms."""
-        call, readout = self.call.of(tensors), OneTarget
+        call = self.call.of(tensors)
+        readout = self._readout(call, plan)
+        return Dense(call, plan, readout, exponentials=self.gradient == Gradient.ONE_SWEEP)
+
+    def _readout(self, call: HeadCall, plan: RowPlan) -> OneTarget:
+        if self.divergence is not None:
+            from .two_heads import TwoHeads
+
+            at_once = self.gradient != Gradient.LATER
+            return TwoHeads(call, self.ranks, plan, self.divergence, at_once)
         if call.targets.ndim == 2:
             from .many_targets import ManyTargets
 
-            readout = ManyTargets
-        return Dense(
-            call,
-            plan,
-            readout(call, self.ranks, entropy=self.entropy),
-            exponentials=self.gradient == Gradient.ONE_SWEEP,
-        )
+            return ManyTargets(call, self.ranks, entropy=self.entropy)
+        return OneTarget(call, self.ranks, entropy=self.entropy)
+
+    @property
+    def num_stats(self) -> int:
+        """The statistics of a row that a second pass needs."""
+        return 3 if self.divergence is None else PairStats.count
+
+    def stats_of(self, found: Sequence[Tensor]) -> TokenStats | PairStats:
+        """The statistics, from as many values of each row."""
+        if self.divergence is not None:
+            return PairStats(torch.stack(list(found)))
+        return TokenStats(found[0], found[1], found[2] if self.entropy else None)
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         call = replace(self.call, checks=ValueChecks())
         # Whose logits are made again a strip at a time.
-        buffers = _buffers(call, weight, Gradient.ONE_SWEEP)
+        buffers = _buffers(call, weight, Gradient.ONE_SWEEP, self.divergence)
         return self.ranks.plan(call, weight, needed, None, buffers)
 
     def run(self, run: Callable[[RowPlan], _T], plan: RowPlan | None = None) -> _T:
@@ -160,6 +180,37 @@ def local_head(head: Tensor | LMHead) -> LMHead:
     return local_parts(head)
 
 
+def call_of_reference(call: HeadCall, reference: object, support: object = None) -> HeadCall:
+    """The reference's call on the same tokens, checked, its head of plain tensors."""
+    if support is not None:
+        raise ValueError(
+            "reference: expected None with a support, whose softmax is over its sets: pass the "
+            "reference's log-probs of the same sets as ref_logps; got one"
+        )
+    if not isinstance(reference, (tuple, list)) or len(reference) != 2:
+        raise TypeError(
+            f"reference: expected a Reference(hidden, head); got {type(reference).__name__}"
+        )
+    other = reference_call(call, Reference(reference[0], local_head(reference[1])))
+    if call.head.ranks is not None:
+        from .ranks import ranks_of
+
+        ranks_of(other, {})
+    return other
+
+
+def reference_logps(reference: HeadCall, passes: Passes, plan: RowPlan) -> Tensor:
+    """The reference's log-probs of the targets, `[N]`, over the rows of `plan`."""
+    found = reference.targets.new_zeros(len(reference.targets), dtype=torch.float32)
+    readout = OneTarget(reference, passes.ranks, entropy=False)
+    plan = replace(plan, max_chunk_rows=plan.max_logit_rows)  # of which no gradients follow
+    with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
+        dense = Dense(reference, plan, readout, exponentials=False)
+        for rows in plan.chunks():
+            found[rows.index] = dense.sweep(rows).logps
+    return found
+
+
 def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
     """The call with several targets per token, `[..., K]`, in place of the first of them."""
     if support is not None:
@@ -183,6 +234,7 @@ def passes_of(
     entries: bool = False,
     tokens_with_grad: Callable[[], Tensor | None] | None = None,
     of_loss: Mapping[str, float] | None = None,
+    divergence: Divergence | None = None,
 ) -> Passes:
     """Plans the passes of a call; reads its checks and row counts, in one transfer.
 
@@ -195,6 +247,7 @@ def passes_of(
         entries: whether every id of a set is a target.
         tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
         of_loss: what else all ranks have to have alike.
+        divergence: which one from the call's reference is read, if it is.
     """
     weight, tokens, sets = call.terms[0].y, call.mask, None
     ranks = OneRank(len(weight))
@@ -214,12 +267,19 @@ def passes_of(
     with_grad = None
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
-    plan = ranks.plan(call, weight, call.mask, with_grad, _buffers(call, weight, gradient))
-    wanted = call.wants_grad()
-    return Passes(call.without_tensors(), plan, ranks, tokens, sets, wanted, entropy, gradient)
+    buffers = _buffers(call, weight, gradient, divergence)
+    plan = ranks.plan(call, weight, call.mask, with_grad, buffers)
+    return Passes(
+        call.without_tensors(), plan, ranks, tokens, sets, call.wants_grad(), entropy, gradient,
+        divergence,
+    )  # fmt: skip
 
 
-def _buffers(call: HeadCall, weight: Tensor, gradient: Gradient) -> Buffers:
+def _buffers(
+    call: HeadCall, weight: Tensor, gradient: Gradient, divergence: Divergence | None
+) -> Buffers:
+    models = 1 if divergence is None else 2
     if gradient == Gradient.LATER or call.dtype == torch.float32:
-        return Buffers(len(weight))
-    return Buffers(len(weight), call.dtype.itemsize, strips=gradient == Gradient.ONE_SWEEP)
+        return Buffers(len(weight), models=models)
+    strips = gradient == Gradient.ONE_SWEEP
+    return Buffers(len(weight), call.dtype.itemsize, strips=strips, models=models)

@@ -140,11 +140,13 @@ class Buffers(NamedTuple):
         columns: of a row of logits.
         grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
         strips: a chunk's logits are made and used a few rows at a time.
+        models: whose logits are there at a time.
     """
 
     columns: int
     grad_bytes: int = 0
     strips: bool = False
+    models: int = 1
 
 
 def plan_rows(
@@ -166,7 +168,7 @@ def plan_rows(
     num_rows = num_tokens if active is None else next(counts)
     num_grad_rows = num_rows if active_grad is None else next(counts)
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-    row_bytes = (4 * buffers.columns, buffers.grad_bytes * buffers.columns)
+    row_bytes = (4 * buffers.models * buffers.columns, buffers.grad_bytes * buffers.columns)
     return RowPlan(
         order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
         tiles=_tiles(weight), row_bytes=row_bytes,
@@ -219,19 +221,19 @@ def gpu(device: torch.device) -> Any:
 def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
     device, memory = weight.device, None
-    V, grad_bytes, strips = buffers
+    V, grad_bytes, strips, models = buffers
     if chunk_bytes is None:
         if device.type == "cuda":
             memory = gpu(device).total_memory
-        chunk_bytes = default_chunk_bytes(V, device.type, memory)
+        chunk_bytes = models * default_chunk_bytes(V, device.type, memory)
 
-    bytes_per_row = (4 + grad_bytes) * V
+    bytes_per_row = (4 * models + grad_bytes) * V
     least = 1 if device.type == "cpu" else ROW_MULTIPLE
     if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         # Of the budget's rows of logits a sixth: the others are worth most as gradients.
-        strip = chunk_bytes // (24 * V) // least * least
+        strip = chunk_bytes // (24 * models * V) // least * least
         strip = min(max(strip, least), _MOST_STRIP_ROWS)
-        rows = (chunk_bytes - 4 * V * strip) // (grad_bytes * V)
+        rows = (chunk_bytes - 4 * models * V * strip) // (grad_bytes * V)
         return rows // least * least, strip
     rows = max(1, chunk_bytes // bytes_per_row)
     if rows >= least:

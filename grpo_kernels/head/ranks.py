@@ -158,6 +158,11 @@ class ManyRanks(OneRank):
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
+    def largest(self, values: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+        ranks = _gathered(torch.stack([values, *beside]), self.group)
+        of = ranks[:, 0].argmax(0)
+        return tuple(ranks.gather(0, of.expand(1, *ranks.shape[1:]))[0])
+
     def sum(self, share: Tensor) -> Tensor:
         """Adds up the ranks' shares, in place."""
         if share.numel():

@@ -17,6 +17,7 @@ from . import Entries, LogitTransform, RowGrads, TokenStats
 
 # Autograd differentiates the objective.
 policy_loss = None
+PAIRS = ".pairs"
 
 CPU_BLOCK_BYTES = 8 << 20
 _GPU_BLOCK_BYTES = 1 << 26
@@ -63,7 +64,7 @@ def token_stats(
         in_place = may_overwrite and z.is_contiguous()
         p = torch.softmax(z, 1, out=z if in_place else scratch[1][: len(z)])
         # softmax adds up less exactly than sum: its probabilities are off by one factor per row.
-        total = _row_sums(p)
+        total = row_sums(p)
         # The largest of them is that factor over the sum of e^(z - peak).
         log_total = (total / p.amax(1)).log()
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
@@ -97,12 +98,12 @@ def _sum_of_products(p: Tensor, shifted: Tensor) -> Tensor:
     # A logit of -inf would give 0 * -inf.
     if p.device.type != "cpu":
         return (p * shifted.clamp(min=-1e4)).sum(1)
-    dot = _row_sums(shifted.mul_(p))
+    dot = row_sums(shifted.mul_(p))
     # On a CPU a look at the result is cheaper than one at every element, and no synchronisation.
-    return dot if not dot.isnan().any() else _row_sums(torch.where(p > 0, shifted, 0.0))
+    return dot if not dot.isnan().any() else row_sums(torch.where(p > 0, shifted, 0.0))
 
 
-def _row_sums(x: Tensor) -> Tensor:
+def row_sums(x: Tensor) -> Tensor:
     """The sum of each row; of one as of many, where torch would cut a single one among threads."""
     return x.sum(1) if len(x) > 1 else x.expand(2, -1).sum(1)[:1]
 

@@ -19,6 +19,7 @@ from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
 
 # Those whose denominator counts tokens; that of the others counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")
+# From the log-probs of the sampled token.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 IS_CORRECTIONS = (
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
@@ -29,7 +30,7 @@ IS_GATES = ("ratio", "binary_kl", "tv")
 _EXPECTED: dict[str, str | tuple[str, ...]] = {
     "beta": ">= 0",
     "aggregation": AGGREGATIONS,
-    "kl_estimator": KL_ESTIMATORS,
+    "kl_estimator": (*KL_ESTIMATORS, "exact"),
     "kl_clamp": "> 0",
     "entropy_coef": "of any size",
     "top_entropy_quantile": "in [0, 1]",
@@ -70,12 +71,13 @@ class GRPOLossConfig:
             None takes the loss type's own.
         max_completion_length: the T of the `dr_grpo` aggregation; required by it, else refused.
         kl_estimator: `"k1"`, `"abs"`, `"k2"`, `"k3"`, or `"k1+"`, `"k3+"`: their value with the
-            gradient of k2.
+            gradient of k2; or `"exact"`, the KL over the whole vocabulary, for which
+            `fused_grpo_loss` needs a `reference`. The others know it from the sampled token alone.
         kl_clamp: bound of a token's KL estimate; the log-ratio in it is then kept within 20 of 0
             (verl has 10, on k3 alone). Beyond the bounds there is no gradient. None does not bound.
         use_bias_correction_kl: multiply the KL by the ratio, with its gradient: its expectation
             under the old policy is then the one under the current policy (DeepSeek-V3.2). On, as
-            in TRL 1.16; loops of tutorials have it off.
+            in TRL 1.16; loops of tutorials have it off. The exact KL is no estimate: without it.
         entropy_coef: weight of the mean-entropy bonus, subtracted from the loss.
         top_entropy_quantile: share of tokens, those of highest entropy, that train, in [0, 1].
         entropy_threshold: the entropy, in nats, from which on tokens train; None takes the quantile
@@ -208,6 +210,11 @@ class GRPOLossConfig:
         return self.loss.gradient_needs_advantage and not self.beta and not self.entropy_coef
 
     @property
+    def exact_kl(self) -> bool:
+        """True if the loss has the KL over the vocabulary, which only a `reference` tells."""
+        return bool(self.beta) and self.kl_estimator == "exact"
+
+    @property
     def entropy_has_gradient(self) -> bool:
         """True if the loss has a gradient by the entropy, as far as it says so."""
         return bool(self.entropy_coef) or self.loss.entropy_gradient
@@ -290,6 +297,11 @@ class GRPOLossConfig:
                 "is_correction: expected 'none', 'token_truncate' or 'token_mask', as "
                 f"loss_type={self.loss_type!r} multiplies the tokens' weights itself; got "
                 f"{self.is_correction!r}"
+            )
+        if self.kl_estimator == "exact" and self.kl_clamp is not None:
+            raise ValueError(
+                "kl_clamp: expected None, as kl_estimator='exact' takes no token's estimate; got "
+                f"{self.kl_clamp}"
             )
         if self.is_gate != "ratio" and not self.is_correction.endswith("mask"):
             raise ValueError(

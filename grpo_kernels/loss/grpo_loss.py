@@ -7,6 +7,7 @@ loss's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,10 +118,16 @@ def flat_loss(
     logps: Tensor,
     entropy: Tensor | None,
     backend: Backend,
+    kl: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics."""
+    """The differentiable loss of flat `logps [N]` and `entropy [N]`, and its metrics.
+
+    `kl [N]`: the exact one, where there is a reference.
+    """
+    if kl is not None:
+        inputs = replace(inputs, kl=kl.detach())
     loss, d_logps, d_entropy = _PolicyLoss.apply(
-        logps, entropy, config, inputs, backend, torch.is_grad_enabled()
+        logps, entropy, kl, config, inputs, backend, torch.is_grad_enabled()
     )
     detached = None if entropy is None else entropy.detach().float()
     metrics = loss_metrics(config, inputs, logps.detach().float(), detached, d_logps, d_entropy)
@@ -133,6 +140,7 @@ class _PolicyLoss(torch.autograd.Function):
         ctx: Any,
         logps: Tensor,
         entropy: Tensor | None,
+        kl: Tensor | None,
         config: GRPOLossConfig,
         inputs: LossInputs,
         backend: Backend,
@@ -144,8 +152,9 @@ class _PolicyLoss(torch.autograd.Function):
             policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
         # Autograd may give back one element at stride 0, which cannot be scaled in place.
         stored = [None if x is None else x.contiguous() for x in policy[1:]]
-        ctx.save_for_backward(*stored)
-        ctx.dtypes = dtypes_of(logps, entropy)
+        by_kl = d_kl(config, inputs) if grad and kl is not None else None
+        ctx.save_for_backward(*stored, by_kl)
+        ctx.dtypes = dtypes_of(logps, entropy, kl)
         # Copies, as the backward scales the saved ones in place.
         shown = [None if x is None else x.clone() for x in stored]
         ctx.mark_non_differentiable(*(x for x in shown if x is not None))
@@ -159,6 +168,11 @@ class _PolicyLoss(torch.autograd.Function):
             for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None)
+
+
+def d_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
+    """The gradient by the exact KL of each token, where the loss has one."""
+    return config.beta * inputs.weights if config.exact_kl else None
 
 
 def policy_loss(
@@ -195,6 +209,8 @@ def policy_loss(
             grad=grad,
             **options,
         )
+        if config.exact_kl:
+            policy = policy._replace(loss=policy.loss + objective.exact_kl(config, inputs))
     if inputs.ce_weights is None:
         return policy
     return policy._replace(
@@ -207,10 +223,11 @@ def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
     """The formulas and numbers as the kernel takes them; None where it lacks one."""
     of_loss = config.loss.kernel()
     has_kl = config.kl_estimator in _KERNEL_ESTIMATORS and config.kl_clamp is None
-    if of_loss is None or (config.beta and not has_kl):
+    beta = 0.0 if config.exact_kl else config.beta
+    if of_loss is None or (beta and not has_kl):
         return None
-    options = {"beta": config.beta, "entropy_coef": config.entropy_coef, **of_loss._asdict()}
-    if config.beta:
+    options = {"beta": beta, "entropy_coef": config.entropy_coef, **of_loss._asdict()}
+    if beta:
         options |= {
             "kl_estimator": config.kl_estimator,
             "kl_ratio": config.use_bias_correction_kl,

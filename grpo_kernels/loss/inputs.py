@@ -20,15 +20,25 @@ def loss_inputs(
     *,
     num_items: float | Tensor | None,
     dtype: torch.dtype = torch.float32,
+    has_reference: bool = False,
     **constants: object,
 ) -> LossInputs:
     """The constants of a policy loss, checked, flat, with the weight of every token.
 
     `mask` is flat. `constants` are `old_logps`, `ref_logps`, `sampling_logps` and `ce_weights`,
-    None where not given.
+    None where not given; with a reference its log-probs, or its exact KL, are known later.
     """
     check_config(config)
-    if config.beta and constants["ref_logps"] is None:
+    if has_reference and constants["ref_logps"] is not None:
+        raise ValueError(
+            "ref_logps: expected None with a reference, whose log-probs they are; got a tensor"
+        )
+    if config.exact_kl and not has_reference:
+        raise ValueError(
+            "reference: expected a Reference in fused_grpo_loss, as config.kl_estimator = 'exact' "
+            "is the KL over the whole vocabulary; got None"
+        )
+    if config.beta and not has_reference and constants["ref_logps"] is None:
         raise ValueError(
             f"ref_logps: expected the reference policy's log-probs, as config.beta = {config.beta}"
             "; got None"
@@ -44,7 +54,7 @@ def loss_inputs(
             "options tells sequences apart and the input is packed; got None"
         )
     sequences = layout.sequences
-    num_items = _num_items(num_items, layout.device, checks)
+    num_items = number_of_items(num_items, layout.device, checks)
     if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
@@ -92,9 +102,10 @@ def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
             )
 
 
-def _num_items(
+def number_of_items(
     num_items: object, device: torch.device, checks: ValueChecks
 ) -> float | Tensor | None:
+    """The denominator of a loss, checked; None where none was given."""
     if num_items is None:
         return None
     number = scalar("num_items", num_items, device)

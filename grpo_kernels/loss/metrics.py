@@ -41,7 +41,9 @@ def loss_metrics(
     maxima = {"ratio_max": ratio}
     # Likewise averaged over tokens; metrics are made of them.
     parts: dict[str, Tensor] = {}
-    if tokens.ref_logps is not None:
+    if inputs.kl is not None:
+        means["kl"] = maxima["kl_max"] = inputs.kl
+    elif tokens.ref_logps is not None:
         means["kl"] = maxima["kl_max"] = kl_terms(config, tokens, log_ratio)
     if tokens.entropy is not None:
         means["entropy"] = tokens.entropy

@@ -10,7 +10,8 @@ sequence, B sequences:
 
     x    = loss of the token                               `losses.py`, one class each
     s    = off-policy mask * high-entropy mask * rho       detached, `surrogate_scale`
-    KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction
+    KL   = estimate(l_ref - l) [* r]                       `kl_estimate`, bias correction;
+           or that of the two softmaxes                    `exact_kl`
     loss = sum_i w_i * (s_i * x_i + beta * KL_i) - entropy_coef * mean entropy
 
 The aggregation is all in the weight w of a token, where `num_items` takes the place of sum m or B:
@@ -71,10 +72,12 @@ def policy_loss(
         per_token = torch.where(inputs.mask, per_token, 0.0)
     if scale is not None:
         per_token = per_token * scale
-    if config.beta:
+    if config.beta and not config.exact_kl:
         kl = kl_terms_in_closed_form if stable_kl else kl_terms
         per_token = per_token + config.beta * kl(config, tokens, config.loss.log_ratio(tokens))
     loss = (inputs.weights * per_token).sum()
+    if config.exact_kl:
+        loss = loss + exact_kl(config, inputs)
     if config.entropy_coef and tokens.entropy is not None:
         count, entropy = inputs.count, tokens.entropy
         if chosen is not None:
@@ -187,6 +190,13 @@ def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tenso
     assert tokens.ref_logps is not None
     kl = kl_estimate(config.kl_estimator, tokens.ref_logps - tokens.logps, config.kl_clamp)
     return kl * log_ratio.exp() if config.use_bias_correction_kl else kl
+
+
+def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
+    """What the exact KL adds to the loss; its gradient by a token's is `beta` times its weight."""
+    assert inputs.kl is not None
+    kl = inputs.kl if inputs.mask is None else torch.where(inputs.mask, inputs.kl, 0.0)
+    return config.beta * (inputs.weights * kl).sum()
 
 
 def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class LossInputs:
     `count`, 0-d, is the number of unmasked tokens. `mask` None means that every token counts;
     values at masked tokens are never used. `importance_sampling_weights` are those of the sampler,
     None where they are not known beforehand. `ce_weights` are those of the cross-entropy term
-    (`cross_entropy.py`), whose tokens may be masked ones.
+    (`cross_entropy.py`), whose tokens may be masked ones. `kl` is the exact one of each token,
+    which comes with the log-probs.
     """
 
     advantages: Tensor
@@ -35,12 +36,13 @@ class LossInputs:
     importance_sampling_weights: Tensor | None = None
     sequences: Sequences | None = None
     ce_weights: Tensor | None = None
+    kl: Tensor | None = None
 
     def at(self, rows: Tensor | slice, *, masked: bool = False) -> LossInputs:
         """The tokens of `rows`, some of them `masked` or none; sequences are not told apart."""
         names = (
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
-            "importance_sampling_weights", "ce_weights",
+            "importance_sampling_weights", "ce_weights", "kl",
         )  # fmt: skip
         given = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
         mask = self.mask[rows] if masked and self.mask is not None else None

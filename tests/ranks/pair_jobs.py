@@ -10,7 +10,8 @@ def every_pair(call: str) -> list[str]:
     begin = 100 * dist.get_rank()
     rows = slice(begin, 100 if begin == 0 else 211)
     wrong = []
-    for pair in pairs.PAIRS if call == "loss" else pairs.PAIRS_OF_HEAD:
+    of_call = {"loss": pairs.PAIRS, "distillation": pairs.PAIRS_OF_HEADS}
+    for pair in of_call.get(call, pairs.PAIRS_OF_HEAD):
         if {"ranks", "capturable"} & set(pair) or pairs.refused(pair, call):
             continue
         batch = pairs.batch_of(pair)

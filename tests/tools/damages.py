@@ -39,6 +39,26 @@ DAMAGES = [
          'shifted = tl.where(mask_v, shifted, float("-inf"))',
          "shifted = tl.where(mask_v, shifted, 0.0)"),
     ),
+    # Two models' logits.
+    *damages_in(
+        "kernels/pairs.py", "test_two_heads",
+        ("the divergence's gradient has no mean",
+         "torch.sub(h, mean[:, None], out=scratch), p, out=out)", "h, p, out=out)"),
+        ("of models that agree the terms cancel",
+         "near = (found < _FAR)", "near = (found < -_FAR)"),
+        ("what lies far apart counts as near",
+         "    for side in (-1, 1):", "    for side in ():"),
+    ),
+    *damages_in(
+        "head/two_heads.py", "test_two_heads",
+        ("the reference's logits are scaled as the policy's",
+         "self.reference.transform.at", "self.call.transform.at"),
+    ),
+    *damages_in(
+        "loss/grpo_loss.py", "test_two_heads",
+        ("the exact KL has no gradient",
+         "return config.beta * inputs.weights if", "return 0.0 * inputs.weights if"),
+    ),
     # Tokens scored over the whole vocabulary: terms, chunks, sums.
     *damages_in(
         "head/dense.py", "test_fused_grpo_loss",

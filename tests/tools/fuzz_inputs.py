@@ -61,7 +61,7 @@ def parameters(call: str) -> dict[str, bool]:
             nested = {"head": LMHead, "execution": Execution}.get(name)
             if nested is not None:
                 found |= {field.name: field.default is MISSING for field in fields(nested)}
-            elif name != "self":
+            elif name not in ("self", "states"):  # which asks for no scores
                 found[name] = its.default is inspect.Parameter.empty
     return found
 
@@ -200,6 +200,8 @@ GENERATORS: dict[str, Generator] = {
     "capturable": lambda v: True,
     "keep_gradients": lambda v: False,
     "entries": lambda v: False,
+    # Two models are test_pairs'.
+    "reference": lambda v: None,
     "targets": lambda v: v.batch.targets.clamp(min=0) if v.call == "selective_log_softmax" else (
         v.batch.targets),
     "support": Valid.support,

@@ -35,6 +35,12 @@ KERNEL_DAMAGES: list[Damage] = [
          "out_row_ptr, whole, V, row_grads", "out_row_ptr, whole - 1, V, row_grads"),
     ),
     *damages_in(
+        "kernels/triton_pairs.py", "test_two_heads",
+        ("columns past the last one count for the reference",
+         '        t = tl.where(mask_v, t, float("-inf"))\n    p = tl.exp2(u)',
+         "    p = tl.exp2(u)"),
+    ),
+    *damages_in(
         "kernels/triton_logits.py", "test_batch_invariant",
         ("invariant sums are taken in the order of the layout",
          "    if INVARIANT:\n        # As", "    if False:\n        # As"),

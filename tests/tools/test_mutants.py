@@ -12,7 +12,7 @@ from tests.tools.kernel_damages import KERNEL_DAMAGES
 def test_every_damage_fits():
     for damages in (DAMAGES, KERNEL_DAMAGES):
         mutants.check(damages)
-        assert len({damage.what for damage in damages}) == len(damages) <= 30
+        assert len({damage.what for damage in damages}) == len(damages) <= 40
 
 
 @pytest.mark.parametrize("old", ("no such line", "return"))

@@ -1,0 +1,152 @@
+"""Distillation over the whole vocabulary, from the hidden states of both models, without logits.
+
+    for each chunk of rows:
+        Z, Z'   = h W^T, h' W'^T                GEMMs 1 and 2, float32, two reused buffers
+        L       = divergence(Z, Z')             one kernel over both
+        D       = dL/dZ                         likewise
+        dh, dW += D W, D^T h                    GEMMs 3 and 4, dW accumulated in float32
+
+The loss is a mean, so that each token's gradient is known before the loss is: one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base.autograd import keep_gradients, kept_gradients, power_of_two_scale
+from .base.checks import check_choice, check_number
+from .base.outputs import DistillationOutput
+from .head.call import head_call
+from .head.execution import Execution
+from .head.lm_head import Divergence, LMHead, Reference
+from .head.passes import Gradient, call_of_reference, local_head, passes_of
+from .head.products import Gradients
+from .kernels import PairStats
+from .loss.inputs import number_of_items
+
+KINDS = ("reverse", "forward", "jsd")
+METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
+
+
+def fused_distillation_loss(
+    hidden: Tensor,
+    head: Tensor | LMHead,
+    reference: Reference,
+    mask: Tensor | None = None,
+    *,
+    kind: str = "reverse",
+    beta: float = 0.5,
+    num_items: float | Tensor | None = None,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+) -> DistillationOutput:
+    """Computes the divergence of a linear head's softmax from a reference's, and its gradients.
+
+    Equivalent PyTorch, with the logits never held, for `kind="reverse"`:
+
+        s = (hidden @ weight.T).log_softmax(-1)
+        t = (reference.hidden @ reference.head.T).log_softmax(-1)
+        loss = ((s.exp() * (s - t)).sum(-1) * mask).sum() / mask.sum()
+
+    Args:
+        hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16: the student's.
+        head: its LM head, a weight `[V, H]` or an `LMHead`.
+        reference: the teacher's hidden states on the same tokens, `[B, T, H']` or `[N, H']`, and
+            its head of the same vocabulary, `[V, H']`: constants, of any float dtype. Rows that
+            are padding are sliced off: `weight[:V]`.
+        mask: `[B, T]` or `[N]`, bool or 0/1; None counts every token. Masked positions may hold
+            anything, NaN included, in either model's states.
+        kind: with s the student and t the teacher, `"reverse"`: KL(s || t), `"forward"`:
+            KL(t || s), or `"jsd"`: `beta KL(t || m) + (1 - beta) KL(s || m)`, with
+            `m = beta t + (1 - beta) s`.
+        beta: of `"jsd"`, in (0, 1). Divided by it, the loss comes to the forward KL as it goes to
+            0; divided by `1 - beta`, to the reverse KL as it goes to 1.
+        num_items: denominator of the loss, a number or 0-d tensor: the unmasked tokens of the
+            whole optimizer step. None: those of this call.
+        execution: how it is computed.
+
+    Returns:
+        `loss`: float32 scalar, the sum over unmasked tokens divided by `num_items`.
+        `metrics`: 0-d device tensors: `tokens`; `divergence` and `divergence_max`, mean and
+            largest over unmasked tokens; `entropy` and `ref_entropy`, in nats; `agreement`, the
+            share of tokens whose likeliest id is the teacher's as well.
+        `divergence`: float32 in the shape of the mask, detached, 0 where masked.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+        RuntimeError: on double backward.
+
+    An entry that both rule out (-inf) has no part. One that the teacher alone rules out makes the
+    reverse KL infinite, as the student alone does the forward KL; the jsd is always finite.
+
+    Source: generalised JSD and on-policy distillation, arXiv:2306.13649. Reference:
+    `grpo_kernels.reference.divergence`, in any dtype up to float64.
+    """
+    check_choice("kind", kind, KINDS)
+    check_number("beta", beta, "in (0, 1)")
+    nothing = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    call = head_call(hidden, local_head(head), nothing, mask, None, execution)
+    call = replace(call, reference=call_of_reference(call, reference))
+    given = number_of_items(num_items, hidden.device, call.checks)
+    ones = torch.ones(call.layout.num_tokens, device=hidden.device)
+    count = ones.sum() if call.mask is None else call.mask.sum().float()
+    items = count if given is None else torch.as_tensor(given, device=hidden.device).float()
+    passes = passes_of(
+        call,
+        None,
+        Gradient.of(call, one_pass=True, by_others=True),
+        entropy=True,
+        of_loss={"kind": KINDS.index(kind), "beta": beta},
+        divergence=Divergence(kind, beta),
+    )
+    run = partial(_Distillation.apply, *call.tensors, items, passes)
+    loss, values = passes.run(run)
+    stats = PairStats(values)
+    return DistillationOutput(
+        loss, _metrics(stats, call.mask, count), stats.divergence.reshape(call.layout.shape)
+    )
+
+
+def _metrics(stats: PairStats, mask: Tensor | None, count: Tensor) -> dict[str, Tensor]:
+    agrees = (stats.ref_at_peak == stats.ref_peak).float()
+    agrees = agrees if mask is None else agrees * mask
+    each = torch.stack([stats.divergence, stats.entropy, stats.ref_entropy, agrees])
+    sums = each.sum(1) / count.clamp(min=1)
+    most = stats.divergence.amax() if len(stats.divergence) else count.new_zeros(())
+    return dict(zip(METRICS, (count, *sums.unbind(), most), strict=True))
+
+
+class _Distillation(torch.autograd.Function):
+    """The loop over chunks. Returns the loss, and the statistics of every row, detached."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, items, passes, plan = args
+        N = len(tensors[0])
+        values = tensors[0].new_zeros((PairStats.count, N), dtype=torch.float32)
+        weight = 1.0 / torch.where(items == 0, 1.0, items)
+        with torch.autocast(weight.device.type, enabled=False):
+            scale = power_of_two_scale(weight)
+            grads = Gradients(tensors, passes.wanted, every_row=plan.num_grad_rows == N)
+            dense = passes.dense(tensors, plan)
+            for rows in plan.chunks():
+                found = dense.sweep(rows)  # GEMMs 1 and 2
+                values[:, rows.index] = found.values
+                if any(passes.wanted):
+                    d = (scale * weight).expand(rows.size)
+                    if plan.has_masked and passes.tokens is not None:
+                        d = d * passes.tokens[rows.index]
+                    dense.add(rows, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4
+            if plan.has_masked and passes.tokens is not None:
+                values.masked_fill_(~passes.tokens, 0.0)
+        keep_gradients(ctx, tensors, scale, grads.all())
+        ctx.mark_non_differentiable(values)
+        return weight * PairStats(values).divergence.sum(), values
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return (*kept_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 3)

@@ -1,0 +1,129 @@
+"""The divergence of a row of logits from those of a reference: another model on the same tokens.
+
+The reference's logits are made beside the policy's, a strip at a time, and one kernel reads both.
+What it computes, and the gradient, is in `kernels/pairs.py`. Four GEMMs: one for the logits of
+each, two for the gradients of the policy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import PairStats, RowGrads, pairs_of
+from .call import HeadCall
+from .dense import Logits, OneRank, OneTarget
+from .lm_head import Divergence
+from .plan import Chunk, RowPlan
+
+
+class TwoHeads(OneTarget):
+    """The target's log-prob and the entropy under both, and a divergence of the two softmaxes."""
+
+    stats: PairStats  # type: ignore[assignment]
+
+    def __init__(
+        self, call: HeadCall, ranks: OneRank, plan: RowPlan, divergence: Divergence, at_once: bool
+    ) -> None:
+        super().__init__(call, ranks, entropy=True)
+        # The gradient is made in the pass that reads the logits, by products of any rows.
+        self.at_once = at_once and not call.execution.batch_invariant
+        assert call.reference is not None
+        self.reference, self.divergence = call.reference, divergence
+        self.logits = Logits(call.reference, plan)
+        self.pairs = pairs_of(call.backend)
+
+    def take(self, rows: Chunk) -> None:
+        super().take(rows)
+        self.logits.take(rows)
+        self.ref_transform = self.reference.transform.at(rows.index)
+        self.made: slice | None = None  # whose logits of the reference are there
+        self.left, self.leaves = False, self.at_once and rows.needs_grad
+
+    def begin(self, like: Tensor, exps: Tensor | None) -> None:
+        self.stats = PairStats.empty(like)
+
+    def read(self, part: slice, logits: Tensor) -> None:
+        (kind, beta), found, alone = self.divergence, self.stats.at(part), self.ranks.alone
+        both = logits, self._of_reference(part)
+        transforms = self.transform.at(part), self.ref_transform.at(part)
+        self.left = self.pairs.pair_stats(
+            *both,
+            self.targets[part],
+            *transforms,
+            found,
+            kind=kind if alone else None,
+            beta=beta,
+            invariant=self.call.execution.batch_invariant,
+            # Where all rows have their logits at hand.
+            leave=self.leaves and part == slice(0, len(self.stats.logps)),
+        )
+        if alone:
+            return
+        self._merge(found, self.targets[part])
+        self.pairs.divergences(*both, *transforms, found, **self.divergence._asdict())
+        self.ranks.sum(found.divergence)
+        self.ranks.sum(found.mean)
+
+    def _of_reference(self, part: slice) -> Tensor:
+        """The reference's logits of a part of the rows in flight."""
+        if self.made == part:
+            return self.logits.strip[: part.stop - part.start]
+        self.made = part
+        return self.logits.of(part)
+
+    def _merge(self, found: PairStats, targets: Tensor) -> None:
+        """Sets the statistics of whole rows, from those of the columns here."""
+        own, other = (
+            self.ranks.merge(x, targets, None) for x in (found.of_policy, found.of_reference)
+        )
+        peak, ref_at_peak = self.ranks.largest(found.peak, found.ref_at_peak)
+        (ref_peak,) = self.ranks.largest(found.ref_peak)
+        shift = own.logsumexp - other.logsumexp
+        whole = (*own[:3], *other[:3], shift, None, None, peak, ref_at_peak, ref_peak)
+        for place, x in zip(found, whole, strict=True):
+            if x is not None:
+                place.copy_(x)
+
+    def end(self) -> PairStats:  # type: ignore[override]
+        return self.stats
+
+    def given(
+        self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
+        d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        assert d_divergence is not None
+        self.d_divergence = d_divergence
+        self.by_policy: RowGrads | None = None  # those of its own statistics, if there are any
+        if d_logps is not None:
+            of_policy = self.stats.of_policy
+            self.by_policy = RowGrads.of(of_policy, d_logps, d_entropy, d_logsumexp)
+        elif self.left and self.call.dtype == torch.float32:
+            slopes = self.logits.strip[: len(d_divergence)]
+            return slopes, self.pairs.left_factors(self.transform, d_divergence)
+        return None
+
+    def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
+        if self.left:
+            self.pairs.left_grads_(
+                logits,
+                self._of_reference(part),
+                self.targets[part],
+                self.transform.at(part),
+                None if self.by_policy is None else self.by_policy.at(part),
+                self.d_divergence[part],
+                out,
+            )
+            return
+        self.pairs.pair_grads_(
+            logits,
+            self._of_reference(part),
+            self.targets[part],
+            self.transform.at(part),
+            self.ref_transform.at(part),
+            self.stats.at(part),
+            None if self.by_policy is None else self.by_policy.at(part),
+            self.d_divergence[part],
+            out,
+            **self.divergence._asdict(),
+        )

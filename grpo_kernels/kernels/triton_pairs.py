@@ -1,0 +1,512 @@
+"""Triton kernels that read two models' logits of the same tokens, one program per row.
+
+What they compute is in `pairs.py`. The statistics take one reading of both rows, though d is known
+only when both sums are. Up to there it is off by one number c of the row, which its own sum tells:
+
+    sum p e^-(d + c) = e^-c,    sum p (d + c + e^-(d + c) - 1) = L + c + e^-c - 1
+
+A row in which the second would cancel is swept once more, with c known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import LogitTransform, PairStats, RowGrads
+from .pairs import KINDS
+from .triton_common import Launch, device_of, expm1, expm1_minus
+from .triton_logits import (
+    _LN_2,
+    _LOG2_E,
+    _REACH,
+    _anchor,
+    _load_logits,
+    _scale,
+    _sum,
+    block_of,
+    gradient_pointers,
+    temperature_pointer,
+    transform_flags,
+    transform_scalars,
+)
+
+PAIR_LAUNCH, PAIR_GRADS_LAUNCH = Launch(1024, 8), Launch(2048, 8)
+_NEAR = tl.constexpr(0.3)
+# How often what cancels may be larger than what is left of it.
+_CANCELS = tl.constexpr(8.0)
+_REVERSE, _FORWARD, _JSD = (tl.constexpr(i + 1) for i in range(3))
+
+per_row = triton.jit(
+    do_not_specialize=["stride_stats"],
+    do_not_specialize_on_alignment=[
+        f"{name}_ptr"
+        for name in ("targets", "temperature", "ref_temperature", "stats", "logsumexp",
+                     "at_target", "d_softmax", "entropy", "d_entropy", "d_divergence")
+    ],
+)  # fmt: skip
+
+
+@triton.jit
+def _phi(x):
+    """e^-x - 1 + x near 0."""
+    return x * x * (0.5 + x * (-1 / 6 + x * (1 / 24 + x * (-1 / 120 + x * (1 / 720)))))
+
+
+@triton.jit
+def _share(a, b, x):
+    """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
+    far = tl.where(a > 0.0, a * x, 0.0) + b - a
+    return tl.where(tl.abs(x) < _NEAR, a * _phi(x), far)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x in (-1, 0], without cancellation."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _to_mixture(d, beta):
+    """`log p - log m` and `log q - log m`."""
+    above = d >= 0.0
+    # The larger of p and q first: of the other one the ratio to m may be 0.
+    log_ratio = -_log1p(tl.where(above, beta, 1.0 - beta) * expm1(-tl.abs(d)))
+    return tl.where(above, log_ratio, log_ratio + d), tl.where(above, log_ratio - d, log_ratio)
+
+
+@triton.jit
+def _moment(p, q, d, beta, KIND: tl.constexpr):
+    """The terms of the mean of h: p h, 0 where p is."""
+    if KIND == _FORWARD:
+        return tl.where(tl.abs(d) < _NEAR, -p * expm1(-d), p - q)
+    if KIND == _JSD:
+        d, _ = _to_mixture(d, beta)
+    return tl.where(p > 0.0, p * d, 0.0)
+
+
+@triton.jit
+def _add_pair(
+    total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak,
+    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+    logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Adds a block to each lane's sums and maxima."""
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
+    x = u - anchor
+    y = t - ref_anchor
+    u = x * to_log2
+    t = y * ref_to_log2
+    if not WHOLE:
+        u = tl.where(mask_v, u, float("-inf"))
+        t = tl.where(mask_v, t, float("-inf"))
+    p = tl.exp2(u)
+    q = tl.exp2(t)
+    total += p
+    ref_total += q
+    weighted += p * tl.maximum(u, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    ref_weighted += q * tl.maximum(t, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    if KIND:
+        # Not u - t: of models that are close it has lost what the products have rounded away.
+        gap = to_log2 - ref_to_log2
+        d = ((x - y) * to_log2 + tl.where(gap == 0.0, 0.0, y * gap) - known) * _LN_2
+        q = tl.exp2(t + known)
+        near = tl.abs(d) < _NEAR
+        phi = _phi(d)
+        above = tl.where(near, p * (phi - d), q - p)
+        excess += above
+        if KIND == _REVERSE:
+            shares += tl.where(near, p * phi, tl.where(p > 0.0, p * d, 0.0) + above)
+        else:  # q (e^d - 1 - d), by q = p e^-d
+            of_q = p * (d * d - phi * (1.0 + d))
+            shares += tl.where(near, of_q, tl.where(q > 0.0, -q * d, 0.0) - above)
+    ref_at_peak = tl.where(u > peak, t, ref_at_peak)
+    peak = tl.maximum(peak, u)
+    ref_peak = tl.maximum(ref_peak, t)
+    return total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak
+
+
+@per_row
+def pair_stats_kernel(
+    logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
+    V,
+    stride_logits_n, stride_ref_n, stride_stats,
+    logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    KIND: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    if REF_TEMPERATURE:
+        ref_temperature = tl.load(ref_temperature_ptr + row)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    to_log2 = scale * _LOG2_E
+    ref_to_log2 = ref_scale * _LOG2_E
+    target = tl.load(targets_ptr + row)
+    here = target >= 0
+    target_logit, _ = _load_logits(row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP)
+    ref_logit, _ = _load_logits(
+        ref_row_ptr, target, here, ref_logit_scale, ref_softcap, REF_SOFTCAP
+    )
+    target_logit = tl.where(here, target_logit, float("-inf"))
+    ref_logit = tl.where(here, ref_logit, float("-inf"))
+    last = V if INVARIANT else tl.minimum(V, BLOCK_V)
+    anchor = _anchor(
+        row_ptr, target_logit, last, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V
+    )
+    ref_anchor = _anchor(
+        ref_row_ptr, ref_logit, last, ref_logit_scale, ref_softcap, ref_to_log2, REF_SOFTCAP,
+        BLOCK_V,
+    )  # fmt: skip
+
+    whole = V // BLOCK_V * BLOCK_V
+    known = tl.zeros((), tl.float32)
+    total = tl.zeros((), tl.float32)
+    ref_total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)
+    ref_weighted = tl.zeros((), tl.float32)
+    divergence = tl.zeros((), tl.float32)
+    minus_c = tl.zeros((), tl.float32)
+    above = tl.zeros((), tl.float32)
+    at_peak = tl.zeros((), tl.float32)
+    ref_above = tl.zeros((), tl.float32)
+    again = True
+    while again:
+        totals = tl.zeros((BLOCK_V,), tl.float32)
+        ref_totals = tl.zeros((BLOCK_V,), tl.float32)
+        weights = tl.zeros((BLOCK_V,), tl.float32)
+        ref_weights = tl.zeros((BLOCK_V,), tl.float32)
+        shares = tl.zeros((BLOCK_V,), tl.float32)
+        excesses = tl.zeros((BLOCK_V,), tl.float32)
+        peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        at_peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        ref_peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        for start in range(0, whole, BLOCK_V):
+            (totals, ref_totals, weights, ref_weights, shares, excesses,
+             peaks, at_peaks, ref_peaks) = _add_pair(
+                totals, ref_totals, weights, ref_weights, shares, excesses,
+                peaks, at_peaks, ref_peaks,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+                logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+                HAS_SOFTCAP, REF_SOFTCAP, KIND, True, BLOCK_V,
+            )  # fmt: skip
+        for start in range(whole, V, BLOCK_V):
+            (totals, ref_totals, weights, ref_weights, shares, excesses,
+             peaks, at_peaks, ref_peaks) = _add_pair(
+                totals, ref_totals, weights, ref_weights, shares, excesses,
+                peaks, at_peaks, ref_peaks,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+                logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+                HAS_SOFTCAP, REF_SOFTCAP, KIND, False, BLOCK_V,
+            )  # fmt: skip
+        total = _sum(totals, INVARIANT, BLOCK_V)
+        ref_total = _sum(ref_totals, INVARIANT, BLOCK_V)
+        weighted = _sum(weights, INVARIANT, BLOCK_V)
+        ref_weighted = _sum(ref_weights, INVARIANT, BLOCK_V)
+        above = tl.max(peaks, axis=0)
+        ref_above = tl.max(ref_peaks, axis=0)
+        at_peak = tl.max(tl.where(peaks == above, at_peaks, float("-inf")), axis=0)
+        far = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
+        ref_far = (ref_above > _REACH) | ((ref_above < -_REACH) & (ref_above > float("-inf")))
+        again = (far | ref_far) & (not INVARIANT)
+        if again:
+            anchor = _anchor(
+                row_ptr, target_logit, V, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V
+            )
+            ref_anchor = _anchor(
+                ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, ref_to_log2,
+                REF_SOFTCAP, BLOCK_V,
+            )  # fmt: skip
+        if KIND:
+            # log of the sum of p e^-(d + c); c, and what e^-c or e^c leaves of it.
+            minus_c = _log1p(_sum(excesses, INVARIANT, BLOCK_V) / total)
+            if KIND == _REVERSE:
+                extra = expm1_minus(minus_c)
+                divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
+            else:
+                extra = expm1_minus(-minus_c)
+                # The shares are of q times 2^known.
+                scaled = ref_total * tl.exp2(known)
+                divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
+            cancels = (extra > divergence * _CANCELS) & (known == 0.0) & (again == 0)
+            known = tl.where(cancels, tl.log2(total) - tl.log2(ref_total), known)
+            again = again | cancels
+
+    log_total = tl.log2(total)
+    ref_log_total = tl.log2(ref_total)
+    logsumexp = anchor * scale + log_total * _LN_2
+    ref_logsumexp = ref_anchor * ref_scale + ref_log_total * _LN_2
+    logp = (target_logit - anchor) * scale - log_total * _LN_2
+    ref_logp = (ref_logit - ref_anchor) * ref_scale - ref_log_total * _LN_2
+    out_ptr = stats_ptr + row
+    tl.store(out_ptr, tl.where(here, logp, float("-inf")))
+    tl.store(out_ptr + stride_stats, logsumexp)
+    tl.store(out_ptr + 2 * stride_stats, (log_total - weighted / total) * _LN_2)
+    tl.store(out_ptr + 3 * stride_stats, tl.where(here, ref_logp, float("-inf")))
+    tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
+    tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * _LN_2)
+    shift = (anchor * scale - ref_anchor * ref_scale) + (log_total - ref_log_total) * _LN_2
+    tl.store(out_ptr + 6 * stride_stats, shift)
+    if KIND:
+        # The mean of h with d by the shift as it is: off by as much as that.
+        off = (log_total - ref_log_total - known) * _LN_2 + minus_c
+        mean = divergence - off if KIND == _REVERSE else -expm1(off)
+        tl.store(out_ptr + 7 * stride_stats, tl.maximum(divergence, 0.0))
+        tl.store(out_ptr + 8 * stride_stats, mean)
+    tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * _LN_2)
+    tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * _LN_2)
+    tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_above * _LN_2)
+
+
+@triton.jit
+def _softmaxes(
+    row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
+    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
+    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
+    offs_v = start + tl.arange(0, BLOCK_V)
+    mask_v = WHOLE | (offs_v < V)
+    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
+    t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
+    u = u * scale
+    t = t * ref_scale
+    if not WHOLE:
+        u = tl.where(mask_v, u, float("-inf"))
+        t = tl.where(mask_v, t, float("-inf"))
+    d = u - t - shift
+    log_p = (u - logsumexp) * _LOG2_E
+    return tl.exp2(log_p), tl.exp2((t - ref_logsumexp) * _LOG2_E), d, log_p, slope
+
+
+@per_row
+def divergences_kernel(
+    logits_ptr, ref_logits_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
+    V,
+    stride_logits_n, stride_ref_n, stride_stats,
+    logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature, beta,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    if REF_TEMPERATURE:
+        ref_temperature = tl.load(ref_temperature_ptr + row)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    logsumexp = tl.load(stats_ptr + row + stride_stats)
+    ref_logsumexp = tl.load(stats_ptr + row + 4 * stride_stats)
+    shift = tl.load(stats_ptr + row + 6 * stride_stats)
+    shares = tl.zeros((BLOCK_V,), tl.float32)
+    ref_shares = tl.zeros((BLOCK_V,), tl.float32)
+    moments = tl.zeros((BLOCK_V,), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        p, q, d, _, _ = _softmaxes(
+            row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
+            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
+            HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
+        )  # fmt: skip
+        if KIND == _REVERSE:
+            shares += _share(p, q, d)
+        elif KIND == _FORWARD:
+            shares += _share(q, p, -d)
+        else:
+            of_p, of_q = _to_mixture(d, beta)
+            m = p + beta * (q - p)
+            shares += _share(p, m, of_p)
+            ref_shares += _share(q, m, of_q)
+        moments += _moment(p, q, d, beta, KIND)
+    share = tl.sum(shares, axis=0)
+    if KIND == _JSD:
+        share = beta * tl.sum(ref_shares, axis=0) + (1.0 - beta) * share
+    tl.store(stats_ptr + row + 7 * stride_stats, share)
+    tl.store(stats_ptr + row + 8 * stride_stats, tl.sum(moments, axis=0))
+
+
+@per_row
+def pair_grads_kernel(
+    logits_ptr, ref_logits_ptr, targets_ptr, temperature_ptr, ref_temperature_ptr, stats_ptr,
+    logsumexp_ptr, d_softmax_ptr, at_target_ptr, entropy_ptr, d_entropy_ptr, d_divergence_ptr,
+    out_ptr,
+    V,
+    stride_logits_n, stride_ref_n, stride_stats, stride_out_n,
+    logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature, beta,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
+    HAS_GRADS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_n
+    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
+    out_row_ptr = out_ptr + row * stride_out_n
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    if REF_TEMPERATURE:
+        ref_temperature = tl.load(ref_temperature_ptr + row)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    chain = logit_scale / temperature
+    logsumexp = tl.load(stats_ptr + row + stride_stats)
+    ref_logsumexp = tl.load(stats_ptr + row + 4 * stride_stats)
+    shift = tl.load(stats_ptr + row + 6 * stride_stats)
+    mean = tl.load(stats_ptr + row + 8 * stride_stats)
+    weight = chain * tl.load(d_divergence_ptr + row)
+    if KIND == _JSD:
+        weight = weight * (1.0 - beta)
+    target, d_softmax, at_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
+    if HAS_GRADS:
+        target = tl.load(targets_ptr + row)
+        d_softmax = chain * tl.load(d_softmax_ptr + row)
+        at_target = chain * tl.load(at_target_ptr + row)
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + row) * _LOG2_E
+        d_entropy = tl.load(d_entropy_ptr + row) * chain * _LN_2
+    for start in range(0, V, BLOCK_V):
+        p, q, d, log_p, slope = _softmaxes(
+            row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
+            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
+            HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
+        )  # fmt: skip
+        slopes = _moment(p, q, d, beta, KIND) - p * mean
+        if KIND == _REVERSE:
+            # The reference has no probability where the policy has: not inf - inf, nor 0 times inf.
+            slopes = tl.where(p > 0.0, slopes, 0.0)
+            slopes = tl.where(d == float("inf"), d, slopes)
+        d_logits = weight * slopes
+        offs_v = start + tl.arange(0, BLOCK_V)
+        if HAS_GRADS:
+            coef = d_softmax
+            if HAS_ENTROPY:
+                coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+            d_logits += tl.where(offs_v == target, at_target, -p * coef)
+        d_logits = d_logits * slope
+        tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=offs_v < V)
+
+
+def _scalars(transform: LogitTransform, ref_transform: LogitTransform) -> tuple[float, ...]:
+    return (*transform_scalars(transform), *transform_scalars(ref_transform))
+
+
+def _flags(transform: LogitTransform, ref_transform: LogitTransform) -> dict[str, Any]:
+    of_reference = transform_flags(ref_transform)
+    return {
+        **transform_flags(transform),
+        **{name.replace("HAS_", "REF_"): value for name, value in of_reference.items()},
+    }
+
+
+def _kind(kind: str | None) -> int:
+    return 0 if kind is None else 1 + KINDS.index(kind)
+
+
+def pair_stats(
+    logits: Tensor,
+    ref_logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    ref_transform: LogitTransform,
+    out: PairStats,
+    *,
+    kind: str | None,
+    beta: float = 0.5,
+    invariant: bool = False,
+    leave: bool = False,
+    launch: Launch = PAIR_LAUNCH,
+) -> bool:
+    count, V = logits.shape
+    if count:
+        with device_of(logits):
+            pair_stats_kernel[(count,)](
+                logits, ref_logits, targets, temperature_pointer(transform, logits),
+                temperature_pointer(ref_transform, logits), out.values,
+                V,
+                logits.stride(0), ref_logits.stride(0), out.values.stride(0),
+                *_scalars(transform, ref_transform),
+                **_flags(transform, ref_transform),
+                KIND=0 if kind == "jsd" else _kind(kind), INVARIANT=invariant,
+                **block_of(launch, V),
+            )  # fmt: skip
+    if kind == "jsd":  # of whole softmaxes, whose sums are not known before
+        divergences(logits, ref_logits, transform, ref_transform, out, kind=kind, beta=beta)
+    return False
+
+
+def divergences(
+    logits: Tensor,
+    ref_logits: Tensor,
+    transform: LogitTransform,
+    ref_transform: LogitTransform,
+    stats: PairStats,
+    *,
+    kind: str,
+    beta: float = 0.5,
+    launch: Launch = PAIR_LAUNCH,
+) -> None:
+    count, V = logits.shape
+    if count:
+        with device_of(logits):
+            divergences_kernel[(count,)](
+                logits, ref_logits, temperature_pointer(transform, logits),
+                temperature_pointer(ref_transform, logits), stats.values,
+                V,
+                logits.stride(0), ref_logits.stride(0), stats.values.stride(0),
+                *_scalars(transform, ref_transform), float(beta),
+                **_flags(transform, ref_transform),
+                KIND=_kind(kind),
+                **block_of(launch, V),
+            )  # fmt: skip
+
+
+def pair_grads_(
+    logits: Tensor,
+    ref_logits: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    ref_transform: LogitTransform,
+    stats: PairStats,
+    grads: RowGrads | None,
+    d_divergence: Tensor,
+    out: Tensor,
+    *,
+    kind: str,
+    beta: float = 0.5,
+    launch: Launch = PAIR_GRADS_LAUNCH,
+) -> None:
+    count, V = logits.shape
+    if count and V:
+        pointers = [logits] * 5 if grads is None else gradient_pointers(grads, logits)
+        with device_of(logits):
+            pair_grads_kernel[(count,)](
+                logits, ref_logits, targets, temperature_pointer(transform, logits),
+                temperature_pointer(ref_transform, logits), stats.values,
+                *pointers, d_divergence,
+                out,
+                V,
+                logits.stride(0), ref_logits.stride(0), stats.values.stride(0), out.stride(0),
+                *_scalars(transform, ref_transform), float(beta),
+                **_flags(transform, ref_transform),
+                HAS_GRADS=grads is not None,
+                HAS_ENTROPY=grads is not None and grads.d_entropy is not None,
+                KIND=_kind(kind),
+                **block_of(launch, V),
+            )  # fmt: skip

@@ -1,0 +1,439 @@
+"""Two models' heads in one pass: divergences, the exact KL of the loss, and what they refuse."""
+
+import pytest
+import torch
+
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    Reference,
+    fused_distillation_loss,
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+)
+from grpo_kernels import reference as exact
+from grpo_kernels.kernels import LogitTransform, PairStats, RowGrads, pairs, triton_pairs
+from tests.helpers.batches import make_batch, relative_error
+
+BACKENDS = {"torch": pairs, "triton": triton_pairs}
+NAN, INF = float("nan"), float("inf")
+NONE = LogitTransform()
+
+
+def truth(z, t, kind, beta):
+    """Divergence of each row, and its gradient by z, in float64."""
+    z, t = z.double().requires_grad_(), t.double()
+    s, t = z.log_softmax(1), t.log_softmax(1)
+
+    def kl(a, b):
+        return (a.exp() * (a - b).masked_fill(a == -INF, 0.0)).sum(1)
+
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+    found = {
+        "reverse": lambda: kl(s, t),
+        "forward": lambda: kl(t, s),
+        "jsd": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
+    }[kind]()
+    return found.detach(), torch.autograd.grad(found.sum(), z)[0]
+
+
+def of_kernels(module, z, t, kind, beta=0.3, transforms=(NONE, NONE), targets=None, grads=None):
+    """Statistics, and the gradient by the raw logits."""
+    targets = torch.zeros(len(z), dtype=torch.int64) if targets is None else targets
+    z, t, stats = z.clone(), t.clone(), PairStats.empty(z)
+    module.pair_stats(z, t, targets, *transforms, stats, kind=kind, beta=beta)
+    out, ones = torch.empty_like(z), torch.ones(len(z))
+    grads = None if grads is None else grads(stats)
+    module.pair_grads_(
+        z.clone(), t, targets, *transforms, stats, grads, ones, out, kind=kind, beta=beta
+    )
+    again = PairStats.empty(z)
+    if module.pair_stats(z, t, targets, *transforms, again, kind=kind, beta=beta, leave=True):
+        torch.testing.assert_close(again.values, stats.values, equal_nan=True)
+        left = t * pairs.left_factors(transforms[0], ones)[:, None]
+        if grads is not None:
+            module.left_grads_(z, t, targets, transforms[0], grads, ones, left)
+        torch.testing.assert_close(left, out, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return stats, out
+
+
+def logits(apart, rows=6, V=1203, seed=0):
+    """Two models' peaked logits, `apart` from each other: a number, or one per row."""
+    g = torch.Generator().manual_seed(seed)
+    z = 4 * torch.randn(rows, V, generator=g)
+    z[:, 5] += 9
+    return z, z + apart * torch.randn(rows, V, generator=g)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+@pytest.mark.parametrize("apart", [3.0, 0.3, 1e-2, 1e-3])
+def test_models_that_agree_keep_their_digits(kind, apart, backend):
+    z, t = logits(apart)
+    divergence, gradient = truth(z, t, kind, 0.3)
+    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=5e-5, atol=0.0)
+    assert max(map(relative_error, d, gradient)) <= (2e-4 if apart < 1e-2 else 3e-5)
+
+
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_vocabulary_of_a_model(kind):
+    """Rows that agree lie beside rows that do not."""
+    apart = torch.tensor([3.0, 1e-3, 0.3, 1e-2, 1e-4, 1.0, 2.0])[:, None]
+    z, t = logits(apart, rows=7, V=151_936)
+    stats, d = of_kernels(pairs, z, t, kind)
+    value, grad = truth(z, t, kind, 0.3)
+    torch.testing.assert_close(stats.divergence.double(), value, rtol=1e-4, atol=0.0)
+    errors = (d - grad).norm(dim=1) / grad.norm(dim=1)
+    assert errors.max() <= 3e-4, errors  # of one part in 1e-4 float32 has three digits less
+    assert errors[[0, 2, 5, 6]].max() <= 3e-5, errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_confident_models(kind, backend):
+    """A KL of 1e-9, of two models that put all but a billionth on the same token."""
+    z = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
+    z[:, 3] += 27
+    t = z.clone()
+    t[0, :3] += 1.0
+    t[1, 3] += 0.5
+    t[2, 9] += 3.0
+    divergence, gradient = truth(z, t, kind, 0.3)
+    assert divergence.max() < 1e-8 and divergence.min() > 1e-13
+    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
+    # Of the entries with hardly any probability; that of the token itself is off by its rounding.
+    others = torch.arange(700) != 3
+    assert relative_error(d[:, others], gradient[:, others]) <= 1e-3
+    assert (d[:, 3] - gradient[:, 3]).abs().max() <= 1e-7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_equal_models(kind, backend):
+    z, _ = logits(0.0)
+    stats, d = of_kernels(BACKENDS[backend], z, z, kind)
+    # Compiled, the one's products may be fused with its sums, and the other's not.
+    assert stats.divergence.max() <= 1e-13 and d.abs().max() <= 3e-7
+    assert backend == "triton" or not (stats.divergence.any() or d.any())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_limits(kind, backend):
+    """-inf in both, in the policy, in the reference: exact, infinite where it is, never NaN."""
+    z, t = logits(0.5, rows=4)
+    z[1:3, 7] = t[1, 7] = t[3, 7] = -INF
+    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    infinite = {"reverse": 3, "forward": 2}.get(kind)
+    for row in range(4):
+        if row == infinite:
+            assert stats.divergence[row] == INF
+            if kind == "reverse":  # towards the entry, away from all others
+                signs = torch.where(torch.arange(1203) == 7, INF, -INF)
+                assert (d[row] == signs)[z[row] > -20].all()
+            else:
+                assert relative_error(d[row], z[row].softmax(0) - t[row].softmax(0)) <= 1e-4
+            continue
+        near = (x[row, None].masked_fill(x[row, None] == -INF, -60.0) for x in (z, t))
+        divergence, gradient = truth(*near, kind, 0.3)
+        torch.testing.assert_close(stats.divergence[row].double(), divergence[0], rtol=1e-5, atol=0)
+        assert relative_error(d[row], gradient[0]) <= 1e-4
+    assert not d.isnan().any() and not stats.divergence.isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics(backend):
+    """Both models' log-probs, entropies and likeliest ids; rows far from their first block."""
+    z, t = logits(0.3, rows=5, V=2500)
+    z[1, 2400] += 150.0  # beyond the reach of the first anchor
+    t[2, 2400] += 150.0
+    targets = torch.tensor([5, 2400, 9, 1, -1])
+    stats, _ = of_kernels(BACKENDS[backend], z, t, "reverse", targets=targets)
+    for x, found in ((z, stats.of_policy), (t, stats.of_reference)):
+        log_p = x.double().log_softmax(1)
+        of_targets = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        of_targets[4] = -INF
+        torch.testing.assert_close(found.logps.double(), of_targets, rtol=1e-5, atol=1e-5)
+        lse = x.double().logsumexp(1)
+        torch.testing.assert_close(found.logsumexp.double(), lse, rtol=1e-6, atol=1e-5)
+        entropy = -(log_p.exp() * log_p).sum(1)
+        torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
+    agrees = z.argmax(1) == t.argmax(1)
+    assert ((stats.ref_at_peak == stats.ref_peak) == agrees).all() and 0 < agrees.sum() < 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+@pytest.mark.parametrize("softcap", [None, 25.0])
+def test_gradients_add_up(softcap, kind, backend):
+    """Those of log-prob, entropy, logsumexp and divergence, through every transform."""
+    z, t = logits(0.5, V=803)
+    T = torch.linspace(0.7, 1.3, 6)
+    transforms = LogitTransform(1.2, softcap, T), LogitTransform(0.9, 40.0, 1.1)
+    targets = torch.tensor([5, 0, 802, 77, 5, 9])
+    g, e, q = (torch.randn(6, generator=torch.Generator().manual_seed(i)) for i in range(3))
+
+    def grads(stats):
+        return RowGrads.of(stats.of_policy, g, e, q)
+
+    _, d = of_kernels(BACKENDS[backend], z, t, kind, 0.3, transforms, targets, grads)
+    raw = z.double().requires_grad_()
+    x = 1.2 * raw if softcap is None else 25 * torch.tanh(1.2 * raw / 25)
+    x = x / T[:, None].double()
+    y = 40 * torch.tanh(0.9 * t.double() / 40) / 1.1
+    s = x.log_softmax(1)
+    _, by_divergence = truth(x.detach(), y, kind, 0.3)
+    value = (g * s.gather(1, targets[:, None])[:, 0]).sum()
+    value = value - (e * (s.exp() * s).sum(1)).sum() + (q * x.logsumexp(1)).sum()
+    value = value + (by_divergence * x).sum()
+    (expected,) = torch.autograd.grad(value, raw)
+    assert relative_error(d, expected) <= 1e-5
+
+
+# The calls
+
+
+def two_models(B=4, T=9, H=32, V=503, seed=0):
+    batch = make_batch(B=B, T=T, H=H, V=V, seed=seed)
+    g = torch.Generator().manual_seed(9)
+    weight = torch.cat([batch.weight, 0.1 * torch.randn(V, 12, generator=g)], 1)
+    states = torch.cat([batch.hidden, torch.randn(B, T, 12, generator=g)], -1)
+    return batch, Reference(states.masked_fill(~batch.mask[..., None], NAN), 1.1 * weight)
+
+
+def gradients(call, batch):
+    leaves = [x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    out = call(*leaves)
+    out.loss.backward()
+    return out, [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", pairs.KINDS)
+def test_distillation(kind, backend):
+    """Value, gradients and metrics, in chunks, with NaN in either model's masked states."""
+    batch, other = two_models()
+    execution = Execution(backend=backend, chunk_bytes=8 * 503 * 5)
+
+    def fast(hidden, weight):
+        return fused_distillation_loss(
+            hidden, weight, other, batch.mask, kind=kind, beta=0.3, execution=execution
+        )
+
+    out, found = gradients(fast, batch)
+    hidden, weight = (x.double().requires_grad_() for x in (batch.hidden, batch.weight))
+    wide = Reference(other.hidden.double(), other.head.double())
+    expected = exact.divergence(hidden, weight, wide, batch.mask, kind=kind, beta=0.3)
+    loss = expected.sum() / batch.mask.sum()
+    loss.backward()
+    assert abs(out.loss.item() - loss.item()) <= 1e-5 * loss.item()
+    torch.testing.assert_close(out.divergence.double(), expected.detach(), rtol=1e-4, atol=1e-6)
+    for x, y in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert y.norm() > 0 and relative_error(x, y) <= 3e-5
+    entropies = [
+        exact.linear_logprobs(x, y, batch.targets, batch.mask).entropy.sum() / batch.mask.sum()
+        for x, y in ((hidden, weight), wide)
+    ]
+    names = ("tokens", "divergence", "entropy", "ref_entropy", "divergence_max")
+    values = (batch.mask.sum(), loss, *entropies, expected.max())
+    for name, value in zip(names, values, strict=True):
+        assert out.metrics[name].item() == pytest.approx(value.item(), rel=1e-4), name
+    assert 0 < out.metrics["agreement"] <= 1
+
+
+def test_parts_of_a_step_add_up():
+    batch, other = two_models()
+
+    def whole(hidden, weight):
+        return fused_distillation_loss(hidden, weight, other, batch.mask)
+
+    def parts(hidden, weight):
+        each = [
+            fused_distillation_loss(
+                hidden[i], weight, Reference(other.hidden[i], other.head), batch.mask[i],
+                num_items=batch.mask.sum(),
+            )
+            for i in (slice(0, 1), slice(1, 4))
+        ]  # fmt: skip
+        return each[0]._replace(loss=sum(x.loss for x in each))
+
+    (one, of_one), (some, of_some) = gradients(whole, batch), gradients(parts, batch)
+    torch.testing.assert_close(some.loss, one.loss)
+    for x, y in zip(of_some, of_one, strict=True):
+        assert relative_error(x, y) <= 1e-6
+
+
+def test_frozen_head_packed_half_and_no_grad():
+    batch, other = two_models()
+    rows = batch.mask
+    hidden = batch.hidden[rows].bfloat16().requires_grad_()
+    packed = Reference(other.hidden[rows].half(), other.head.half())
+    out = fused_distillation_loss(hidden, batch.weight.bfloat16(), packed)
+    out.loss.backward()
+    wide = [x.detach().double() for x in (hidden, batch.weight.bfloat16())]
+    wide[0].requires_grad_()
+    theirs = Reference(packed.hidden.double(), packed.head.double())
+    exact.divergence(*wide, theirs).mean().backward()
+    assert hidden.grad.dtype == torch.bfloat16
+    assert relative_error(hidden.grad, wide[0].grad) <= 3e-3
+    with torch.no_grad():
+        again = fused_distillation_loss(hidden, batch.weight.bfloat16(), packed)
+    assert again.loss == out.loss.detach() and not again.loss.requires_grad
+
+
+def test_a_reference_has_no_gradient():
+    batch, other = two_models()
+    other = Reference(*(x.clone().requires_grad_() for x in other))
+    hidden = batch.hidden.clone().requires_grad_()
+    fused_distillation_loss(hidden, batch.weight, other, batch.mask).loss.backward()
+    assert hidden.grad is not None and other.hidden.grad is None and other.head.grad is None
+
+
+LOSSES = ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "gspo", "gmpo", "vespo", "reinforce")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("estimator", ["exact", "k3"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_losses(loss_type, estimator, backend):
+    batch, other = two_models()
+    needs = {"dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 5.0}}
+    config = GRPOLossConfig(
+        loss_type=loss_type, beta=0.2, kl_estimator=estimator, **needs.get(loss_type, {})
+    )
+    given = (batch.targets, batch.advantages, batch.mask)
+
+    def fast(hidden, weight):
+        return fused_grpo_loss(
+            hidden, weight, *given, old_logps=batch.old_logps, reference=other, config=config,
+            execution=Execution(backend=backend, chunk_bytes=8 * 503 * 5),
+        )  # fmt: skip
+
+    out, found = gradients(fast, batch)
+    hidden, weight = (x.double().requires_grad_() for x in (batch.hidden, batch.weight))
+    expected = exact.fused_grpo_loss(
+        hidden, weight, *given, old_logps=batch.old_logps.double(), config=config,
+        reference=Reference(other.hidden.double(), other.head.double()),
+    )  # fmt: skip
+    expected.loss.backward()
+    assert abs(out.loss.item() - expected.loss.item()) <= 1e-5 * max(1, abs(expected.loss.item()))
+    for x, y in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert y.norm() > 0 and relative_error(x, y) <= 3e-5
+    assert out.metrics.keys() == expected.metrics.keys()
+    for name in ("kl", "kl_max"):
+        assert out.metrics[name].item() == pytest.approx(expected.metrics[name].item(), rel=1e-4)
+
+
+def test_an_estimate_is_that_of_its_log_probs():
+    """What `reference` computes is what `ref_logps` would have been."""
+    batch, other = two_models()
+    given, config = (batch.targets, batch.advantages, batch.mask), GRPOLossConfig(beta=0.2)
+    logps = linear_logprobs(*other, batch.targets, batch.mask).logps
+    here = gradients(lambda *x: fused_grpo_loss(*x, *given, reference=other, config=config), batch)
+    before = gradients(
+        lambda *x: fused_grpo_loss(*x, *given, ref_logps=logps, config=config), batch
+    )
+    assert here[0].loss == before[0].loss
+    assert all(torch.equal(x, y) for x, y in zip(here[1], before[1], strict=True))
+
+
+def test_the_exact_kl_is_what_its_estimates_estimate():
+    """Over targets that the policy samples the mean of k1 comes to it."""
+    batch, other = two_models(B=1, T=3, V=53)
+    states = Reference(other.hidden.nan_to_num(), other.head)
+    hidden, mask = batch.hidden.nan_to_num(), None
+    config = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+    kl = fused_grpo_loss(
+        hidden, batch.weight, batch.targets.clamp(min=0), batch.advantages, mask,
+        reference=states, config=config,
+    ).metrics["kl"]  # fmt: skip
+    every = torch.arange(53)[:, None].expand(53, 3)
+    own, theirs = (
+        linear_logprobs(x.expand(53, -1, -1), w, every).logps.double()
+        for x, w in ((hidden, batch.weight), states)
+    )
+    assert kl.item() == pytest.approx(((own.exp() * (own - theirs)).sum() / 3).item(), rel=1e-4)
+
+
+def test_memory_that_runs_out(monkeypatch):
+    batch, other = two_models(B=24)
+    tried = []
+    original = torch.mm
+
+    def full(*args, **options):
+        tried.append(len(args[0]))
+        if len(args[0]) > 30:
+            raise torch.OutOfMemoryError("none left")
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch, "mm", full)
+    with pytest.warns(UserWarning, match="memory ran out over the head"):
+        out = fused_distillation_loss(batch.hidden, batch.weight, other, batch.mask)
+    monkeypatch.undo()
+    expected = fused_distillation_loss(batch.hidden, batch.weight, other, batch.mask)
+    torch.testing.assert_close(out.loss, expected.loss)
+
+
+def test_refused():
+    batch, other = two_models()
+    given = (batch.hidden, batch.weight)
+    for call, error, message in (
+        (lambda: fused_distillation_loss(*given, other.hidden), TypeError,
+         r"reference: expected a Reference\(hidden, head\); got Tensor"),
+        (lambda: fused_distillation_loss(*given, Reference(other.hidden, other.head[:500])),
+         ValueError, r"reference: expected a head of 503 rows, .*; got 500.*weight\[:V\]"),
+        (lambda: fused_distillation_loss(*given, Reference(other.hidden[:2], other.head)),
+         ValueError, "reference: targets: expected shape"),
+        (lambda: fused_distillation_loss(*given, Reference(other.hidden, other.head[:, :40])),
+         ValueError, r"reference: weight: expected shape \[V, 44\]; got \[503, 40\]"),
+        (lambda: fused_distillation_loss(*given, other, kind="up"), ValueError,
+         "kind: expected one of reverse, forward, jsd; got 'up'"),
+        (lambda: fused_distillation_loss(*given, other, kind="jsd", beta=1.0), ValueError,
+         r"beta: expected a number in \(0, 1\); got 1.0"),
+        (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,
+                                 config=GRPOLossConfig(beta=0.1, kl_estimator="exact")),
+         ValueError, "reference: expected a Reference in fused_grpo_loss, .*; got None"),
+        (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,
+                                 ref_logps=batch.ref_logps, reference=other),
+         ValueError, "ref_logps: expected None with a reference"),
+        (lambda: grpo_loss(batch.old_logps, batch.advantages, batch.mask,
+                           ref_logps=batch.ref_logps,
+                           config=GRPOLossConfig(beta=0.1, kl_estimator="exact")),
+         ValueError, "reference: expected a Reference in fused_grpo_loss"),
+        (lambda: GRPOLossConfig(beta=0.1, kl_estimator="exact", kl_clamp=1.0), ValueError,
+         "kl_clamp: expected None, as kl_estimator='exact'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+    out = fused_distillation_loss(*(x.clone().requires_grad_() for x in given), other, batch.mask)
+    leaf = batch.hidden.clone().requires_grad_()
+    out = fused_distillation_loss(leaf, batch.weight, other, batch.mask)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out.loss, leaf, create_graph=True)
+
+
+def test_options_of_both_heads():
+    """Bias, LoRA, softcap, scale and temperature of the reference are its own."""
+    batch, other = two_models()
+    g = torch.Generator().manual_seed(4)
+    a, b = torch.randn(4, 9, 3, generator=g), torch.randn(503, 3, generator=g) / 4
+    head = LMHead(
+        other.head, torch.randn(503, generator=g), (a, b), logit_scale=0.9, softcap=20.0,
+        temperature=batch.temperature,
+    )  # fmt: skip
+    given = Reference(other.hidden, head)
+    out, found = gradients(
+        lambda *x: fused_distillation_loss(*x, given, batch.mask, kind="forward"), batch
+    )
+    hidden, weight = (x.double().requires_grad_() for x in (batch.hidden, batch.weight))
+    wide = Reference(other.hidden.double(), head)
+    loss = exact.divergence(hidden, weight, wide, batch.mask, kind="forward").sum()
+    loss = loss / batch.mask.sum()
+    loss.backward()
+    assert abs(out.loss.item() - loss.item()) <= 1e-5 * loss.item()
+    for x, y in zip(found, (hidden.grad, weight.grad), strict=True):
+        assert relative_error(x, y) <= 3e-5
