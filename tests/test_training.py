@@ -174,6 +174,43 @@ def test_another_model_is_the_reference(tiny_model, tmp_path):
         trainer_of(replace(config, name="fourth", ref_model=str(tmp_path / "none")))
 
 
+@pytest.mark.parametrize("options", ({}, {"lora_rank": 2}, {"ref_model": "other"}), ids=str)
+def test_the_exact_kl(options, tiny_model, tmp_path):
+    """That of the two models' softmaxes over the rollout; and it holds the policy back."""
+    other = make_model("llama")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.2)
+    other.save_pretrained(tmp_path / "other")
+    options = {k: str(tmp_path / x) if k == "ref_model" else x for k, x in options.items()}
+    found, last = [], {}
+    for beta in (0.05, 20.0):
+        config = config_of(
+            tiny_model, tmp_path / str(beta), beta=beta, kl_estimator="exact", steps=4,
+            learning_rate=3e-3, **options,
+        )  # fmt: skip
+        trainer = trainer_of(config)
+
+        def look(row, samples, trainer=trainer, beta=beta):
+            batch, _ = samples.batch(range(len(samples.texts)), 0)
+            with torch.no_grad(), trainer.reference.active(trainer.policy) as reference:
+                t, policy = reference("as_reference", batch), trainer.policy
+                t = (t.hidden @ t.head.weight.T).log_softmax(-1)
+            with torch.no_grad():
+                s = policy("as_reference", batch)
+                s = (s.hidden @ s.head.weight.T).log_softmax(-1)
+            kl = (s.exp() * (s - t)).sum(-1)[batch.mask.bool()].mean()
+            last[beta] = kl.item()
+
+        rows = rows_of(trainer.train(look))
+        found.append([row["kl"] for row in rows])
+    if "ref_model" not in options:  # the policy itself, before its first update
+        assert found[0][0] == pytest.approx(0, abs=1e-6)
+        assert 0 < last[20.0] < last[0.05] / 2
+    else:
+        assert found[0][0] > 1e-3 and last[20.0] < last[0.05]
+
+
 @pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))
 def test_lora_trains_adapters_against_the_base(target, tiny_model, tmp_path):
     config = config_of(

@@ -52,6 +52,11 @@ def config_of(**options):
         ({"lora_alpha": 8}, "lora_alpha: expected 32 where lora_rank is 0"),
         ({"sync_ref_every": 2}, "sync_ref_every: expected 0 where beta is 0"),
         ({"ref_model": "m"}, "ref_model: expected None where beta is 0"),
+        ({"kl_estimator": "exact"}, "kl_estimator: expected 'k3' where beta is 0"),
+        (
+            {"beta": 0.1, "kl_estimator": "exact", "top_k": 5, "replay_support": True},
+            "kl_estimator: expected another with replay_support",
+        ),
         (
             {"beta": 0.1, "sync_ref_every": 2, "lora_rank": 2},
             "sync_ref_every: expected 0 with lora_rank",

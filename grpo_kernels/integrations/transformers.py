@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import INTEGERS, check_tensor
+from ..base.checks import INTEGERS, check_bool, check_tensor
 from ..calls import fused_grpo_loss, linear_logprobs
 from ..head.execution import Execution, check_execution
-from ..head.lm_head import LMHead, Support
+from ..head.lm_head import LMHead, Reference, Support
 from ..loss.config import GRPOLossConfig
 from ..loss.inputs import check_config
 from .hf_head import (
@@ -105,6 +105,10 @@ class Objective:
         config, num_items: as in `fused_grpo_loss`.
         support: what sampling kept for each token, as in `fused_grpo_loss`, with the tokens in the
             row-major order of the log-probs. Also without advantages.
+        reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
+        states: asks for these: `output` has nothing then, and `reference` is this model's, to be
+            the reference of another call's objective. Its head is whole only inside the forward of
+            a model that FSDP or ZeRO-3 shards.
         temperature: divides the logits of this call; None: as attached.
         execution: of this call; None: as attached.
 
@@ -125,6 +129,8 @@ class Objective:
         config: GRPOLossConfig | None = None,
         num_items: float | Tensor | None = None,
         support: Support | None = None,
+        reference: Reference | None = None,
+        states: bool = False,
         temperature: float | Tensor | None = None,
         execution: Execution | None = None,
     ) -> None:
@@ -139,14 +145,24 @@ class Objective:
             "ce_weights": ce_weights,
             "config": config,
             "num_items": num_items,
+            "reference": reference,
         }
-        self.loss_arguments = {name: x for name, x in optional.items() if x is not None}
+        self.loss_arguments: dict[str, Any] = {
+            name: x for name, x in optional.items() if x is not None
+        }
         if advantages is None and self.loss_arguments:
             raise ValueError(
                 f"advantages: expected a tensor, as {', '.join(self.loss_arguments)} came; got None"
             )
+        check_bool("states", states)
+        if states and (advantages is not None or mask is not None or support is not None):
+            raise ValueError(
+                "states: expected False with advantages, a mask or a support, as nothing is scored "
+                "then; got True"
+            )
         self.advantages, self.mask, self.old_logps = advantages, mask, old_logps
         self.support, self.temperature, self.execution = support, temperature, execution
+        self.states, self.reference = states, reference
         self.output: FusedHeadOutput | None = None
 
 
@@ -307,8 +323,11 @@ def _fused_forward(
     temperature = options.temperature if given is None else _to(device, given)
     with precision:
         lm_head = head.at(hidden, temperature=temperature, logits_dtype=options.logits_dtype)
-        execution = objective.execution or options.execution
-        out = _score(hidden, lm_head, targets, objective, execution)
+        if objective.states:
+            objective.reference, out = Reference(hidden.detach(), lm_head), FusedHeadOutput()
+        else:
+            execution = objective.execution or options.execution
+            out = _score(hidden, lm_head, targets, objective, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out

@@ -9,8 +9,8 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_replay.py` and `trl_versions.py`
-alone depend on private parts of TRL:
+TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_replay.py`, `trl_exact_kl.py` and
+`trl_versions.py` alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
 - `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`, or
@@ -53,6 +53,7 @@ from accelerate.utils import extract_model_from_parallel
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from . import trl_exact_kl
 from .transformers import Objective, attach_fused_head, has_fused_head
 from .trl_replay import KEY, SupportReplay, masks_of_vllm
 
@@ -76,7 +77,7 @@ _Attach = Callable[..., None]
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """Trains like TRL's `GRPOTrainer` without computing logits; takes four arguments more.
+    """Trains like TRL's `GRPOTrainer` without computing logits; takes five arguments more.
 
     Args:
         args, kwargs: those of `trl.GRPOTrainer`.
@@ -88,6 +89,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         loss: trained in the place of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
             or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics stay;
             `epsilon`, say, is the class's own.
+        exact_kl: the KL that `beta` weighs is that over the whole vocabulary, for which the
+            reference's layers run beside each micro-batch. Logged as `kl_exact`; TRL's `kl` stays
+            its estimate.
 
     Raises:
         ValueError: PEFT with virtual tokens, a model whose logits are not a linear layer of its
@@ -102,12 +106,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         logits_dtype: str = "fp32",
         replay_support: bool = False,
         loss: OwnLossType | None = None,
+        exact_kl: bool = False,
         **kwargs: Any,
     ) -> None:
         attach = _attacher(execution, logits_dtype)
         with Patch(_of_constructor(attach, replay_support)):
             super().__init__(*args, **kwargs)
-        _prepare(self, attach, replay_support, loss)
+        _prepare(self, attach, replay_support, loss, exact_kl)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return _generate(super()._generate_single_turn, self, *args, **kwargs)
@@ -135,7 +140,7 @@ class patch_trl(Patch):
     Trainers made before the patch, or trained after it, compute as TRL's do.
 
     Args:
-        replay_support, logits_dtype, execution, loss: as in `FusedGRPOTrainer`.
+        replay_support, logits_dtype, execution, loss, exact_kl: as in `FusedGRPOTrainer`.
 
     Raises:
         RuntimeError: TRL is patched already.
@@ -148,6 +153,7 @@ class patch_trl(Patch):
         logits_dtype: str = "fp32",
         execution: Execution = Execution(),  # noqa: B008 - frozen
         loss: OwnLossType | None = None,
+        exact_kl: bool = False,
     ) -> None:
         attach, init_of_trl = _attacher(execution, logits_dtype), GRPOTrainer.__init__
         wrappers: dict[str, Callable[..., Any]] = {
@@ -156,7 +162,7 @@ class patch_trl(Patch):
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             init_of_trl(self, *args, **kwargs)
-            _prepare(self, attach, replay_support, loss)
+            _prepare(self, attach, replay_support, loss, exact_kl)
 
         def wrapped(name: str) -> Callable[..., Any]:
             own = getattr(GRPOTrainer, name)
@@ -212,7 +218,9 @@ def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> N
     attach(model, temperature=temperature, float32=float32)
 
 
-def _prepare(trainer: Any, attach: _Attach, replay_support: bool, loss: OwnLossType | None) -> None:
+def _prepare(
+    trainer: Any, attach: _Attach, replay_support: bool, loss: OwnLossType | None, exact_kl: bool
+) -> None:
     """Checks a trainer that TRL has constructed, and gives it what it needs besides."""
     if is_prompt_learning(trainer.model):
         raise ValueError(
@@ -234,7 +242,10 @@ def _prepare(trainer: Any, attach: _Attach, replay_support: bool, loss: OwnLossT
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32
             _attach(attach, inner, trainer.temperature, float32)
-    trainer._own_loss = loss
+    trainer._own_loss, trainer._exact_kl = loss, exact_kl
+    if exact_kl:
+        token_local = loss is not None or _is_token_local(trainer)
+        trl_exact_kl.check(trainer, token_local, replay_support)
     if loss is not None:
         if isinstance(loss, str):
             raise TypeError(
@@ -310,6 +321,9 @@ class _Call:
     (FSDP2 under accelerate: to bf16).
     """
 
+    # The trainer whose reference is to be measured from, if any.
+    trainer: Any = None
+
     def __init__(self, model: Any, objective: Objective, length: int, fused: bool) -> None:
         self.model, self.objective, self.length, self.fused = model, objective, length, fused
 
@@ -318,7 +332,11 @@ class _Call:
             return self.model(**inputs)
         if ASKS_FOR_LOGITS:
             inputs["labels"] = labels_of(inputs, self.length)
-        self.model(**inputs | {"logits_to_keep": self.length, _KEYWORD: self.objective})
+        inputs["logits_to_keep"] = self.length
+        if self.trainer is not None:
+            reference = trl_exact_kl.reference_of(self.trainer, inputs, _KEYWORD)
+            self.objective.loss_arguments["reference"] = reference
+        self.model(**inputs | {_KEYWORD: self.objective})
         out, old_logps = self.objective.output, self.objective.old_logps
         assert out is not None and out.logps is not None and out.entropy is not None
         logps = out.logps
@@ -366,7 +384,11 @@ def _compute_loss(
     own = _own_loss(trainer)
     in_the_model = (
         not isinstance(model, _Call)
-        and (own is not None or (torch.is_grad_enabled() and _is_token_local(trainer)))
+        and (
+            own is not None
+            or trl_exact_kl.wanted(trainer)
+            or (torch.is_grad_enabled() and _is_token_local(trainer))
+        )
         and has_fused_head(extract_model_from_parallel(model))
     )
     if not in_the_model:
@@ -376,7 +398,11 @@ def _compute_loss(
         return trl_loss(model, inputs)
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
     objective, scale = _objective(trainer, inputs)
-    value = trl_loss(_Call(model, objective, inputs["completion_ids"].shape[1], True), inputs)
+    call = _Call(model, objective, inputs["completion_ids"].shape[1], True)
+    exact = trl_exact_kl.wanted(trainer)
+    if exact:
+        call.trainer = trainer
+    value = trl_loss(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
     loss, policy_value = out.loss * scale, value.detach()
@@ -384,7 +410,10 @@ def _compute_loss(
         assert out.aux_loss is not None
         coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
         policy_value = policy_value - coefficient * out.aux_loss.detach()
-    if own is not None:
+    if exact:
+        assert out.metrics is not None
+        trl_exact_kl.log(trainer, out.metrics["kl"])
+    if own is not None or exact:
         return loss + (value - policy_value)
     if _check_is_due(trainer):
         magnitude = _magnitude(trainer, objective)
@@ -418,6 +447,7 @@ def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         "loss_type": loss_type if own is None else own,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
+        "kl_estimator": "exact" if trl_exact_kl.wanted(trainer) else "k3",
     }
     if own is not None:
         pass  # which has its options
@@ -463,13 +493,14 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
         num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
     config = _loss_config(trainer, 1 / max(1, accumulation) / scale)
+    has_estimate = trainer.beta and not trl_exact_kl.wanted(trainer)
     objective = Objective(
         advantages.float(),
         mask=mask,
         config=config,
         num_items=num_items,
         old_logps=inputs.get("old_per_token_logps"),
-        ref_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
+        ref_logps=inputs["ref_per_token_logps"] if has_estimate else None,
         support=batch_support(inputs[KEY], mask.shape[1]) if _replay(trainer) else None,
     )
     return objective, scale

@@ -336,6 +336,8 @@ class TrainingConfig(GRPOLossConfig):
              "0 with lora_rank, whose adapters no other model has"),
             (self.sync_ref_every and self.ref_model is not None, "sync_ref_every",
              "0 with ref_model, which stays as it is"),
+            (self.kl_estimator == "exact" and self.records_support, "kl_estimator",
+             "another with replay_support, whose softmax is over the kept sets"),
             (not self.sync_ref_every and self.ref_mixup_alpha != 1, "ref_mixup_alpha",
              "1.0 where sync_ref_every is 0"),
             *((not self.lora_rank and getattr(self, name) != DEFAULTS[name], name,

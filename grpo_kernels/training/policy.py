@@ -19,7 +19,7 @@ from .. import GRPOLossConfig
 from ..base.layout import to_device
 from ..calls import fused_grpo_loss, linear_logprobs
 from ..head.execution import Execution
-from ..head.lm_head import LMHead, Support
+from ..head.lm_head import LMHead, Reference, Support
 from ..integrations.hf_head import base_model, body_of, head_of, register_with_zero3
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
@@ -117,6 +117,12 @@ class Policy(nn.Module):
             entropy=entropy, support=batch.support, execution=execution,
         )  # fmt: skip
         return out.logps, out.entropy
+
+    @torch.no_grad()
+    def as_reference(self, batch: Batch) -> Reference:
+        """The states that predict the completions, and the head: what another is measured from."""
+        hidden = self.hidden(batch)
+        return Reference(hidden, self.head(hidden))
 
     def generate(
         self, ids: Tensor, mask: Tensor, count: int, options: dict[str, Any], tokenizer: Any

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import check_sampler
-from ..head.lm_head import LOGITS_DTYPES
+from ..head.lm_head import LOGITS_DTYPES, Reference
 from . import ranks
 from .micro_batches import Plan, pad_plan, plan_micro_batches
+from .policy import Batch
 from .reference_model import ReferenceModel
 from .rollout import RolloutError
 from .run import Run
@@ -75,7 +76,7 @@ class Scorer:
                 scores = replace(scores, old_logps=self._logps(self.policy, samples, parts)[0])
             if quantile_of_rollout:
                 _, entropy = self._logps(self.policy, samples, plan, entropy=True)
-            if self.reference is not None:
+            if self.reference is not None and not config.loss_config().exact_kl:
                 with self.reference.active(self.policy) as reference:
                     scores = replace(scores, ref_logps=self._logps(reference, samples, plan)[0])
         if quantile_of_rollout:
@@ -83,6 +84,13 @@ class Scorer:
             threshold = ranks.top_quantile(self.accelerator, of_tokens, share)
             scores = replace(scores, entropy_threshold=threshold)
         return scores
+
+    def reference_of(self, batch: Batch) -> Reference | None:
+        """The reference's states of a micro-batch and its head, where the KL is the exact one."""
+        if self.reference is None or not self.config.loss_config().exact_kl:
+            return None
+        with self.reference.active(self.policy) as reference:
+            return reference("as_reference", batch)
 
     def compare_roundings(self, samples: Samples) -> None:
         """Warns where sampler and policy do not round their logits alike."""

@@ -89,6 +89,11 @@ class Trainer:
         if any(problem.get("answer") is None for problem in self.held_out):
             raise ValueError("held_out: expected an answer in every problem, to compare with")
         self.has_answers = all(x.get("answer") is not None for x in self.train_problems)
+        if config.kl_estimator == "exact" and ranks.sharding(accelerator) is not None:
+            raise ValueError(
+                "kl_estimator: expected another with FSDP or DeepSpeed, which hold the reference's "
+                "head whole only inside its own forward; got 'exact'"
+            )
         self.reference = ReferenceModel(accelerator, model, config) if config.beta else None
         given = checkpoint.digests(
             self.train_problems, self.held_out, encode, model,
@@ -246,7 +251,7 @@ class Trainer:
                             "loss", batch, samples.advantages[where],
                             config_of_part(config, samples.size(part), whole, world),
                             **constants(samples, scores, where, T, counted), num_items=items,
-                            execution=self.config.execution(),
+                            reference=scorer.reference_of(batch), execution=self.config.execution(),
                         )  # fmt: skip
                     if not last:
                         accelerator.backward(part_loss)

@@ -60,7 +60,9 @@ def folder_of(family):
 
 
 # Options of `trained` for the trainer, not for its configuration.
-_OF_THE_TRAINER = ("peft_config", "execution", "logits_dtype", "replay_support", "loss")
+_OF_THE_TRAINER = (
+    "peft_config", "execution", "logits_dtype", "replay_support", "loss", "exact_kl"
+)  # fmt: skip
 
 
 def trained(

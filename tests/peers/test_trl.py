@@ -127,6 +127,68 @@ def test_a_loss_of_one_s_own_that_is_another(tmp_path):
     assert any(not torch.equal(weights[key], x) for key, x in others.items())
 
 
+class OfLogits(GRPOTrainer):
+    """TRL's trainer, with the KL of all logits in the place of its estimate."""
+
+    def _compute_loss(self, model, inputs):
+        beta, self.beta = self.beta, 0.0
+        loss, self.beta = super()._compute_loss(model, inputs), beta
+        ids, masks = (
+            torch.cat([inputs[f"{x}_{name}"] for x in ("prompt", "completion")], 1)
+            for name in ("ids", "mask")
+        )
+        mask, T = inputs["completion_mask"], inputs["completion_ids"].shape[1]
+
+        def log_p(its):
+            logits = its(ids, attention_mask=masks).logits[:, -T - 1 : -1]
+            return (logits / self.temperature).log_softmax(-1)
+
+        if self.ref_model is not None:
+            with torch.no_grad():
+                t = log_p(self.ref_model)
+        else:
+            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+                t = log_p(model)
+        s = log_p(model)
+        kl = (s.exp() * (s - t)).sum(-1) * mask
+        of_sequences = kl.sum(1) / mask.sum(1).clamp(min=1)
+        return loss + beta * of_sequences.mean() / self.current_gradient_accumulation_steps
+
+
+@pytest.mark.skipif(ASKS_FOR_LOGITS, reason="its log-probs come from logits, too")
+@pytest.mark.parametrize("lora", (False, True))
+def test_the_exact_kl(lora, tmp_path):
+    options = {"loss_type": "grpo", "beta": 2.0, **TWICE}
+    if lora:
+        options["peft_config"] = LoraConfig(r=2, lora_alpha=8, init_lora_weights=False)
+    losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", exact_kl=True, **options)
+    expected = trained(OfLogits, tmp_path / "theirs", **options)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-5)
+    for key, weight in expected[2].items():
+        torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-5, msg=key)
+    kls = [row["kl_exact"] for row in log if "kl" in row]
+    assert len(kls) == 3 and min(kls[1:]) > 1e-3  # with adapters that begin somewhere
+    assert lora or kls[0] == pytest.approx(0, abs=1e-6)
+    others = trained(FusedGRPOTrainer, tmp_path / "estimate", **options)[2]
+    assert any(not torch.allclose(weights[k], x, rtol=1e-3, atol=1e-5) for k, x in others.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    (
+        ({}, r"exact_kl: expected False as beta = 0\.0 has no KL"),
+        ({"beta": 0.1, "loss_type": "vespo"}, "exact_kl: expected False with loss_type='vespo'"),
+        (
+            {"beta": 0.1, "replay_support": True, "top_k": 5},
+            "exact_kl: expected False with replay_support",
+        ),
+    ),
+)
+def test_what_does_not_go_with_an_exact_kl(options, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        trained(FusedGRPOTrainer, tmp_path, exact_kl=True, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     (({"importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),

@@ -1,0 +1,65 @@
+"""The exact KL in TRL's trainer: the reference's states beside each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer import grpo_trainer
+
+from ..head.lm_head import Reference
+from .transformers import Objective
+
+
+def wanted(trainer: Any) -> bool:
+    """True if its KL is the exact one; not so in a trainer made before the patch."""
+    return getattr(trainer, "_exact_kl", False)
+
+
+def check(trainer: Any, token_local: bool, replay_support: bool) -> None:
+    """Refuses an exact KL of what is no KL, or of a loss that TRL's own code differentiates."""
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    for wrong, reason in (
+        (not trainer.beta, "as beta = 0.0 has no KL"),
+        (replay_support, "with replay_support, whose softmax is over the kept sets"),
+        (sharded, "with FSDP or DeepSpeed, which hold the reference's head whole only inside its "
+                  "own forward"),
+        (not token_local, f"with loss_type={trainer.loss_type!r} and these options, whose gradient "
+                          "TRL takes through log-probs"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"exact_kl: expected False {reason}; got True")
+
+
+def reference_of(trainer: Any, inputs: Mapping[str, Any], keyword: str) -> Reference:
+    """The reference's states and head on the inputs of a fused head's call."""
+    asked = Objective(states=True)
+    with torch.no_grad(), _model(trainer) as model:
+        model(**{**inputs, keyword: asked})
+    assert asked.reference is not None
+    return asked.reference
+
+
+@contextmanager
+def _model(trainer: Any) -> Iterator[Any]:
+    """The model that TRL takes the reference's log-probs from."""
+    if trainer.ref_model is not None:
+        yield trainer.ref_model
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if "ref" in model.peft_config:  # of an adapter that is trained on
+        with grpo_trainer.use_adapter(model, adapter_name="ref"):
+            yield trainer.model
+    else:
+        with model.disable_adapter():
+            yield trainer.model
+
+
+def log(trainer: Any, kl: Tensor) -> None:
+    """Logs the KL, 0-d, averaged over processes."""
+    mode = "train" if trainer.model.training else "eval"
+    mean = trainer.accelerator.gather(kl).mean().item()
+    trainer._metrics[mode]["kl_exact"].append(mean)
