@@ -27,7 +27,9 @@ FUSED_GEMM = 0.88  # rate of a GEMM with a softmax in its epilogue
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
 COLLECTIVE_US = 25.0  # of a small collective among eight GPUs
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
-INSTRUCTIONS = {"one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3}
+INSTRUCTIONS = {
+    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 27,
+}  # fmt: skip
 
 # What the library does: bytes of logits at once, and rows per strip of float32 logits.
 CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
@@ -188,6 +190,27 @@ def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
     return s.finish(100 + (23 if again else 15) * _chunks(s.N, rows), waits=1)
 
 
+def with_estimate(s: Step) -> dict[str, float]:
+    """`exact` with a KL: before it the reference's logits, read once for its log-probs."""
+    s.logits(int(CHUNK_BYTES // (4 * s.V) // 128 * 128), 4, "GEMM 1, of the reference")
+    s.sweep("statistics of the reference", 4, "token_stats")
+    s.finish(60, waits=1)
+    return exact(s)
+
+
+def two_heads(s: Step) -> dict[str, float]:
+    """Both models' float32 logits; statistics of both, then the gradient of the policy's."""
+    rows = int(2 * CHUNK_BYTES // (10 * s.V) // 128 * 128)
+    s.logits(rows, 4)
+    s.logits(rows, 4, "GEMM 1, of the reference")
+    s.sweep("statistics of both", 8, "pair_stats")
+    s.sweep("gradient of the logits", 10, "pair_grads")
+    s.gradients(rows, 4)
+    s.copy("dH to bf16", 6 * s.N * s.H)
+    s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
+    return s.finish(110 + 20 * _chunks(s.N, rows), waits=1)
+
+
 def replay(s: Step, entries: float) -> dict[str, float]:
     """The loss over so many entries per token: each gathers a row of W twice, and one of h."""
     row = 2 * s.H
@@ -293,6 +316,8 @@ METHODS: dict[str, Method] = {
     "exact": exact,
     "exact, two sweeps": exact_two_sweeps,
     "two passes": partial(exact_two_sweeps, again=True),
+    "exact, and a KL by k3": with_estimate,
+    "exact, and the exact KL": two_heads,
     "TRL chunked head": trl,
     "Liger FLCE": liger_flce,
     HOPPER_ONLY: liger_scaled_ce,

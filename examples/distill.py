@@ -1,12 +1,14 @@
 """On-policy self-distillation in one loop to read: a model learns to do without its examples.
 
-    pip install transformers                     # and grpo_kernels, as in the README
-    python distill.py [--model FOLDER] [--full]  # FOLDER: see minimal_grpo.py
+    pip install transformers                             # and grpo_kernels, as in the README
+    python distill.py [--model FOLDER] [--signal full]   # FOLDER: see minimal_grpo.py
 
 The student sees a question alone, the teacher, the same model as it was, sees answered ones before
-it. The student samples, the teacher scores these tokens, and the loss is the KL from the teacher's
-16 likeliest ids per token to the student's: of the head it needs 16 rows per token, and no product
-with all of it. `--full` takes the KL over the whole vocabulary, from logits, as a control.
+it. The student samples, the teacher scores these tokens, and the loss is one of three:
+
+    full      the reverse KL over the whole vocabulary, exactly, from both models' states
+    top       the KL from the teacher's 16 likeliest ids: of the head 16 rows per token, no product
+    sampled   log teacher - log student of the sampled token alone, as an advantage
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_kernels import Support, linear_logprobs, topk_kl
+from grpo_kernels import (
+    GRPOLossConfig,
+    Reference,
+    Support,
+    fused_distillation_loss,
+    fused_grpo_loss,
+    linear_logprobs,
+    topk_kl,
+)
 
 SUM = "Question: What is {} + {}?\nAnswer:"
 SOLVED = ((2, 3), (6, 8), (4, 1), (9, 5), (3, 7))
@@ -57,6 +67,22 @@ def states_of(
     return found.last_hidden_state[:, -tokens.shape[1] :]
 
 
+def loss_of(signal: str, states: Tensor, head: Tensor, teacher: Any, ids: Tensor) -> Tensor:
+    """The loss of student states `[N, H]` that predict the sampled `ids [N]`."""
+    if signal == "full":
+        return fused_distillation_loss(states, head, teacher, kind="reverse").loss
+    if signal == "top":
+        of_teacher = (teacher.hidden @ teacher.head.T).log_softmax(-1)  # [N, V]
+        of_top, likely = of_teacher.topk(TOP)
+        top = Support(likely.flatten(), torch.arange(len(likely) + 1, device=ids.device) * TOP)
+        logps = linear_logprobs(states, head, None, support=top, entries=True).logps
+        return topk_kl(logps, of_top.flatten(), top.offsets).mean()
+    with torch.no_grad():
+        student, other = (linear_logprobs(x, w, ids).logps for x, w in ((states, head), teacher))
+    config = GRPOLossConfig(loss_type="reinforce")
+    return fused_grpo_loss(states, head, ids, other - student, config=config).loss
+
+
 def accuracy(model: Any, tokenizer: Any, sums: Sequence[tuple[int, int]]) -> float:
     """The share of sums whose likeliest completion begins with the right number."""
     tokens, _ = completions_of(model, tokenizer, sums, do_sample=False)
@@ -70,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=2e-5)
-    parser.add_argument("--full", action="store_true", help="the KL over the whole vocabulary")
+    parser.add_argument("--signal", choices=("full", "top", "sampled"), default="full")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
@@ -94,22 +120,16 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         tokens, mask = completions_of(student, tokenizer, some, do_sample=True, top_k=0)
         start = time.perf_counter()
         with torch.no_grad():
-            states = states_of(teacher, tokenizer, some, tokens, before=SHOWN)
-            of_teacher = (states[mask] @ teacher_head.T).log_softmax(-1)  # [N, V]
+            theirs = states_of(teacher, tokenizer, some, tokens, before=SHOWN)[mask]
         states = states_of(student, tokenizer, some, tokens)[mask]  # [N, H]
-        if args.full:
-            logps = (states @ student_head.T).log_softmax(-1)
-            divergence = (of_teacher.exp() * (of_teacher - logps)).sum(-1)
-        else:
-            of_top, ids = of_teacher.topk(TOP)
-            top = Support(ids.flatten(), torch.arange(len(ids) + 1, device=device) * TOP)
-            logps = linear_logprobs(states, student_head, None, support=top, entries=True).logps
-            divergence = topk_kl(logps, of_top.flatten(), top.offsets)
-        divergence.mean().backward()
+        other = Reference(theirs, teacher_head)
+        loss_of(args.signal, states, student_head, other, tokens[mask]).backward()
+        with torch.no_grad():
+            kl = fused_distillation_loss(states, student_head, other).loss
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        history.append(divergence.mean().item())
+        history.append(kl.item())
         print(f"{step:3d}  KL {history[-1]:.3f}  {time.perf_counter() - start:.1f} s to train")
         if step % 5 == 0:
             print(f"{step:3d}  held-out accuracy {accuracy(student, tokenizer, held_out):.0%}")

@@ -34,6 +34,7 @@ BLOCKS = {
     "README.md": 1, "docs/guide.md": 4, "docs/design.md": 1, "docs/objectives.md": 5,
     "docs/support.md": 4, "docs/training.md": 1,
     "docs/integrations.md": 3, "docs/distributed.md": 2, "docs/tutorials.md": 1,
+    "docs/distillation.md": 2,
 }  # fmt: skip
 
 
