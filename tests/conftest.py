@@ -35,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    # `with torch.device` keeps the functions that it changes as they are on its first use, which
+    # must not be those of `poisoned_memory`: a model on "meta" then takes real memory.
+    with torch.device("meta"):
+        torch.empty(0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -115,6 +119,8 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model code of others may well rely on what torch.empty returns being finite."""
     monkeypatch.undo()
+    with torch.device("meta"):
+        assert torch.empty(0).is_meta
 
 
 @pytest.fixture
