@@ -21,15 +21,14 @@ from triton.runtime.jit import JITFunction
 from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
-    PairStats,
     RowGrads,
-    pairs,
     triton_backend,
     triton_entries,
     triton_logits,
     triton_pairs,
     triton_policy_loss,
 )
+from grpo_kernels.kernels.pair_stats import KINDS, PairStats
 
 # The modules whose kernels are compiled.
 MODULES = (triton_logits, triton_pairs, triton_entries, triton_policy_loss)
@@ -144,7 +143,7 @@ def pair_launches() -> None:
                 logits, logits, targets, own, other, stats, kind=kind, invariant=invariant
             )
         of_policy = (None, RowGrads(*[column] * 3), RowGrads(*[column] * 5))
-        for kind, grads in itertools.product(pairs.KINDS, of_policy):
+        for kind, grads in itertools.product(KINDS, of_policy):
             triton_pairs.divergences(logits, logits, own, other, stats, kind=kind)
             for dtype in (torch.float32, torch.bfloat16):
                 out = padded(rows, V, dtype)

@@ -18,11 +18,11 @@ import torch
 from benchmarks.compile_launches import KernelLaunch, padded, recorded, some_entries, sum_entries
 from grpo_kernels.kernels import (
     LogitTransform,
-    PairStats,
     RowGrads,
     triton_backend,
     triton_pairs,
 )
+from grpo_kernels.kernels.pair_stats import PairStats
 
 # Instructions per logit, rounded up from what is known to be possible.
 BUDGETS = {

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from .fused_distillation_loss import fused_distillation_loss as eager_distillation
 from .fused_grpo_loss import fused_grpo_loss as eager_fused
 from .head.linear_logprobs import linear_logprobs as eager_logprobs
 from .head.selective_log_softmax import selective_log_softmax as eager_softmax
 from .loss.grpo_loss import grpo_loss as eager_loss
+
+if TYPE_CHECKING:
+    from .fused_distillation import fused_distillation_loss as fused_distillation_loss
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -37,7 +39,16 @@ def _public(eager: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 fused_grpo_loss = _public(eager_fused)
-fused_distillation_loss = _public(eager_distillation)
 linear_logprobs = _public(eager_logprobs)
 grpo_loss = _public(eager_loss)
 selective_log_softmax = _public(eager_softmax)
+
+
+def __getattr__(name: str) -> Any:
+    """What an exact call does not load."""
+    if name != "fused_distillation_loss":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .fused_distillation import fused_distillation_loss as eager
+
+    call = globals()[name] = _public(eager)
+    return call

@@ -156,7 +156,7 @@ def fused_grpo_loss(
         has_reference=reference is not None,
     )
     if config.exact_kl:
-        call = replace(call, reference=other)
+        call = replace(call, reference=other, divergence=Divergence("reverse"))
     one_pass = support is None and token_local(config, inputs)
     by_others = config.entropy_has_gradient or config.exact_kl
     passes = passes_of(
@@ -171,7 +171,6 @@ def fused_grpo_loss(
             "beta": config.beta,
             "reference": other is not None,
         },
-        divergence=Divergence("reverse") if config.exact_kl else None,
     )
     if other is not None and not config.exact_kl:
         inputs = replace(inputs, ref_logps=passes.run(partial(reference_logps, other, passes)))

@@ -19,6 +19,7 @@ from grpo_kernels.training import (
     load_model,
     load_problems,
     metrics,
+    ranks,
 )
 from grpo_kernels.training.observers import introduction
 from grpo_kernels.training.policy import Policy
@@ -209,6 +210,13 @@ def test_the_exact_kl(options, tiny_model, tmp_path):
         assert 0 < last[20.0] < last[0.05] / 2
     else:
         assert found[0][0] > 1e-3 and last[20.0] < last[0.05]
+
+
+def test_the_exact_kl_is_refused_where_heads_are_sharded(tiny_model, tmp_path, monkeypatch):
+    config = config_of(tiny_model, tmp_path, beta=0.1, kl_estimator="exact")
+    monkeypatch.setattr(ranks, "sharding", lambda accelerator: "FSDP")
+    with pytest.raises(ValueError, match="kl_estimator: expected another with FSDP or DeepSpeed"):
+        trainer_of(config)
 
 
 @pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))

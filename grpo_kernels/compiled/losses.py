@@ -19,8 +19,8 @@ from ..base.autograd import refuse_double_backward
 from ..base.checks import ValueChecks
 from ..base.layout import Layout
 from ..base.outputs import DistillationOutput, GRPOLossOutput
-from ..fused_distillation_loss import METRICS
-from ..fused_distillation_loss import fused_distillation_loss as eager_distillation
+from ..fused_distillation import METRICS
+from ..fused_distillation import fused_distillation_loss as eager_distillation
 from ..fused_grpo_loss import fused_grpo_loss as eager_fused
 from ..loss.config import GRPOLossConfig
 from ..loss.grpo_loss import grpo_loss as eager_grpo

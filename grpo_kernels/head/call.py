@@ -20,7 +20,7 @@ from ..base.checks import (
 from ..base.layout import Layout, check_targets, selected
 from ..kernels import Backend, LogitTransform, select_backend
 from .execution import Execution, check_execution
-from .lm_head import LMHead, Reference, Term
+from .lm_head import Divergence, LMHead, Reference, Term
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class HeadCall:
     rounding: torch.dtype | None  # what raw logits are rounded to; None: they are float32
     head: LMHead
     execution: Execution
-    reference: HeadCall | None = None  # the other model's, on the same tokens
+    reference: HeadCall | None = None  # the other model's, on the same tokens,
+    divergence: Divergence | None = None  # and which one from it is read
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
-from ..kernels import Entries, LogitTransform, PairStats, RowGrads, TokenStats
+from ..kernels import Entries, LogitTransform, RowGrads, TokenStats
 from .call import HeadCall
 from .lm_head import Support
 from .plan import Buffers, Chunk, RowPlan, even_slices, every_row, plan_rows, slices
@@ -34,6 +35,9 @@ from .products import (
     put_rows,
     slices_of,
 )
+
+if TYPE_CHECKING:
+    from ..kernels.pair_stats import PairStats
 
 # Bytes of logits rounded at a time.
 _ROUNDED_BYTES = 32 << 20

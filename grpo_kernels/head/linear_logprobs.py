@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,13 +31,16 @@ from ..base.autograd import (
 from ..base.checks import check_bool
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
-from ..kernels import PairStats, TokenStats
+from ..kernels import TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
 from .passes import Gradient, Passes, local_head, passes_of, with_targets
 from .plan import RowPlan
 from .products import Gradients
+
+if TYPE_CHECKING:
+    from ..kernels.pair_stats import PairStats
 
 
 def linear_logprobs(
@@ -187,8 +190,8 @@ class _TwoPasses(torch.autograd.Function):
                 x.copy_(selected(passes.tokens, x, 0.0))
         ctx.passes, ctx.count = passes, len(tensors)
         ctx.set_materialize_grads(False)
-        logps, logsumexp, entropy, *of_pair = per_token
-        divergence = PairStats.divergence.of(per_token) if of_pair else None
+        logps, logsumexp, entropy, *_ = per_token
+        divergence = passes.stats.of(per_token, entropy=passes.entropy).divergence
         return logps, entropy if passes.entropy else None, logsumexp, divergence
 
     @staticmethod
@@ -211,7 +214,7 @@ def first_pass(
     # Not views of one tensor: the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (passes.call.targets.shape, *[(N,)] * (passes.num_stats - 1))
+        for shape in (passes.call.targets.shape, *[(N,)] * (passes.stats.size() - 1))
     ]
     kept = None
     if passes.gradient != Gradient.LATER:
@@ -239,7 +242,8 @@ def second_pass(
 
     `found` is what the first pass has, of every row, and what it kept.
     """
-    stats, kept = passes.stats_of(found[: passes.num_stats]), found[passes.num_stats :]
+    size = passes.stats.size()
+    stats, kept = passes.stats.of(found[:size], entropy=passes.entropy), found[size:]
     d_logps, *others = given
     d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
     given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]

@@ -35,7 +35,7 @@ class Support(NamedTuple):
 class Divergence(NamedTuple):
     """Which divergence of two softmaxes is read, and the reference's share of a mixture."""
 
-    kind: str  # of `kernels.pairs.KINDS`
+    kind: str  # one of `kernels.pair_stats.KINDS`
     beta: float = 0.5
 
 

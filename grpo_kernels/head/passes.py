@@ -18,14 +18,15 @@ from torch import Tensor
 
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
-from ..kernels import PairStats, TokenStats
+from ..kernels import TokenStats
 from .call import HeadCall, reference_call
 from .dense import Dense, OneRank, OneTarget
-from .lm_head import Divergence, LMHead, Reference
+from .lm_head import LMHead, Reference
 from .plan import Buffers, RowPlan, ran_out_of_memory
 from .products import INVARIANT_ROWS
 
 if TYPE_CHECKING:
+    from ..kernels.pair_stats import PairStats
     from .support import KeptSets
 
 _T = TypeVar("_T")
@@ -84,7 +85,6 @@ class Passes:
         wanted: of which of the terms' tensors gradients are.
         entropy: whether it is a result.
         gradient: when that of the logits is made.
-        divergence: which one from the call's reference is read, if it is.
     """
 
     call: HeadCall
@@ -95,7 +95,6 @@ class Passes:
     wanted: Sequence[bool]
     entropy: bool
     gradient: Gradient
-    divergence: Divergence | None = None
 
     def dense(self, tensors: Sequence[Tensor], plan: RowPlan) -> Dense:
         """The rows of `plan`, over `tensors`, those of the call's terms."""
@@ -104,11 +103,10 @@ class Passes:
         return Dense(call, plan, readout, exponentials=self.gradient == Gradient.ONE_SWEEP)
 
     def _readout(self, call: HeadCall, plan: RowPlan) -> OneTarget:
-        if self.divergence is not None:
+        if call.reference is not None:
             from .two_heads import TwoHeads
 
-            at_once = self.gradient != Gradient.LATER
-            return TwoHeads(call, self.ranks, plan, self.divergence, at_once)
+            return TwoHeads(call, self.ranks, plan, at_once=self.gradient != Gradient.LATER)
         if call.targets.ndim == 2:
             from .many_targets import ManyTargets
 
@@ -116,21 +114,19 @@ class Passes:
         return OneTarget(call, self.ranks, entropy=self.entropy)
 
     @property
-    def num_stats(self) -> int:
-        """The statistics of a row that a second pass needs."""
-        return 3 if self.divergence is None else PairStats.count
+    def stats(self) -> type[TokenStats | PairStats]:
+        """The statistics that are read of a row."""
+        if self.call.reference is None:
+            return TokenStats
+        from ..kernels.pair_stats import PairStats
 
-    def stats_of(self, found: Sequence[Tensor]) -> TokenStats | PairStats:
-        """The statistics, from as many values of each row."""
-        if self.divergence is not None:
-            return PairStats(torch.stack(list(found)))
-        return TokenStats(found[0], found[1], found[2] if self.entropy else None)
+        return PairStats
 
     def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         call = replace(self.call, checks=ValueChecks())
         # Whose logits are made again a strip at a time.
-        buffers = _buffers(call, weight, Gradient.ONE_SWEEP, self.divergence)
+        buffers = _buffers(call, weight, Gradient.ONE_SWEEP)
         return self.ranks.plan(call, weight, needed, None, buffers)
 
     def run(self, run: Callable[[RowPlan], _T], plan: RowPlan | None = None) -> _T:
@@ -234,7 +230,6 @@ def passes_of(
     entries: bool = False,
     tokens_with_grad: Callable[[], Tensor | None] | None = None,
     of_loss: Mapping[str, float] | None = None,
-    divergence: Divergence | None = None,
 ) -> Passes:
     """Plans the passes of a call; reads its checks and row counts, in one transfer.
 
@@ -247,7 +242,6 @@ def passes_of(
         entries: whether every id of a set is a target.
         tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
         of_loss: what else all ranks have to have alike.
-        divergence: which one from the call's reference is read, if it is.
     """
     weight, tokens, sets = call.terms[0].y, call.mask, None
     ranks = OneRank(len(weight))
@@ -267,18 +261,13 @@ def passes_of(
     with_grad = None
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
-    buffers = _buffers(call, weight, gradient, divergence)
-    plan = ranks.plan(call, weight, call.mask, with_grad, buffers)
-    return Passes(
-        call.without_tensors(), plan, ranks, tokens, sets, call.wants_grad(), entropy, gradient,
-        divergence,
-    )  # fmt: skip
+    plan = ranks.plan(call, weight, call.mask, with_grad, _buffers(call, weight, gradient))
+    wanted = call.wants_grad()
+    return Passes(call.without_tensors(), plan, ranks, tokens, sets, wanted, entropy, gradient)
 
 
-def _buffers(
-    call: HeadCall, weight: Tensor, gradient: Gradient, divergence: Divergence | None
-) -> Buffers:
-    models = 1 if divergence is None else 2
+def _buffers(call: HeadCall, weight: Tensor, gradient: Gradient) -> Buffers:
+    models = 1 if call.reference is None else 2
     if gradient == Gradient.LATER or call.dtype == torch.float32:
         return Buffers(len(weight), models=models)
     strips = gradient == Gradient.ONE_SWEEP

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import PairStats, RowGrads, pairs_of
+from ..kernels import RowGrads, pairs_of
+from ..kernels.pair_stats import PairStats
 from .call import HeadCall
 from .dense import Logits, OneRank, OneTarget
-from .lm_head import Divergence
 from .plan import Chunk, RowPlan
 
 
@@ -22,14 +22,12 @@ class TwoHeads(OneTarget):
 
     stats: PairStats  # type: ignore[assignment]
 
-    def __init__(
-        self, call: HeadCall, ranks: OneRank, plan: RowPlan, divergence: Divergence, at_once: bool
-    ) -> None:
+    def __init__(self, call: HeadCall, ranks: OneRank, plan: RowPlan, *, at_once: bool) -> None:
         super().__init__(call, ranks, entropy=True)
         # The gradient is made in the pass that reads the logits, by products of any rows.
         self.at_once = at_once and not call.execution.batch_invariant
-        assert call.reference is not None
-        self.reference, self.divergence = call.reference, divergence
+        assert call.reference is not None and call.divergence is not None
+        self.reference, self.divergence = call.reference, call.divergence
         self.logits = Logits(call.reference, plan)
         self.pairs = pairs_of(call.backend)
 

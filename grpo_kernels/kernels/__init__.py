@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -89,6 +89,21 @@ class TokenStats(NamedTuple):
     total: Tensor | None = None
 
     @staticmethod
+    def size() -> int:
+        """The number of those that a second pass needs."""
+        return 3
+
+    @property
+    def divergence(self) -> Tensor | None:
+        """None: it is read of two models' logits (`PairStats`)."""
+        return None
+
+    @staticmethod
+    def of(values: Sequence[Tensor], *, entropy: bool) -> TokenStats:
+        """The statistics, from their values."""
+        return TokenStats(values[0], values[1], values[2] if entropy else None)
+
+    @staticmethod
     def empty(like: Tensor, *, entropy: bool, total: bool) -> TokenStats:
         """Statistics to be filled, of the rows of `like [C, V]`."""
         logps, logsumexp, *others = like.new_empty((4, len(like)), dtype=torch.float32)
@@ -99,74 +114,6 @@ class TokenStats(NamedTuple):
     def at(self, rows: Tensor | slice) -> TokenStats:
         """The values of some rows."""
         return TokenStats(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
-
-
-class _Row:
-    """One of the statistics, float32 `[C]`."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def of(self, values: Sequence[Tensor] | Tensor) -> Tensor:
-        """It, of the values of all of them."""
-        return values[self.place]
-
-    @overload
-    def __get__(self, stats: None, _: object) -> _Row: ...
-    @overload
-    def __get__(self, stats: PairStats, _: object) -> Tensor: ...
-    def __get__(self, stats: PairStats | None, _: object) -> _Row | Tensor:
-        return self if stats is None else self.of(stats.values)
-
-
-@dataclass(frozen=True)
-class PairStats:
-    """Statistics of each row of two models' logits, `values` float32 `[12, C]`.
-
-    Attributes:
-        logps: log-probs of the targets under the policy, whose logits come first.
-        logsumexp: of its logits.
-        entropy: of its softmax.
-        ref_logps: log-probs of the targets under the reference.
-        ref_logsumexp: of its logits.
-        ref_entropy: of its softmax.
-        shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
-        divergence: of the softmaxes.
-        mean: of h over the policy (`pairs.py`), as it comes with this shift.
-        peak: the policy's largest logit.
-        ref_at_peak: the reference's logit there.
-        ref_peak: the reference's largest logit.
-    """
-
-    values: Tensor
-
-    count = 12
-    logps, logsumexp, entropy = _Row(0), _Row(1), _Row(2)
-    ref_logps, ref_logsumexp, ref_entropy = _Row(3), _Row(4), _Row(5)
-    shift, divergence, mean = _Row(6), _Row(7), _Row(8)
-    peak, ref_at_peak, ref_peak = _Row(9), _Row(10), _Row(11)
-
-    @staticmethod
-    def empty(like: Tensor) -> PairStats:
-        """Statistics to be filled, of the rows of `like [C, V]`."""
-        return PairStats(like.new_empty((PairStats.count, len(like)), dtype=torch.float32))
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.values.unbind())
-
-    @property
-    def of_policy(self) -> TokenStats:
-        """The policy's alone."""
-        return TokenStats(self.logps, self.logsumexp, self.entropy)
-
-    @property
-    def of_reference(self) -> TokenStats:
-        """The reference's alone."""
-        return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
-
-    def at(self, rows: Tensor | slice) -> PairStats:
-        """The values of some rows."""
-        return PairStats(self.values[:, rows])
 
 
 class RowGrads(NamedTuple):

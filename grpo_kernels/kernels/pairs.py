@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import LogitTransform, PairStats, RowGrads
+from . import LogitTransform, RowGrads
+from .pair_stats import PairStats
 from .torch_backend import CPU_BLOCK_BYTES, logit_grads_, row_blocks, row_sums
 
-KINDS = ("reverse", "forward", "jsd")
 # From |log(a/b)| on, `a log(a/b) + b - a` has the digits that an expansion has below: 5.
 _NEAR = 0.15
 # From this divergence on, sums of `p d` have the digits of what does not cancel.
@@ -153,17 +153,16 @@ def _read(
         found += dot * x.weight
     # Of models that are near each other the terms cancel.
     near = (found < _FAR) | ~found.isfinite()
-    some = not on_cpu or bool(near.any())
-    if some and (not on_cpu or near.all()):
+    if not on_cpu or near.all():
         found = torch.where(near, _divergence(p, q, terms, kind, beta, work), found)
-    elif some:
+    else:
         for row in near.nonzero().flatten().tolist():
             at = slice(row, row + 1)
             those = [_Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
             found[at] = _divergence(p[at], q[at], those, kind, beta, [x[at] for x in work])
     mean = dots[0]
     if kind == "forward":
-        if not some:
+        if on_cpu and not near.any():
             torch.sub(p, q, out=q)
             return found, torch.zeros_like(found)
         mean = row_sums(_forward_moments(p, q, d))

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LogitTransform, PairStats, RowGrads
-from .pairs import KINDS
+from . import LogitTransform, RowGrads
+from .pair_stats import KINDS, PairStats
 from .triton_common import Launch, device_of, expm1, expm1_minus
 from .triton_logits import (
     _LN_2,

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from grpo_kernels.compiled import losses as compiled
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations import trl as integration
+from grpo_kernels.integrations import trl_exact_kl
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, check_version
@@ -187,6 +188,17 @@ def test_the_exact_kl(lora, tmp_path):
 def test_what_does_not_go_with_an_exact_kl(options, told, tmp_path):
     with pytest.raises(ValueError, match=told):
         trained(FusedGRPOTrainer, tmp_path, exact_kl=True, **options)
+
+
+@pytest.mark.parametrize("kind", ("is_fsdp_enabled", "is_deepspeed_enabled"))
+def test_an_exact_kl_is_refused_where_heads_are_sharded(kind):
+    trainer = SimpleNamespace(
+        beta=0.1, loss_type="dapo", is_fsdp_enabled=False, is_deepspeed_enabled=False
+    )
+    trl_exact_kl.check(trainer, True, False)
+    setattr(trainer, kind, True)
+    with pytest.raises(ValueError, match="exact_kl: expected False with FSDP or DeepSpeed"):
+        trl_exact_kl.check(trainer, True, False)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ from .head.execution import Execution
 from .head.lm_head import Divergence, LMHead, Reference
 from .head.passes import Gradient, call_of_reference, local_head, passes_of
 from .head.products import Gradients
-from .kernels import PairStats
+from .kernels.pair_stats import KINDS, PairStats
 from .loss.inputs import number_of_items
 
-KINDS = ("reverse", "forward", "jsd")
 METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
 
 
@@ -90,7 +89,8 @@ def fused_distillation_loss(
     check_number("beta", beta, "in (0, 1)")
     nothing = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     call = head_call(hidden, local_head(head), nothing, mask, None, execution)
-    call = replace(call, reference=call_of_reference(call, reference))
+    other = call_of_reference(call, reference)
+    call = replace(call, reference=other, divergence=Divergence(kind, beta))
     given = number_of_items(num_items, hidden.device, call.checks)
     ones = torch.ones(call.layout.num_tokens, device=hidden.device)
     count = ones.sum() if call.mask is None else call.mask.sum().float()
@@ -101,7 +101,6 @@ def fused_distillation_loss(
         Gradient.of(call, one_pass=True, by_others=True),
         entropy=True,
         of_loss={"kind": KINDS.index(kind), "beta": beta},
-        divergence=Divergence(kind, beta),
     )
     run = partial(_Distillation.apply, *call.tensors, items, passes)
     loss, values = passes.run(run)
@@ -127,7 +126,7 @@ class _Distillation(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *tensors, items, passes, plan = args
         N = len(tensors[0])
-        values = tensors[0].new_zeros((PairStats.count, N), dtype=torch.float32)
+        values = tensors[0].new_zeros((PairStats.size(), N), dtype=torch.float32)
         weight = 1.0 / torch.where(items == 0, 1.0, items)
         with torch.autocast(weight.device.type, enabled=False):
             scale = power_of_two_scale(weight)

@@ -1,0 +1,82 @@
+"""What is read from a row of two models' logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import TokenStats
+
+KINDS = ("reverse", "forward", "jsd")
+
+
+class _Row:
+    """One of the statistics, float32 `[C]`."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, stats: PairStats, _: object) -> Tensor:
+        return stats.values[self.place]
+
+
+@dataclass(frozen=True)
+class PairStats:
+    """Statistics of each row of two models' logits, `values` float32 `[12, C]`.
+
+    Attributes:
+        logps: log-probs of the targets under the policy, whose logits come first.
+        logsumexp: of its logits.
+        entropy: of its softmax.
+        ref_logps: log-probs of the targets under the reference.
+        ref_logsumexp: of its logits.
+        ref_entropy: of its softmax.
+        shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
+        divergence: of the softmaxes.
+        mean: of h over the policy (`pairs.py`), as it comes with this shift.
+        peak: the policy's largest logit.
+        ref_at_peak: the reference's logit there.
+        ref_peak: the reference's largest logit.
+    """
+
+    values: Tensor
+
+    logps, logsumexp, entropy = _Row(0), _Row(1), _Row(2)
+    ref_logps, ref_logsumexp, ref_entropy = _Row(3), _Row(4), _Row(5)
+    shift, divergence, mean = _Row(6), _Row(7), _Row(8)
+    peak, ref_at_peak, ref_peak = _Row(9), _Row(10), _Row(11)
+
+    @staticmethod
+    def size() -> int:
+        """The number of them."""
+        return 12
+
+    @staticmethod
+    def of(values: Sequence[Tensor], *, entropy: bool = True) -> PairStats:
+        """The statistics, from their values."""
+        return PairStats(torch.stack(list(values)))
+
+    @staticmethod
+    def empty(like: Tensor) -> PairStats:
+        """Statistics to be filled, of the rows of `like [C, V]`."""
+        return PairStats(like.new_empty((PairStats.size(), len(like)), dtype=torch.float32))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.values.unbind())
+
+    @property
+    def of_policy(self) -> TokenStats:
+        """The policy's alone."""
+        return TokenStats(self.logps, self.logsumexp, self.entropy)
+
+    @property
+    def of_reference(self) -> TokenStats:
+        """The reference's alone."""
+        return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
+
+    def at(self, rows: Tensor | slice) -> PairStats:
+        """The values of some rows."""
+        return PairStats(self.values[:, rows])
