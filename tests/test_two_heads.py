@@ -298,20 +298,23 @@ LOSSES = ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "gspo", "gmpo", "
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("estimator", ["exact", "k3"])
+@pytest.mark.parametrize("estimator", ["exact", "k3", "exact, capturable"])
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_losses(loss_type, estimator, backend):
+    """With NaN in either model's masked states, whose rows a capturable call computes as well."""
+    estimator, *capturable = estimator.split(", ")
     batch, other = two_models()
     needs = {"dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 5.0}}
     config = GRPOLossConfig(
         loss_type=loss_type, beta=0.2, kl_estimator=estimator, **needs.get(loss_type, {})
     )
     given = (batch.targets, batch.advantages, batch.mask)
+    execution = Execution(backend=backend, chunk_bytes=8 * 503 * 5, capturable=bool(capturable))
 
     def fast(hidden, weight):
         return fused_grpo_loss(
             hidden, weight, *given, old_logps=batch.old_logps, reference=other, config=config,
-            execution=Execution(backend=backend, chunk_bytes=8 * 503 * 5),
+            execution=execution,
         )  # fmt: skip
 
     out, found = gradients(fast, batch)

@@ -195,8 +195,7 @@ def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tenso
 def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
     """What the exact KL adds to the loss; its gradient by a token's is `beta` times its weight."""
     assert inputs.kl is not None
-    kl = inputs.kl if inputs.mask is None else torch.where(inputs.mask, inputs.kl, 0.0)
-    return config.beta * (inputs.weights * kl).sum()
+    return config.beta * (inputs.weights * inputs.kl).sum()
 
 
 def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
