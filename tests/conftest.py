@@ -119,8 +119,6 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 def real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model code of others may well rely on what torch.empty returns being finite."""
     monkeypatch.undo()
-    with torch.device("meta"):
-        assert torch.empty(0).is_meta
 
 
 @pytest.fixture
