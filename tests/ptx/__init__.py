@@ -6,8 +6,9 @@
 
 `parse` reads PTX, `decode` and `operations` say what instructions do, `machine` executes them on
 numpy arrays with one element per thread, `memory` and `races` have the tensors and what is known of
-each element, `counters` what a profiler counts, `driver` is what Triton asks for, `plugin` is
-pytest's.
+each element, `copies` those to shared memory that are waited for later, `tensor_cores` the products
+of a warp's fragments, `counters` what a profiler counts, `driver` is what Triton asks for, `plugin`
+is pytest's.
 """
 
 from .counters import Counts

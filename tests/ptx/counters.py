@@ -16,6 +16,7 @@ _BANKS, _BANK_BYTES = 32, 4
 # By what begins the opcode, the first that fits.
 KINDS = (
     ("global load", r"ld\.global"), ("global store", r"st\.global"),
+    ("asynchronous copy", r"cp\.async"), ("tensor core", r"mma"),
     ("shared memory", r"(ld|st)\.shared|(ld|st)matrix"), ("parameter", r"(ld|st)\.param"),
     ("shuffle", r"shfl|redux"), ("barrier", r"bar"), ("branch", r"bra|ret|exit"),
     ("special function", r"ex2|lg2|div|rcp|rsqrt|sqrt|tanh"), ("conversion", r"cvt"),

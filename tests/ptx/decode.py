@@ -14,6 +14,7 @@ import numpy as np
 
 from .operations import COMPARISONS, OPCODES, bits_of, comparison, dtype_of, operation, unsigned
 from .parse import Instruction, Program
+from .tensor_cores import MMA, REGISTERS, multiply
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -33,11 +34,12 @@ OTHERS = {
     *(f"stmatrix.sync.aligned.m8n8.{x}.shared.b16" for x in ("x1", "x2", "x4")),
     *(f"cp.async.{x}" for x in ("ca.shared.global", "cg.shared.global", "commit_group",
                                 "wait_group", "wait_all")),
+    *MMA,
     "bar.sync", "barrier.sync", "bar.warp.sync", "bra", "bra.uni", "ret", "exit", "trap",
     "call.uni", "call", "cvta.global.u64", "cvta.to.global.u64",
 }  # fmt: skip
 # Of which no thread may be left out by a guard.
-_OF_ALL_THREADS = ("bar", "barrier", "redux", "ldmatrix", "stmatrix")
+_OF_ALL_THREADS = ("bar", "barrier", "redux", "ldmatrix", "stmatrix", "mma")
 _U64 = np.uint64
 _SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
 
@@ -288,28 +290,24 @@ class Decoder:
         return lambda m: write(m, read(m), mask(m))
 
     def _cp(self, i: Instruction, mods: list[str]) -> Step:
-        """Copies to shared memory: global memory is read at once, the other written by a wait."""
+        """Copies to shared memory, see `copies`."""
         mask = self._mask(i)
         if mods[1] == "commit_group":
-            return lambda m: m.commit(mask(m))
+            return lambda m: m.copies.commit(mask(m))
         if mods[1].startswith("wait"):
             left = int(i.operands[0], 0) if i.operands else -1
-            return lambda m: m.wait(left, mask(m))
+            return lambda m: m.copies.wait(left, mask(m))
         target, source = (self._address(text) for text in i.operands[:2])
-        size = self._read(i.operands[-1], "b32")  # 0 for zeros
-        words = int(i.operands[2], 0) // 4
+        size = self._read(i.operands[-1], "b32")  # of the source; zeros for the rest
+        written = int(i.operands[2], 0)
+        if written not in ((16,) if mods[1] == "cg" else (4, 8, 16)) or len(i.operands) > 4:
+            raise NotImplementedError(str(i))
 
         def copy(m: Machine) -> None:
             on = mask(m)
             lanes = m.lanes if on is None else np.flatnonzero(on)
-            sizes = np.broadcast_to(size(m), m.lanes.shape)[lanes]
-            if not np.isin(sizes, (0, 4 * words)).all():
-                raise NotImplementedError(f"{i}: a part of {4 * words} bytes")
-            values = np.zeros((len(lanes), words), np.uint32)
-            read = sizes > 0
-            values[read] = m.access(i, source(m), lanes[read], 4, words, None, False)
-            to = np.broadcast_to(target(m), m.lanes.shape)
-            m.copies.append((i, to, lanes, m.groups[lanes], values))
+            sizes, to = (np.broadcast_to(read(m), m.lanes.shape) for read in (size, target))
+            m.copies.begin(i, to, source(m), sizes[lanes], written // 4, lanes)
 
         return copy
 
@@ -364,7 +362,8 @@ class Decoder:
         address, transposed = self._address(source), "trans" in mods
 
         def load(m: Machine) -> None:
-            lanes, rows, (row, column) = m.whole_warps(i), _rows(address(m), m), _place()
+            lanes, (row, column) = m.whole_warps(i), _place()
+            rows = _rows(address(m), m, i, len(writers))
             for k, write in enumerate(writers):
                 # A thread gets two elements, of the rows whose addresses threads 8 k ... have.
                 if transposed:
@@ -386,13 +385,32 @@ class Decoder:
         address = self._address(to)
 
         def store(m: Machine) -> None:
-            lanes, rows, (row, column) = m.whole_warps(i), _rows(address(m), m), _place()
+            lanes, (row, column) = m.whole_warps(i), _place()
+            rows = _rows(address(m), m, i, len(readers))
             for k, read in enumerate(readers):
                 at = (rows[:, 8 * k + row] + _U64(4 * column)).ravel()
                 value = np.broadcast_to(read(m), m.lanes.shape)[lanes, None]
                 m.access(i, at, lanes, 4, 1, value, True)
 
         return store
+
+    def _mma(self, i: Instruction, mods: list[str]) -> Step:
+        to, *sources = ([r.strip() for r in o.strip("{} ").split(",")] for o in i.operands)
+        if [len(x) for x in (*sources, to)] != [REGISTERS[x] for x in "ABCC"]:
+            raise NotImplementedError(str(i))
+        writers = [self._write(r, "b32") for r in to]
+        readers = [[self._read(r, "b32") for r in source] for source in sources]
+        compute = multiply(i.op, self.error)
+
+        def product(m: Machine) -> None:
+            m.whole_warps(i)
+            warps = m.active().reshape(-1, 32).any(1)  # where warps run in turn: one
+            lanes = m.lanes.reshape(-1, 32)[warps].ravel()
+            a, b, c = ([np.broadcast_to(r(m), m.lanes.shape)[lanes] for r in x] for x in readers)
+            for write, value in zip(writers, compute(a, b, c), strict=True):
+                write(m, m.spread(value, lanes), m.mask)
+
+        return product
 
     # Order
 
@@ -454,5 +472,11 @@ def _place() -> tuple[np.ndarray, np.ndarray]:
     return np.arange(32) // 4, np.arange(32) % 4
 
 
-def _rows(address: np.ndarray, m: Machine) -> np.ndarray:
-    return np.broadcast_to(address, m.lanes.shape).reshape(-1, 32)
+def _rows(address: np.ndarray, m: Machine, i: Instruction, count: int) -> np.ndarray:
+    """Addresses of rows `[warps, 32]`, of which `count` matrices have the first 8 each."""
+    rows = np.broadcast_to(address, m.lanes.shape).reshape(-1, 32)
+    crooked = (rows % _U64(16) != 0) & (np.arange(32) < 8 * count)
+    crooked &= m.active().reshape(-1, 32)
+    if crooked.any():
+        m.fault("misaligned", i, crooked.ravel(), "address of a row % 16 != 0")
+    return rows

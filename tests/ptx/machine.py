@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .copies import Copies
 from .counters import Counts, kind_of, traffic_of
 from .decode import END, Decoder
 from .memory import POISON, Finding, Memory, Region
@@ -96,8 +97,7 @@ class Machine:
         self.barriers = np.zeros(len(self.lanes), np.int64)  # where threads wait
         self.blocked = np.zeros(len(self.lanes), bool)  # those that do
         self.pcs = np.zeros(len(self.lanes), np.int64)  # of the threads that do not execute now
-        self.groups = np.zeros(len(self.lanes), np.int64)  # of copies, that a thread has closed
-        self.copies: list[Any] = []  # those that nobody has waited for
+        self.copies = Copies(self)
         many = np.resize(_JUNK, len(self.lanes))
         self._junk = {
             "pred": many == _JUNK[0],
@@ -228,22 +228,6 @@ class Machine:
             self.fault("divergent warp", i, np.repeat(parted, 32), "some threads are elsewhere")
         return np.flatnonzero(self.mask)
 
-    def commit(self, on: np.ndarray | None) -> None:
-        """The copies that threads have begun are a group."""
-        self.groups[... if on is None else on] += 1
-
-    def wait(self, left: int, on: np.ndarray | None) -> None:
-        """Writes what threads have copied, but for their last `left` groups."""
-        copies, self.copies = self.copies, []
-        for i, address, lanes, groups, values in copies:
-            ends = self.groups[lanes] - groups > left
-            if on is not None:
-                ends &= on[lanes]
-            count, rest = values.shape[1], ~ends
-            self.access(i, address, lanes[ends], 4, count, values[ends], True)
-            if rest.any():
-                self.copies.append((i, address, lanes[rest], groups[rest], values[rest]))
-
     def access(
         self, i: Instruction, address: np.ndarray, lanes: np.ndarray, width: int, count: int,
         values: np.ndarray | None, is_shared: bool,
@@ -260,27 +244,46 @@ class Machine:
             if values is None:
                 return self.memory.load(i, where, ids, epochs, width, count)
             return self.memory.store(i, where, ids, epochs, width, values)
-        size, held = width * count, self.shared_bytes
-        bad = (where + np.uint64(size) > held) | (where % np.uint64(size) != 0)
-        if bad.any():
-            text = f"byte {int(where[bad][0])} of {held}"
-            self.report("shared memory: out of bounds or misaligned", i, ids[bad], text)
-            where = np.where(bad, np.uint64(0), where)
-        offsets = where.astype(np.int64) + self.block[lanes] * held
-        if self.memory.races:
-            if self.shared.history is None:
-                self.shared.history = self.memory.history(self.shared)
-            if values is None:
-                fresh = ~self.shared.history.was_written(offsets // self.shared.unit)
-                if fresh.any():
-                    text = f"byte {int(where[fresh][0])}"
-                    self.report("uninitialised shared memory", i, ids[fresh], text)
-            self.memory.note(i, self.shared, offsets, ids, epochs, size, values)
+        offsets, _ = self.shared_offsets(i, where, lanes, width * count)
+        self.note_shared(i, offsets, lanes, width * count, values, is_store=values is not None)
         at = (offsets // width)[:, None] + np.arange(count)
         if values is None:
             return self.shared.cells(width)[at]
         self.shared.cells(width)[at] = values
         return None
+
+    def shared_offsets(
+        self, i: Instruction, where: np.ndarray, lanes: np.ndarray, size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where accesses are among the shared memory of all blocks, and which of them cannot be."""
+        held = self.shared_bytes
+        bad = (where + np.uint64(size) > held) | (where % np.uint64(size) != 0)
+        if bad.any():
+            text = f"byte {int(where[bad][0])} of {held}"
+            kind = "shared memory: out of bounds or misaligned"
+            self.report(kind, i, self.ids[lanes][bad], text)
+            where = np.where(bad, np.uint64(0), where)
+        return where.astype(np.int64) + self.block[lanes] * held, bad
+
+    def note_shared(
+        self, i: Instruction, offsets: np.ndarray, lanes: np.ndarray, size: int,
+        values: np.ndarray | None, *, is_store: bool,
+    ) -> None:  # fmt: skip
+        """Notes accesses to shared memory; `values` are those stored, if they are known."""
+        ids, epochs = self.ids[lanes], self.epochs[self.block[lanes]]
+        unit = self.shared.unit
+        units = (offsets // unit)[:, None] + np.arange(max(1, size // unit))
+        self.copies.check(i, units, ids, is_store=is_store)
+        if not self.memory.races:
+            return
+        if self.shared.history is None:
+            self.shared.history = self.memory.history(self.shared)
+        if not is_store:
+            fresh = ~self.shared.history.was_written(units).all(1)
+            if fresh.any():
+                text = f"byte {int(offsets[fresh][0]) % self.shared_bytes}"
+                self.report("uninitialised shared memory", i, ids[fresh], text)
+        self.memory.note(i, self.shared, offsets, ids, epochs, size, values, is_store=is_store)
 
     def _count(self, i: Instruction, jump: Any) -> None:
         counted, kind = self.counted, kind_of(i.op)

@@ -117,7 +117,7 @@ class Memory:
                 if fresh.any():
                     text = f"{region.name}, element {int(offsets[fresh][0]) // region.unit}"
                     self.report("uninitialised", i, ids[at][fresh], text)
-            self.note(i, region, offsets, ids[at], epochs[at], width * count, None)
+            self.note(i, region, offsets, ids[at], epochs[at], width * count, None, is_store=False)
         return out
 
     def store(
@@ -127,8 +127,9 @@ class Memory:
         """Stores `values [n, count]` of `width` bytes each."""
         count = values.shape[1]
         for region, offsets, at in self._resolve(i, addresses, ids, width * count):
-            self.note(i, region, offsets, ids[at], epochs[at], width * count, values[at])
-            region.cells(width)[(offsets // width)[:, None] + np.arange(count)] = values[at]
+            new = values[at]
+            self.note(i, region, offsets, ids[at], epochs[at], width * count, new, is_store=True)
+            region.cells(width)[(offsets // width)[:, None] + np.arange(count)] = new
 
     def _resolve(
         self, i: Any, addresses: np.ndarray, ids: np.ndarray, size: int
@@ -174,9 +175,9 @@ class Memory:
 
     def note(
         self, i: Any, region: Region, offsets: np.ndarray, ids: np.ndarray, epochs: np.ndarray,
-        size: int, values: np.ndarray | None,
+        size: int, values: np.ndarray | None, *, is_store: bool,
     ) -> None:  # fmt: skip
-        """Notes accesses of `size` bytes, reads where there are no values."""
+        """Notes accesses of `size` bytes; `values` are those stored, if they are known."""
         if not self.races:
             return
         count = max(1, size // region.unit)
@@ -184,11 +185,9 @@ class Memory:
         raw = None
         if values is not None and values.itemsize >= region.unit:
             raw = np.ascontiguousarray(values).view(unsigned(8 * region.unit)).ravel()
-        new = Accesses(
-            units, np.repeat(ids, count), np.repeat(epochs, count), raw, values is not None
-        )
+        new = Accesses(units, np.repeat(ids, count), np.repeat(epochs, count), raw, is_store)
         if region.history is None:
-            if values is None:
+            if not is_store:
                 region.log.append(new)
                 return
             region.history = self.history(region)

@@ -92,5 +92,7 @@ def test_kinds():
         "ld.global.v4.b32": "global load", "st.shared.b32": "shared memory", "bar.sync": "barrier",
         "fma.rn.f32": "float", "mad.lo.s32": "integer", "setp.lt.f32": "comparison",
         "bra.uni": "branch", "ex2.approx.f32": "special function",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "tensor core",
+        "cp.async.cg.shared.global": "asynchronous copy",
     }  # fmt: skip
     assert {op: kind_of(op) for op in kinds} == kinds

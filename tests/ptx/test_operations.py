@@ -450,7 +450,7 @@ def test_copies_are_there_when_they_were_waited_for(wait):
     out, machine = executed("", ["b32"], [x], "b32", body=body)
     found = {finding.kind: finding.count for finding in machine.findings.values()}
     if wait in ("one left", "no wait"):
-        assert found["uninitialised shared memory"] == N // 2
+        assert found["read of a copy that was not waited for"] == N // 2
     else:
         lane = np.arange(N) % 32
         assert not found and np.array_equal(out, x + x * ((lane % 2 == 0) & (lane & 4 > 0)))
