@@ -52,13 +52,14 @@ endif
 SANITIZE ?= --ptx-arch 90
 SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_entries logits \
   selective_log_softmax linear_logprobs grpo_loss objective support \
-  batch_invariant replay_support properties two_heads)
+  batch_invariant replay_support properties two_heads exp_gemm)
 # Of the matrix for a GPU, on tensors that say that they are on one: `make sanitize-cuda` runs all.
 ON_CUDA ?= tests/test_cuda_values.py tests/test_low_rank.py tests/test_fused_grpo_loss.py \
   -k "values or low_rank or (test_cuda_objectives and triton and bf16)"
 sanitize: $(VENV)/installed
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) -m "not slow" $(SANITIZED) $(ARGS)
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)
+	$(TEST) -p tests.ptx.plugin --ptx-arch 80 tests/test_exp_gemm.py -k "half or tile" $(ARGS)
 
 sanitize-cuda: $(VENV)/installed
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu tests $(ARGS)

@@ -12,18 +12,22 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
     RowGrads,
+    TokenStats,
     triton_backend,
     triton_entries,
+    triton_exp_gemm,
     triton_logits,
     triton_pairs,
     triton_policy_loss,
@@ -31,7 +35,7 @@ from grpo_kernels.kernels import (
 from grpo_kernels.kernels.pair_stats import KINDS, PairStats
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_pairs, triton_entries, triton_policy_loss)
+MODULES = (triton_logits, triton_pairs, triton_exp_gemm, triton_entries, triton_policy_loss)
 DTYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -40,6 +44,11 @@ DTYPES = {
     torch.bool: "i1",
 }
 HALVES = (torch.bfloat16, torch.float16)
+GEMM_ARCHS = {
+    (8,): ("sm_80",), (8, 6): ("sm_86",), (8, 9): ("sm_89",), (9,): ("sm_90",),
+    (10,): ("sm_100",), (12,): ("sm_120",),
+}  # fmt: skip
+NVIDIA = tuple(itertools.chain(*GEMM_ARCHS.values()))
 # Qwen's, GPT-2's, and less than a block.
 VOCABULARIES = (151_936, 50_257, 1003)
 
@@ -55,6 +64,8 @@ class KernelLaunch:
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     fp_fusion: bool | None  # None: left to Triton
+    maxnreg: int | None = None
+    archs: tuple[str, ...] = ()  # where alone it is launched; (): everywhere
 
 
 def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
@@ -68,13 +79,17 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
         warmup: bool,
         num_warps: int,
         enable_fp_fusion: bool | None = None,
+        maxnreg: int | None = None,
         **flags: Any,
     ) -> None:
         params = [p for p in self.params if not p.is_constexpr]
         kinds, divisible = [], []
         for param, value in zip(params, args, strict=True):
             specialized = not (param.do_not_specialize or param.do_not_specialize_on_alignment)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorDescriptor):
+                block = ", ".join(map(str, value.block_shape))
+                kinds.append((param.name, f"tensordesc<{DTYPES[value.base.dtype]}[{block}]>"))
+            elif isinstance(value, torch.Tensor):
                 kinds.append((param.name, "*" + DTYPES[value.dtype]))
                 divisible += [param.name] if specialized else []
             else:
@@ -90,6 +105,7 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
                 tuple(sorted(flags.items())),
                 num_warps,
                 enable_fp_fusion,
+                maxnreg,
             )
         )
 
@@ -150,6 +166,30 @@ def pair_launches() -> None:
                 triton_pairs.pair_grads_(
                     logits, logits, targets, own, other, stats, grads, column, out, kind=kind
                 )
+
+
+def gemm_launches() -> set[KernelLaunch]:
+    """Launches of the GEMM that leaves exponentials, each for the architectures of its tile."""
+    V, H, rows = 151_936, 2048, 256
+    weight, hidden = (torch.empty(n, H, dtype=torch.bfloat16) for n in (V, rows))
+    column, targets = torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+    exps = padded(rows, V, torch.bfloat16)
+    found: set[KernelLaunch] = set()
+    for capability, tile in triton_exp_gemm.TILES.items():
+        for temperature, kept, entropy in (
+            (1.0, exps, True), (column, exps, True), (1.0, None, True), (1.0, exps, False)
+        ):  # fmt: skip
+            transform = LogitTransform(1.0, None, temperature)
+            out = TokenStats.empty(hidden, entropy=entropy, total=kept is not None)
+            call = partial(
+                triton_exp_gemm.exp_gemm, hidden, weight, targets, transform, out,
+                exps=kept, tile=tile,
+            )  # fmt: skip
+            launches = recorded(call)
+            for x in launches:
+                of_tile = x.kernel == "exp_gemm_kernel"
+                found.add(replace(x, archs=GEMM_ARCHS[capability] if of_tile else NVIDIA))
+    return {x for x in found if x.kernel != "entry_dots_kernel"}
 
 
 def entry_launches() -> None:
@@ -216,7 +256,7 @@ def policy_launches() -> None:
 
 def all_launches() -> list[KernelLaunch]:
     each = (head_launches, pair_launches, entry_launches, policy_launches)
-    return sorted(set().union(*map(recorded, each)), key=repr)
+    return sorted(gemm_launches().union(*map(recorded, each)), key=repr)
 
 
 def kernels() -> dict[str, Any]:
@@ -241,7 +281,7 @@ def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 def _takes_most_registers(launch: KernelLaunch) -> bool:
     """Returns True for a softcap and an entropy beside one more operand; the report checks it."""
     flags = dict(launch.constants)
-    more = flags.get("KEEPS_EXPS") and not flags["INVARIANT"]
+    more = flags.get("KEEPS_EXPS") and not flags.get("INVARIANT")
     capped = flags.get("HAS_SOFTCAP") and flags.get("HAS_ENTROPY")
     return bool(capped and more and flags["BLOCK_V"] >= 2048)
 

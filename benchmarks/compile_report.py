@@ -114,6 +114,8 @@ def compiled(launch: KernelLaunch, arch: str) -> Any:
     options: dict[str, Any] = {"num_warps": launch.num_warps}
     if launch.fp_fusion is not None:
         options["enable_fp_fusion"] = launch.fp_fusion
+    if launch.maxnreg is not None and chip.backend == "cuda":
+        options["maxnreg"] = launch.maxnreg
     return triton.compile(source, target=target, options=options)
 
 
@@ -147,7 +149,7 @@ def judged(usage: Usage, arch: str, launch: KernelLaunch, ptx: str | None = None
         problem = f"{threads:,} threads per block, of 1,024"
     elif ptx is None:
         pass
-    elif _rows_divide(launch) and not re.search(r"ld\.global\.v[248]", ptx):
+    elif _rows_divide(launch) and not re.search(r"ld\.global\.v[248]|cp\.async", ptx):
         problem = "no vector loads"
     elif launch.kernel == "policy_loss_kernel" and re.search(r"\b(min|max)\.f32", ptx):
         # The plain instruction returns the number of a number and NaN; torch returns NaN.
@@ -158,7 +160,9 @@ def judged(usage: Usage, arch: str, launch: KernelLaunch, ptx: str | None = None
 def _rows_divide(launch: KernelLaunch) -> bool:
     """Returns True if the kernel reads rows and is compiled for strides that 16 divides."""
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
-    return bool(strides) and strides <= set(launch.divisible)
+    # That one stores the target's place of each row, and reads none.
+    reads = bool(strides) and launch.kernel != "exp_stats_kernel"
+    return reads and strides <= set(launch.divisible)
 
 
 def _cuobjdump(built: Any, option: str) -> str:
@@ -205,7 +209,10 @@ def builds(
     for launch in launches:
         full_archs = IN_FULL.get(launch.kernel, IN_FULL_OTHERWISE) if in_full else ()
         for arch in archs:
-            if launch in sampled or arch in full_archs:
+            if launch.archs:
+                if arch in launch.archs:
+                    jobs[launch, arch] = True
+            elif launch in sampled or arch in full_archs:
                 for build in (launch, replace(launch, divisible=()), *mixed(launch)):
                     jobs[build, arch] = jobs.get((build, arch), False) or launch in sampled
     return jobs

@@ -27,7 +27,7 @@ from torch import Tensor
 from . import GRPOLossConfig, __version__, reference
 from .base.checks import name_of, version_numbers
 from .calls import fused_grpo_loss, linear_logprobs
-from .head.lm_head import Support
+from .head.lm_head import Reference, Support
 from .kernels import select_backend
 
 
@@ -57,7 +57,7 @@ PACKAGES = (
     Package("vllm", ">=0.28", "training with --rollout vllm, sampling in TRL's trainer"),
     Package("liger-kernel", "", "comparisons only; FusedLinearGRPOLoss works without it"),
 )
-CALLS = ("one pass", "two passes", "support")
+CALLS = ("one pass", "two passes", "support", "exact KL")
 # Allowed errors, those of the tests: relative for gradients, absolute for log-probs.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16: 2.5e-3}
 # On CUDA the gradient of the logits is rounded to bf16, too.
@@ -113,6 +113,18 @@ def backend_of(device: torch.device) -> str:
     return f"torch, which is slower (Triton is not supported on {device.type})"
 
 
+def gemm_of(device: torch.device) -> str:
+    """Returns what becomes of logits on the device, if that is a choice."""
+    if device.type != "cuda" or backend_of(device) != "triton":
+        return ""
+    from .kernels.triton_exp_gemm import largest_size
+
+    size = largest_size(device)
+    if size is None:
+        return "; logits: swept (`exp_gemm` is not measured on this card)"
+    return f"; logits: left out by `exp_gemm` up to H = {size:,}" if size else "; logits: swept"
+
+
 def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
     B, T, V, H = 6, 24, 5003, 64
@@ -163,10 +175,16 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     support = make_support(batch) if call == "support" else None
     old_logps = reference.linear_logprobs(*_of_head(exact), support=support).logps + exact["drift"]
     given: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
+    theirs = dict(given)
+    if call == "exact KL":
+        given["config"] = theirs["config"] = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+        given["reference"], theirs["reference"] = (
+            Reference(0.9 * x["hidden"], x["weight"]) for x in (batch, exact)
+        )
     start = time.perf_counter()
     logps, *gradients = _run(fused_grpo_loss, batch, **given)
     seconds = time.perf_counter() - start
-    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **given)
+    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **theirs)
     without_loss = linear_logprobs(*_of_head(batch), support=support).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (
@@ -248,7 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     packages = _report(check_package(package) for package in PACKAGES)
     print()
     for device in devices():
-        print(f"  {device.type}: {device_name(device)}; backend: {backend_of(device)}")
+        backend = backend_of(device) + gemm_of(device)
+        print(f"  {device.type}: {device_name(device)}; backend: {backend}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("  TRITON_INTERPRET=1 is set: Triton kernels are interpreted on the CPU, slowly")
     print("\nErrors against the float64 reference: absolute for log-probs, relative for the")

@@ -15,7 +15,11 @@ The gradient of the logits, r o X, is never made. Where the entropy has a gradie
 take float16, it is, by a second sweep: `logit_grads_(Z)`.
 
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
-are computed and stored `scale` times as large, a power of two that float16 needs.
+are computed and stored `scale` times as large, a power of two that float16 needs. Where one chunk
+has all rows, X is kept and GEMMs 2 and 3 are the backward's, with the loss's gradient in r: dW is
+rounded once, by its GEMM, and nothing is scaled.
+
+On cards where that is faster GEMM 1 leaves X itself (`kernels/triton_exp_gemm.py`).
 
 A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
 policy's (`head/two_heads.py`).
@@ -33,14 +37,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.autograd import keep_gradients, kept_gradients, power_of_two_scale
+from .base.autograd import (
+    keep_gradients,
+    kept_gradients,
+    power_of_two_scale,
+    refuse_double_backward,
+)
+from .base.checks import saveable
 from .base.outputs import GRPOLossOutput
 from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import Divergence, LMHead, Reference, Support
 from .head.passes import Gradient, call_of_reference, local_head, passes_of, reference_logps
-from .head.products import Gradients
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
@@ -205,7 +214,8 @@ class _OnePass(torch.autograd.Function):
         masked = plan.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
             scale = power_of_two_scale(_largest_weight(config, inputs))
-            grads = Gradients(tensors, passes.wanted, every_row=plan.num_grad_rows == N)
+            later = passes.makes_gradients_later(plan)
+            grads = None if later else passes.gradients(tensors, plan)
             dense = passes.dense(tensors, plan)
             for rows in plan.chunks():
                 index = rows.index
@@ -230,18 +240,38 @@ class _OnePass(torch.autograd.Function):
                 d_logps[index] = g
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scale * policy.d_entropy
+                if grads is None:
+                    ctx.plan, ctx.passes = plan, passes
+                    kept = (x if x.requires_grad else saveable(x) for x in tensors)
+                    ctx.save_for_backward(scale, *dense.leave(g), *kept)
+                    continue
                 more = [] if by_kl is None else [None, scale * by_kl[index]]
                 dense.add(rows, grads, g, e, *more)  # GEMMs 2 and 3
             if plan.has_masked and passes.tokens is not None:
                 per_token[:3].masked_fill_(~passes.tokens, 0.0)
-        keep_gradients(ctx, tensors, scale, grads.all())
+        ctx.later = later
+        if grads is not None:
+            keep_gradients(ctx, tensors, scale, grads.all())
         d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
         ctx.mark_non_differentiable(logps, entropy, kl, d_logps, d_entropy)
         return torch.stack(losses).sum(), logps, entropy, None if by_kl is None else kl, *d_stats
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 4)
+        if not ctx.later:
+            return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 4)
+        refuse_double_backward("fused_grpo_loss")
+        scale, exps, factors, *tensors = ctx.saved_tensors
+        plan, passes = ctx.plan, ctx.passes
+        with torch.autocast(d_loss.device.type, enabled=False):
+            grads = passes.gradients(tensors, plan, once=True)
+            (rows,) = (rows for rows in plan.chunks() if rows.needs_grad)
+            dense = passes.dense(tensors, plan)
+            dense.add_left(rows, grads, exps, factors * (d_loss / scale))
+        found = (
+            None if x is None else x.to(y.dtype) for x, y in zip(grads.all(), tensors, strict=True)
+        )
+        return (*found, *[None] * 4)
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:

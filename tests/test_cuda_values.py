@@ -14,6 +14,7 @@ from tests.helpers.batches import config, make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import OPTIONS, expect_equal, objective_options
 from tests.helpers.supports import make_support, with_logps_of
+from tests.tools import whole_calls
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,6 +55,13 @@ def test_values(case, dtype):
         assert 1e-4 < (near.logps - expected.logps).abs().max() < 0.2
         return
     expect_equal(batch, options, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", whole_calls.CASES)
+def test_values_of_whole_calls(name):
+    """Those with which a GPU's first day begins."""
+    row = whole_calls.compare(name, "cuda", large=V + 500, tokens=3)
+    assert whole_calls.is_right(row, whole_calls.CASES[name][0]), row
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,10 +12,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import grpo_kernels
-from grpo_kernels import Execution, LMHead, Reference, grpo_loss, selective_log_softmax
+from grpo_kernels import (
+    Execution,
+    LMHead,
+    Reference,
+    VocabRanks,
+    grpo_loss,
+    selective_log_softmax,
+)
 from grpo_kernels.base.checks import ValueChecks
 from grpo_kernels.head import call as head_calls
 from grpo_kernels.head import dense
@@ -46,13 +55,14 @@ class Budget(NamedTuple):
 
     fixed: int
     per_chunk: int
-    per_part: int
+    per_part: float
 
 
 # A part is a strip of logits.
 BUDGETS = {
     "off_policy": Budget(fixed=100, per_chunk=15, per_part=2),
-    "mask": Budget(fixed=115, per_chunk=20, per_part=2),
+    # dH of all tokens is scaled so many bytes at a time.
+    "mask": Budget(fixed=115, per_chunk=20, per_part=2.2),
 }
 
 
@@ -233,6 +243,40 @@ def test_two_models_read_what_one_does(what, capturable):
         assert len(set(of_pairs.values())) == 1
 
 
+@pytest.fixture
+def two_ranks():
+    """A group of two processes, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("chunks", (1, 3))
+def test_ranks_read_what_they_have_and_their_row_counts(two_ranks, chunks):
+    """Each of the two once, whatever the chunks are, after an upload of what is asked."""
+
+    def answer(x):
+        if x.dim() != 2:
+            return answer_with(B * 512)(x)
+        told = torch.zeros(x.shape, dtype=torch.float64)
+        told[:, 1] = V  # the columns that each has
+        return told.view(torch.int64).tolist()
+
+    with FakeCUDA(answer) as gpu:
+        hidden, weight, targets = head(B, 512)
+        how = Execution(chunk_bytes=6 * V * B * 512 // chunks)
+        of_ranks = LMHead(weight, ranks=VocabRanks(two_ranks))
+        call = (hidden, of_ranks, targets, empty(B))
+        backward(fused_grpo_loss(*call, config=config(), execution=how).loss)
+    assert [event.name for event in gpu.transfers if "cuda" in event.operands] == [
+        "_to_copy", "tolist"
+    ], gpu.report()  # fmt: skip
+    assert len(gpu.transfers) == 4, gpu.report()
+    launched = gpu.counts()
+    assert (launched["policy_loss_kernel"] > 1) == (chunks > 1)
+    assert launched["c10d::_allgather_base_"] == 2 + launched["policy_loss_kernel"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("objective", ("gspo", "off_policy", "top_entropy_bonus", "everything"))
 def test_two_passes_read_their_row_counts(objective):
@@ -301,11 +345,11 @@ def test_log_softmax_reads_nothing():
 @pytest.mark.parametrize("case", BUDGETS)
 @pytest.mark.parametrize("of", Budget._fields)
 def test_launches(case, of):
-    launches = launches_of(case)
-    totals = {name: found.total() for name, found in launches.items()}
-    totals["per_part"] /= CHUNK_ROWS // STRIP_ROWS
-    totals["per_chunk"] -= totals["per_part"] * (CHUNK_ROWS // STRIP_ROWS)
-    assert totals[of] <= getattr(BUDGETS[case], of), (totals, launches[of].most_common())
+    launches, parts = launches_of(case), CHUNK_ROWS // STRIP_ROWS
+    two, three, larger = (found.total() for found in launches)
+    found = {"fixed": two - 2 * (three - two), "per_part": (larger - two) / (2 * parts)}
+    found["per_chunk"] = three - two - parts * found["per_part"]
+    assert found[of] <= getattr(BUDGETS[case], of), (found, [x.most_common() for x in launches])
 
 
 @pytest.mark.parametrize("keep", (True, False), ids=("kept", "made_again"))
@@ -331,12 +375,11 @@ def test_gemms_of_a_frozen_head(keep):
 
 @functools.cache
 def launches_of(case):
-    """The launches of a call, of a further chunk, and of as many rows more in a chunk."""
-    one, two, larger = (
+    """The launches of a call of two chunks, of three, and of two of twice as many rows."""
+    return [
         record_chunks(case, **sizes)[0].counts()
-        for sizes in ({"chunks": 1}, {"chunks": 2}, {"chunks": 1, "chunk_rows": 2 * CHUNK_ROWS})
-    )
-    return {"fixed": one - (two - one), "per_chunk": two - one, "per_part": larger - one}
+        for sizes in ({"chunks": 2}, {"chunks": 3}, {"chunks": 2, "chunk_rows": 2 * CHUNK_ROWS})
+    ]
 
 
 @pytest.fixture(scope="module", params=(15, pytest.param(100, marks=pytest.mark.slow)))

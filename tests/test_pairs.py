@@ -66,6 +66,7 @@ OF_EXECUTION = {
     "batch_invariant": {"batch_invariant": lambda b: True},
     "matmul": {"matmul": lambda b: rounding_matmul},
     "capturable": {"capturable": lambda b: True},
+    "exp_gemm": {"exp_gemm": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
 OF_CALL = {
@@ -100,7 +101,11 @@ REFUSED = {
     ("support", "exact_kl"): "reference",
     ("ref_logps", "reference"): "ref_logps",  # which are those of the reference
     ("ref_logps", "exact_kl"): "ref_logps",
-}
+    # What needs logits, or others' sums.
+    **{(name, "exp_gemm"): "exp_gemm" for name in (
+        "bias", "low_rank", "softcap", "logits_dtype", "ranks", "batch_invariant", "matmul",
+        "exact_kl", "entropy_bonus")},
+}  # fmt: skip
 PAIRS = [
     pair for pair in itertools.combinations(NAMED, 2) if NAMED[pair[0]][:2] != NAMED[pair[1]][:2]
 ]
@@ -112,7 +117,9 @@ EAGER = {"support", "ranks", "matmul"}
 
 def refused(pair, call):
     with_many = "support" if call == "targets" and "support" in pair else None
-    return REFUSED.get(pair) or REFUSED.get(pair[::-1]) or with_many
+    several = call == "targets" or "distillation" in call
+    several = "exp_gemm" if several and "exp_gemm" in pair else None
+    return REFUSED.get(pair) or REFUSED.get(pair[::-1]) or with_many or several
 
 
 def test_every_option_is_here():
@@ -184,6 +191,8 @@ def run(batch, pair, *, truth, call, rows=None):
             if isinstance(x, torch.Tensor) and x.is_floating_point()
         }
     else:
+        if "exp_gemm" in pair:
+            given["execution"]["backend"] = "triton"
         options["execution"] = Execution(**given["execution"])
     head = LMHead(leaves["weight"], **head) if head else leaves["weight"]
     package = exact if truth else grpo_kernels

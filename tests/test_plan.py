@@ -93,7 +93,7 @@ def test_default_budget_on_a_cpu():
         (1 << 30, (2944, 256)),
         (200 << 20, (384, 128)),
         (100 << 20, (115, 115)),  # too little for strips of 128 rows
-        (10 << 30, (34048, 640)),
+        (10 << 30, (33280, 1024)),
     ),
 )
 def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
@@ -103,6 +103,24 @@ def test_strips_of_logits_beside_gradients(budget, sizes, monkeypatch):
     assert made == sizes
     chunk, strip = made
     assert 151_936 * (2 * chunk + 4 * strip) <= (budget or 1792 << 20)
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(16384, (4096, 768)), (20480, (5120, 512))])
+def test_strips_take_what_chunks_leave(num_tokens, rows, monkeypatch):
+    """Of 1.75 GiB; the buffer of gradients has one of eight sizes, whatever the mask is."""
+    monkeypatch.setattr(plan_module, "gpu", lambda _: SimpleNamespace(**H200))
+    weight = on_a_gpu(torch.empty(1).expand(151_936, 64))
+    buffers = Buffers(len(weight), 2, strips=True)
+
+    def made(count):
+        return plan_rows(None, None, ValueChecks(), weight, count, buffers, None)
+
+    plan = made(num_tokens)
+    assert (plan.largest_chunk, plan.logit_rows) == rows
+    sizes = {made(count).gradient_rows for count in range(100, num_tokens, 300)}
+    assert len(sizes) <= 8 and max(sizes) == 5120
+    for count in range(100, num_tokens, 1000):
+        assert made(count).bytes_taken <= 1792 << 20
 
 
 def test_rows_per_chunk_fill_a_gpu():

@@ -136,7 +136,7 @@ class OneTarget:
         self.exps: Tensor | None = None
 
     def begin(self, like: Tensor, exps: Tensor | None) -> None:
-        """Begins to read logits `like [C, V]`, and to leave in `exps` their exponentials."""
+        """Begins to read logits of as many rows as `like` has; `exps` gets their exponentials."""
         self.exps = exps
         self.stats = TokenStats.empty(like, entropy=self.entropy, total=exps is not None)
 
@@ -154,6 +154,11 @@ class OneTarget:
             out=self.stats.at(part),
             invariant=self.call.execution.batch_invariant,
         )
+
+    def read_product(self, x: Tensor, y: Tensor) -> None:
+        """Reads the raw logits `x @ y.T` of all rows in flight, which are not made."""
+        assert self.call.backend.exp_gemm is not None
+        self.call.backend.exp_gemm(x, y, self.targets, self.transform, self.stats, exps=self.exps)
 
     def end(self) -> TokenStats:
         """The statistics of all rows in flight."""
@@ -195,7 +200,12 @@ class Logits:
         self.products = Products.of(call.execution, call.dtype)
         # A GEMM that rounds its result is enough where nothing is added to that.
         in_gemm = call.rounding == call.dtype and len(call.terms) == 1
-        self.strip = self.new_rows(plan.logit_rows, call.dtype if in_gemm else torch.float32)
+        self.rows, self.dtype = plan.logit_rows, call.dtype if in_gemm else torch.float32
+
+    @cached_property
+    def strip(self) -> Tensor:
+        """The buffer, made when the first logits are."""
+        return self.new_rows(self.rows, self.dtype)
 
     @cached_property
     def ys(self) -> list[Tensor]:
@@ -213,7 +223,7 @@ class Logits:
 
     def strips(self) -> Iterator[slice]:
         """Cuts the rows in flight into as many as have their logits in the buffer at a time."""
-        return even_slices(0, self.count, max(1, len(self.strip)))
+        return even_slices(0, self.count, max(1, self.products.padded(self.rows)))
 
     def new_rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """A buffer for `count` rows as wide as the vocabulary."""
@@ -251,12 +261,15 @@ class Dense:
         plan: the rows that take part, chunk by chunk.
         readout: what is read from a row of logits.
         exponentials: whether a sweep of rows with a gradient leaves these.
+        in_gemm: whether it is the logits' GEMM that does, in place of the logits.
     """
 
     def __init__(
-        self, call: HeadCall, plan: RowPlan, readout: OneTarget, *, exponentials: bool
-    ) -> None:
-        self.call, self.plan, self.exponentials = call, plan, exponentials
+        self, call: HeadCall, plan: RowPlan, readout: OneTarget, *, exponentials: bool,
+        in_gemm: bool = False,
+    ) -> None:  # fmt: skip
+        self.call, self.plan = call, plan
+        self.exponentials, self.in_gemm = exponentials, in_gemm
         self.readout, self.ranks = readout, readout.ranks
         self.logits = Logits(call, plan)
         self.products = self.logits.products
@@ -268,9 +281,12 @@ class Dense:
         self._take(rows)
         leaves = self.exponentials and rows.needs_grad
         exps = self.gradient_rows(rows.size) if leaves else None
-        self.readout.begin(self.logits.strip[: rows.size] if exps is None else exps, exps)
-        for part in self.logits.strips():
-            self.readout.read(part, self.logits.of(part))
+        self.readout.begin(self.logits.xs[0], exps)
+        if self.in_gemm:
+            self.readout.read_product(self.logits.xs[0], self.logits.ys[0])
+        else:
+            for part in self.logits.strips():
+                self.readout.read(part, self.logits.of(part))
         self.made = True
         return self.readout.end()
 
@@ -299,6 +315,17 @@ class Dense:
                 self.readout.d_logits(part, logits, d[part])
         self.multiply(rows, d, factors, grads)
 
+    def leave(self, d_logps: Tensor) -> tuple[Tensor, Tensor]:
+        """The exponentials of the rows in flight, and the factor per row that makes D of them."""
+        left = self.readout.given(d_logps)
+        assert left is not None
+        return left
+
+    def add_left(self, rows: Chunk, grads: Gradients, exps: Tensor, factors: Tensor) -> None:
+        """Adds the share of `rows` from what `leave` has returned."""
+        self.logits.take(rows)
+        self.multiply(rows, exps, factors, grads)
+
     def _take(self, rows: Chunk) -> None:
         self.logits.take(rows)
         self.readout.take(rows)
@@ -308,7 +335,7 @@ class Dense:
         if self.call.dtype == torch.float32:
             return self.logits.strip[:count]
         if self.beside is None:
-            self.beside = self.logits.new_rows(self.plan.largest_chunk, self.call.dtype)
+            self.beside = self.logits.new_rows(self.plan.gradient_rows, self.call.dtype)
         return self.beside[:count]
 
     def multiply(self, rows: Chunk, d: Tensor, factors: Tensor | None, grads: Gradients) -> None:
@@ -331,7 +358,7 @@ class Dense:
             # Two columns, the second with what the first has rounded away.
             exact = x if factors is None else x * factors[:, None]
             high = exact.to(d.dtype)
-            sums = total.new_empty((len(total), 2))
+            sums = total.new_empty((len(total), 2), dtype=torch.float32)
             addmm(sums, d.t(), torch.cat((high, (exact - high).to(d.dtype)), 1), beta=0.0)
             both = sums.sum(1, keepdim=True)
             total.copy_(both + total if beta else both)

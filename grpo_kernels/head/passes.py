@@ -22,8 +22,8 @@ from ..kernels import TokenStats
 from .call import HeadCall, reference_call
 from .dense import Dense, OneRank, OneTarget
 from .lm_head import LMHead, Reference
-from .plan import Buffers, RowPlan, ran_out_of_memory
-from .products import INVARIANT_ROWS
+from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
+from .products import INVARIANT_ROWS, Gradients
 
 if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
@@ -85,6 +85,7 @@ class Passes:
         wanted: of which of the terms' tensors gradients are.
         entropy: whether it is a result.
         gradient: when that of the logits is made.
+        in_gemm: whether the logits' GEMM leaves what is read of them.
     """
 
     call: HeadCall
@@ -95,12 +96,14 @@ class Passes:
     wanted: Sequence[bool]
     entropy: bool
     gradient: Gradient
+    in_gemm: bool = False
 
     def dense(self, tensors: Sequence[Tensor], plan: RowPlan) -> Dense:
         """The rows of `plan`, over `tensors`, those of the call's terms."""
         call = self.call.of(tensors)
         readout = self._readout(call, plan)
-        return Dense(call, plan, readout, exponentials=self.gradient == Gradient.ONE_SWEEP)
+        exponentials = self.gradient == Gradient.ONE_SWEEP
+        return Dense(call, plan, readout, exponentials=exponentials, in_gemm=self.in_gemm)
 
     def _readout(self, call: HeadCall, plan: RowPlan) -> OneTarget:
         if call.reference is not None:
@@ -112,6 +115,28 @@ class Passes:
 
             return ManyTargets(call, self.ranks, entropy=self.entropy)
         return OneTarget(call, self.ranks, entropy=self.entropy)
+
+    def gradients(
+        self, tensors: Sequence[Tensor], plan: RowPlan, *, once: bool = False
+    ) -> Gradients:
+        """The gradients of the terms, over the rows of `plan`; `once`: added to once."""
+        every_row, dtype = plan.num_grad_rows == len(tensors[0]), self.call.dtype
+        rounded = dtype if once else None
+        return Gradients(tensors, self.wanted, every_row=every_row, rounded=rounded)
+
+    def makes_gradients_later(self, plan: RowPlan) -> bool:
+        """True where what the sweep leaves is kept, whose products are the backward's.
+
+        So if it is one chunk's, on one rank. The gradient of the head is then one product, which
+        has the loss's gradient in it: no sum in float32, and no pass that scales it.
+        """
+        one_chunk = 0 < plan.num_grad_rows == plan.largest_of(needs_grad=True)
+        alone = self.ranks.alone and not self.call.execution.batch_invariant
+        # In float32 it lies where the logits of other rows would come next.
+        last = plan.num_rows == plan.num_grad_rows or self.call.dtype != torch.float32
+        one_sweep = self.gradient == Gradient.ONE_SWEEP and any(self.wanted[1::2])
+        # A call that ran out of memory makes its gradients where it can be made again.
+        return one_chunk and alone and last and one_sweep and plan.budget > 0
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
@@ -199,7 +224,12 @@ def reference_logps(reference: HeadCall, passes: Passes, plan: RowPlan) -> Tenso
     """The reference's log-probs of the targets, `[N]`, over the rows of `plan`."""
     found = reference.targets.new_zeros(len(reference.targets), dtype=torch.float32)
     readout = OneTarget(reference, passes.ranks, entropy=False)
-    plan = replace(plan, max_chunk_rows=plan.max_logit_rows)  # of which no gradients follow
+    most = plan.max_logit_rows  # of which no gradients follow
+    if passes.in_gemm:  # rows of the policy, which has no logits
+        weight = reference.terms[0].y
+        fit, _ = buffer_rows(weight, Buffers(len(weight)), passes.call.execution.chunk_bytes)
+        most = min(most, fit)
+    plan = replace(plan, max_chunk_rows=most, max_logit_rows=most)
     with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
         dense = Dense(reference, plan, readout, exponentials=False)
         for rows in plan.chunks():
@@ -261,13 +291,67 @@ def passes_of(
     with_grad = None
     if tokens_with_grad is not None and not call.execution.capturable:
         with_grad = tokens_with_grad()
-    plan = ranks.plan(call, weight, call.mask, with_grad, _buffers(call, weight, gradient))
-    wanted = call.wants_grad()
-    return Passes(call.without_tensors(), plan, ranks, tokens, sets, wanted, entropy, gradient)
+    in_gemm = _in_gemm(call, gradient)
+    buffers = _buffers(call, weight, gradient, in_gemm=in_gemm)
+    plan = ranks.plan(call, weight, call.mask, with_grad, buffers)
+    return Passes(
+        call.without_tensors(), plan, ranks, tokens, sets, call.wants_grad(), entropy, gradient,
+        in_gemm,
+    )  # fmt: skip
 
 
-def _buffers(call: HeadCall, weight: Tensor, gradient: Gradient) -> Buffers:
+def _in_gemm(call: HeadCall, gradient: Gradient) -> bool:
+    """Whether the logits' GEMM leaves their exponentials and statistics in their place."""
+    asked = call.execution.exp_gemm
+    if asked is False:
+        return False
+    why_not = why_no_exp_gemm(call, gradient)
+    if asked and why_not:
+        raise ValueError(f"exp_gemm: expected False or None {why_not}; got True")
+    weight = call.terms[0].y
+    measured = weight.device.type == "cuda" and call.dtype != torch.float32
+    if asked or why_not or not measured:
+        return bool(asked)
+    from ..kernels.triton_exp_gemm import largest_size
+
+    return weight.shape[1] <= (largest_size(weight.device) or 0)
+
+
+def why_no_exp_gemm(call: HeadCall, gradient: Gradient) -> str | None:
+    """Why a call needs its logits, to stand after "exp_gemm: expected False"; None: it does not."""
+    execution, weight = call.execution, call.terms[0].y
+    reasons = {
+        "where torch computes": call.backend.exp_gemm is None,
+        "on this device": not _has_tiles(weight.device),
+        "in float32 on a GPU": call.dtype == torch.float32 and weight.device.type == "cuda",
+        "with operands of two dtypes": call.dtype == torch.float32 != weight.dtype,
+        "with a softcap": call.transform.softcap is not None,
+        "with a bias or a LoRA": len(call.terms) > 1,
+        'with logits_dtype="model"': call.rounding is not None,
+        "where ranks share the vocabulary": call.head.ranks is not None,
+        "with several targets per token": call.targets.ndim == 2,
+        "with a reference whose KL is exact": call.reference is not None,
+        "with batch_invariant": execution.batch_invariant,
+        "with a matmul": execution.matmul is not None,
+        "where the gradient takes a second sweep": gradient == Gradient.TWO_SWEEPS,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_tiles(device: torch.device) -> bool:
+    """Whether there is a tile for it: NVIDIA's GPUs from sm_80 on, and the interpreter."""
+    if device.type == "cuda" and torch.version.hip is None:
+        return bool(gpu(device).major >= 8)
+    return device.type == "cpu"
+
+
+def _buffers(
+    call: HeadCall, weight: Tensor, gradient: Gradient, *, in_gemm: bool = False
+) -> Buffers:
     models = 1 if call.reference is None else 2
+    if in_gemm and call.dtype != torch.float32:
+        grad_bytes = call.dtype.itemsize if gradient == Gradient.ONE_SWEEP else 0
+        return Buffers(len(weight), grad_bytes, models=0)
     if gradient == Gradient.LATER or call.dtype == torch.float32:
         return Buffers(len(weight), models=models)
     strips = gradient == Gradient.ONE_SWEEP

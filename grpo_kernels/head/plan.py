@@ -25,8 +25,10 @@ _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
 _GPU_CHUNK_BYTES = 1792 << 20
 # GEMMs on a GPU take rows in tiles of this many.
 ROW_MULTIPLE = 128
-# Strips of logits: enough rows to fill a GPU with the tiles of a vocabulary.
-_MOST_STRIP_ROWS = 640
+# Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
+_MOST_STRIP_BYTES = 640 << 20
+# Rows at a time where a row takes next to nothing.
+_MOST_ROWS = 16_384
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
 _TILE_COLUMNS = 256
 
@@ -50,6 +52,7 @@ class RowPlan:
         has_masked: whether masked rows take part, too.
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
         row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
+        budget: bytes for both, of which strips of logits take what the chunks leave.
     """
 
     order: Tensor | None
@@ -60,6 +63,7 @@ class RowPlan:
     has_masked: bool = False
     tiles: tuple[int, int] | None = None
     row_bytes: tuple[int, int] = (0, 0)
+    budget: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
@@ -91,19 +95,39 @@ class RowPlan:
     @property
     def largest_chunk(self) -> int:
         """The rows of the largest chunk."""
-        return max((rows.stop - rows.start for rows, _ in self.parts()), default=0)
+        return max(self.largest_of(needs_grad=x) for x in (False, True))
+
+    def largest_of(self, *, needs_grad: bool) -> int:
+        """The rows of the largest chunk of rows with a gradient, or without."""
+        sizes = (rows.stop - rows.start for rows, x in self.parts() if x == needs_grad)
+        return max(sizes, default=0)
 
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        return min(self.max_logit_rows, self.largest_chunk)
+        rows, (of_logits, of_gradient) = self.max_logit_rows, self.row_bytes
+        if of_logits and of_gradient and self.budget:
+            left = min(self.budget - of_gradient * self.gradient_rows, _MOST_STRIP_BYTES)
+            rows = max(rows, left // of_logits // ROW_MULTIPLE * ROW_MULTIPLE)
+        return min(rows, self.largest_chunk)
+
+    @property
+    def gradient_rows(self) -> int:
+        """The rows of the buffer of gradients: one of eight sizes, whatever the mask is.
+
+        Memory given back fits again.
+        """
+        rows, most = self.largest_of(needs_grad=True), self.max_chunk_rows
+        if most < 8 * ROW_MULTIPLE:
+            return rows
+        step = -(-most // 8 // ROW_MULTIPLE) * ROW_MULTIPLE
+        return min(-(-rows // step) * step, most)
 
     @property
     def bytes_taken(self) -> int:
         """Of logits, and of their gradients."""
         of_logits, of_gradients = self.row_bytes
-        rows = min(self.max_chunk_rows, self.largest_chunk)
-        return self.logit_rows * of_logits + rows * of_gradients
+        return self.logit_rows * of_logits + self.gradient_rows * of_gradients
 
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
@@ -111,7 +135,7 @@ class RowPlan:
             max(least, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
-        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows, budget=0)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -140,13 +164,19 @@ class Buffers(NamedTuple):
         columns: of a row of logits.
         grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
         strips: a chunk's logits are made and used a few rows at a time.
-        models: whose logits are there at a time.
+        models: whose logits are there at a time; 0: none, as a GEMM leaves something else.
     """
 
     columns: int
     grad_bytes: int = 0
     strips: bool = False
     models: int = 1
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of a row's logits, or of the sums of its tiles of columns, and of their gradient."""
+        of_logits = 4 * self.models * self.columns or -(-self.columns // 16)
+        return of_logits, self.grad_bytes * self.columns
 
 
 def plan_rows(
@@ -168,10 +198,10 @@ def plan_rows(
     num_rows = num_tokens if active is None else next(counts)
     num_grad_rows = num_rows if active_grad is None else next(counts)
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-    row_bytes = (4 * buffers.models * buffers.columns, buffers.grad_bytes * buffers.columns)
     return RowPlan(
         order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
-        tiles=_tiles(weight), row_bytes=row_bytes,
+        tiles=_tiles(weight), row_bytes=buffers.row_bytes,
+        budget=_budget(weight, buffers, chunk_bytes),
     )  # fmt: skip
 
 
@@ -181,7 +211,10 @@ def every_row(
     """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
     checks.check_without_sync()
     sizes = buffer_rows(weight, buffers, chunk_bytes)
-    return RowPlan(None, num_tokens, num_tokens, *sizes, True, _tiles(weight))
+    return RowPlan(
+        None, num_tokens, num_tokens, *sizes, True, _tiles(weight), buffers.row_bytes,
+        _budget(weight, buffers, chunk_bytes),
+    )  # fmt: skip
 
 
 def _tiles(weight: Tensor) -> tuple[int, int] | None:
@@ -218,24 +251,29 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def _budget(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> int:
+    """The bytes that buffers may take, where the caller says nothing by the device."""
+    if chunk_bytes is not None:
+        return chunk_bytes
+    device, memory = weight.device, None
+    if device.type == "cuda":
+        memory = gpu(device).total_memory
+    return max(buffers.models, 1) * default_chunk_bytes(buffers.columns, device.type, memory)
+
+
 def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
     """The rows whose gradients, and those whose logits, fit the budget together."""
-    device, memory = weight.device, None
-    V, grad_bytes, strips, models = buffers
-    if chunk_bytes is None:
-        if device.type == "cuda":
-            memory = gpu(device).total_memory
-        chunk_bytes = models * default_chunk_bytes(V, device.type, memory)
-
-    bytes_per_row = (4 * models + grad_bytes) * V
-    least = 1 if device.type == "cpu" else ROW_MULTIPLE
-    if strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
+    *_, strips, models = buffers
+    (of_logits, of_gradient), chunk_bytes = buffers.row_bytes, _budget(weight, buffers, chunk_bytes)
+    bytes_per_row = of_logits + of_gradient
+    least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
+    if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
         # Of the budget's rows of logits a sixth: the others are worth most as gradients.
-        strip = chunk_bytes // (24 * models * V) // least * least
-        strip = min(max(strip, least), _MOST_STRIP_ROWS)
-        rows = (chunk_bytes - 4 * models * V * strip) // (grad_bytes * V)
+        most = min(chunk_bytes // 6, _MOST_STRIP_BYTES)
+        strip = max(most // of_logits // least * least, least)
+        rows = (chunk_bytes - of_logits * strip) // of_gradient
         return rows // least * least, strip
-    rows = max(1, chunk_bytes // bytes_per_row)
+    rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
     if rows >= least:
         rows = rows // least * least
     return rows, rows

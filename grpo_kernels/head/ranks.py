@@ -334,6 +334,8 @@ def _checksum(x: Tensor) -> Tensor:
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values of all ranks, in their order: `[R, ...]`."""
-    ranks = mine.new_empty((group.size(), *mine.shape))
-    dist.all_gather([*ranks], mine, group=group)
-    return ranks
+    ranks = mine.new_empty(group.size() * mine.numel())
+    # Its name from PyTorch 2.13 on.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(ranks, mine.flatten(), group=group)
+    return ranks.view(group.size(), *mine.shape)

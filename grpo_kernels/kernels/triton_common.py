@@ -17,6 +17,27 @@ class Launch(NamedTuple):
     num_warps: int
 
 
+# Functions, as each launch compares a kernel's global constants with what they were: 3 us each.
+
+
+@triton.constexpr_function
+def log2_e():
+    """By which e^x is 2^(x log2_e)."""
+    return 1.4426950408889634
+
+
+@triton.constexpr_function
+def ln_2():
+    """A logarithm to base 2 times this is a natural one."""
+    return 0.6931471805599453
+
+
+@triton.constexpr_function
+def reach():
+    """From an anchor, to base 2: what e^60 becomes is far from overflow, summed over V as well."""
+    return 60.0 * 1.4426950408889634
+
+
 @triton.jit
 def expm1_minus(x):
     """e^x - 1 - x, by its series where the difference would cancel."""
@@ -33,6 +54,12 @@ def expm1(x):
 def device_of(x: Tensor) -> Any:
     """Triton launches on the current device, which need not be the tensor's."""
     return torch.xpu.device_of(x) if x.device.type == "xpu" else torch.cuda.device_of(x)
+
+
+def at_most(registers: int, like: Tensor) -> dict[str, int]:
+    """How a kernel is built that is to leave room for more programs; of NVIDIA's GPUs."""
+    other = like.device.type == "xpu" or torch.version.hip is not None
+    return {} if other else {"maxnreg": registers}
 
 
 def build(num_warps: int, *, fused: bool = True) -> dict[str, Any]:

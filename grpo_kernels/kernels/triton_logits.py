@@ -27,6 +27,7 @@ leaves behind; the target's entry is (p_y - 1) S.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
@@ -34,17 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads, TokenStats
-from .triton_common import Launch, build, device_of, expm1
+from .triton_common import Launch, at_most, build, device_of, expm1, ln_2, log2_e, reach
 
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.tune` times others.
 ROW_LAUNCH = Launch(2048, 8)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
-# What e^60 becomes: far from any overflow, also summed over the vocabulary.
-_REACH = tl.constexpr(60.0 * 1.4426950408889634)
-_MOST_HALVINGS = tl.constexpr(14)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_REGISTERS = 48
 
 # Pointers to one value per row are not specialized: otherwise each new first row would compile the
 # kernel again, in the middle of training.
@@ -75,8 +71,9 @@ def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP: tl.
         e = tl.exp(-2.0 * tl.abs(x))
         part = 1.0 / (1.0 + e)
         tanh = (1.0 - e) * part
-        # -inf where u is, and above any softcap elsewhere; a choice takes more registers.
-        u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + _LARGEST)
+        # -inf where u is, and above any softcap elsewhere, as the largest float is added; a choice
+        # takes more registers.
+        u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + 3.4028234663852886e38)
         slope = tl.where(u == float("-inf"), 0.0, 4.0 * e * part * part)
     return u, slope
 
@@ -142,7 +139,7 @@ def _sum(x, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr):
     """
     if INVARIANT:
         # As many halvings as a block can take; those of one element do nothing.
-        for step in tl.static_range(_MOST_HALVINGS):
+        for step in tl.static_range(14):
             if BLOCK_V >> step > 1:
                 x = tl.sum(tl.reshape(x, (BLOCK_V >> (step + 1), 2)), axis=1)
     return tl.sum(x, axis=0)
@@ -165,7 +162,7 @@ def token_stats_kernel(
     if HAS_TEMPERATURE:
         temperature = tl.load(temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    to_log2 = scale * _LOG2_E
+    to_log2 = scale * log2_e()
     target = tl.load(targets_ptr + row)
     here = target >= 0
     target_logit, target_slope = _load_logits(
@@ -203,7 +200,7 @@ def token_stats_kernel(
         total = _sum(totals, INVARIANT, BLOCK_V)
         weighted = _sum(weights, INVARIANT, BLOCK_V)
         above = tl.max(peaks, axis=0)
-        out_of_reach = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
+        out_of_reach = (above > reach()) | ((above < -reach()) & (above > float("-inf")))
         out_of_reach = out_of_reach & (not INVARIANT)
         if out_of_reach:
             anchor = _anchor(
@@ -212,11 +209,11 @@ def token_stats_kernel(
 
     log_total = tl.log2(total)
     # Not target_logit - logsumexp, which loses what is below an ulp of the logits.
-    logp = (target_logit - anchor) * scale - log_total * _LN_2
+    logp = (target_logit - anchor) * scale - log_total * ln_2()
     tl.store(logps_ptr + row, tl.where(here, logp, float("-inf")))
-    tl.store(logsumexp_ptr + row, anchor * scale + log_total * _LN_2)
+    tl.store(logsumexp_ptr + row, anchor * scale + log_total * ln_2())
     if HAS_ENTROPY:
-        tl.store(entropy_ptr + row, (log_total - weighted / total) * _LN_2)
+        tl.store(entropy_ptr + row, (log_total - weighted / total) * ln_2())
     if KEEPS_EXPS:
         tl.store(total_ptr + row, total)
         at_target = total * expm1(logp) * target_slope
@@ -235,7 +232,7 @@ def _store_logit_grads(
     mask_v = WHOLE | (offs_v < V)
     target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale = row_grads
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
-    log_p = (u * scale - logsumexp) * _LOG2_E
+    log_p = (u * scale - logsumexp) * log2_e()
     p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
@@ -268,8 +265,8 @@ def logit_grads_kernel(
     at_target = slope * tl.load(at_target_ptr + row)
     entropy, d_entropy = 0.0, 0.0
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + row) * _LOG2_E
-        d_entropy = tl.load(d_entropy_ptr + row) * slope * _LN_2
+        entropy = tl.load(entropy_ptr + row) * log2_e()
+        d_entropy = tl.load(d_entropy_ptr + row) * slope * ln_2()
     row_grads = (target, logsumexp, d_softmax, at_target, entropy, d_entropy, scale)
     whole = V // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
@@ -284,6 +281,7 @@ def logit_grads_kernel(
         )  # fmt: skip
 
 
+@functools.cache
 def block_of(launch: Launch, V: int) -> dict[str, Any]:
     """Columns that a program takes at a time, and how its kernel is built.
 
@@ -343,6 +341,9 @@ def token_stats(
         unused = out.logps
         pointers = (unused if x is None else x for x in out)
         kept = logits if exps is None else exps
+        # Five programs per multiprocessor, not four: an A100 then takes a strip at once.
+        plain = exps is not None and transform.softcap is None
+        room = at_most(_REGISTERS, logits) if plain else {}
         with device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),
@@ -354,7 +355,7 @@ def token_stats(
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,
                 # In place there are no logits left to sweep from another anchor.
                 INVARIANT=in_place or invariant,
-                **block_of(launch, V),
+                **block_of(launch, V), **room,
             )  # fmt: skip
     return out
 

@@ -17,12 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .pair_stats import KINDS, PairStats
-from .triton_common import Launch, device_of, expm1, expm1_minus
+from .pair_stats import PairStats
+from .triton_common import Launch, device_of, expm1, expm1_minus, ln_2, log2_e, reach
 from .triton_logits import (
-    _LN_2,
-    _LOG2_E,
-    _REACH,
     _anchor,
     _load_logits,
     _scale,
@@ -35,10 +32,13 @@ from .triton_logits import (
 )
 
 PAIR_LAUNCH, PAIR_GRADS_LAUNCH = Launch(1024, 8), Launch(2048, 8)
-_NEAR = tl.constexpr(0.3)
-# How often what cancels may be larger than what is left of it.
-_CANCELS = tl.constexpr(8.0)
-_REVERSE, _FORWARD, _JSD = (tl.constexpr(i + 1) for i in range(3))
+
+
+@triton.constexpr_function
+def small():
+    """A |log(a/b)| below which a series has the digits."""
+    return 0.3
+
 
 per_row = triton.jit(
     do_not_specialize=["stride_stats"],
@@ -60,7 +60,7 @@ def _phi(x):
 def _share(a, b, x):
     """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
     far = tl.where(a > 0.0, a * x, 0.0) + b - a
-    return tl.where(tl.abs(x) < _NEAR, a * _phi(x), far)
+    return tl.where(tl.abs(x) < small(), a * _phi(x), far)
 
 
 @triton.jit
@@ -82,9 +82,9 @@ def _to_mixture(d, beta):
 @triton.jit
 def _moment(p, q, d, beta, KIND: tl.constexpr):
     """The terms of the mean of h: p h, 0 where p is."""
-    if KIND == _FORWARD:
-        return tl.where(tl.abs(d) < _NEAR, -p * expm1(-d), p - q)
-    if KIND == _JSD:
+    if KIND == "forward":
+        return tl.where(tl.abs(d) < small(), -p * expm1(-d), p - q)
+    if KIND == "jsd":
         d, _ = _to_mixture(d, beta)
     return tl.where(p > 0.0, p * d, 0.0)
 
@@ -115,16 +115,16 @@ def _add_pair(
     ref_total += q
     weighted += p * tl.maximum(u, -1e4, propagate_nan=tl.PropagateNan.ALL)
     ref_weighted += q * tl.maximum(t, -1e4, propagate_nan=tl.PropagateNan.ALL)
-    if KIND:
+    if KIND is not None:
         # Not u - t: of models that are close it has lost what the products have rounded away.
         gap = to_log2 - ref_to_log2
-        d = ((x - y) * to_log2 + tl.where(gap == 0.0, 0.0, y * gap) - known) * _LN_2
+        d = ((x - y) * to_log2 + tl.where(gap == 0.0, 0.0, y * gap) - known) * ln_2()
         q = tl.exp2(t + known)
-        near = tl.abs(d) < _NEAR
+        near = tl.abs(d) < small()
         phi = _phi(d)
         above = tl.where(near, p * (phi - d), q - p)
         excess += above
-        if KIND == _REVERSE:
+        if KIND == "reverse":
             shares += tl.where(near, p * phi, tl.where(p > 0.0, p * d, 0.0) + above)
         else:  # q (e^d - 1 - d), by q = p e^-d
             of_q = p * (d * d - phi * (1.0 + d))
@@ -154,8 +154,8 @@ def pair_stats_kernel(
         ref_temperature = tl.load(ref_temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
     ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
-    to_log2 = scale * _LOG2_E
-    ref_to_log2 = ref_scale * _LOG2_E
+    to_log2 = scale * log2_e()
+    ref_to_log2 = ref_scale * log2_e()
     target = tl.load(targets_ptr + row)
     here = target >= 0
     target_logit, _ = _load_logits(row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP)
@@ -220,8 +220,8 @@ def pair_stats_kernel(
         above = tl.max(peaks, axis=0)
         ref_above = tl.max(ref_peaks, axis=0)
         at_peak = tl.max(tl.where(peaks == above, at_peaks, float("-inf")), axis=0)
-        far = (above > _REACH) | ((above < -_REACH) & (above > float("-inf")))
-        ref_far = (ref_above > _REACH) | ((ref_above < -_REACH) & (ref_above > float("-inf")))
+        far = (above > reach()) | ((above < -reach()) & (above > float("-inf")))
+        ref_far = (ref_above > reach()) | ((ref_above < -reach()) & (ref_above > float("-inf")))
         again = (far | ref_far) & (not INVARIANT)
         if again:
             anchor = _anchor(
@@ -231,10 +231,10 @@ def pair_stats_kernel(
                 ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, ref_to_log2,
                 REF_SOFTCAP, BLOCK_V,
             )  # fmt: skip
-        if KIND:
+        if KIND is not None:
             # log of the sum of p e^-(d + c); c, and what e^-c or e^c leaves of it.
             minus_c = _log1p(_sum(excesses, INVARIANT, BLOCK_V) / total)
-            if KIND == _REVERSE:
+            if KIND == "reverse":
                 extra = expm1_minus(minus_c)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
             else:
@@ -242,34 +242,35 @@ def pair_stats_kernel(
                 # The shares are of q times 2^known.
                 scaled = ref_total * tl.exp2(known)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
-            cancels = (extra > divergence * _CANCELS) & (known == 0.0) & (again == 0)
+            # How often what cancels may be larger than what is left of it.
+            cancels = (extra > divergence * 8.0) & (known == 0.0) & (again == 0)
             known = tl.where(cancels, tl.log2(total) - tl.log2(ref_total), known)
             again = again | cancels
 
     log_total = tl.log2(total)
     ref_log_total = tl.log2(ref_total)
-    logsumexp = anchor * scale + log_total * _LN_2
-    ref_logsumexp = ref_anchor * ref_scale + ref_log_total * _LN_2
-    logp = (target_logit - anchor) * scale - log_total * _LN_2
-    ref_logp = (ref_logit - ref_anchor) * ref_scale - ref_log_total * _LN_2
+    logsumexp = anchor * scale + log_total * ln_2()
+    ref_logsumexp = ref_anchor * ref_scale + ref_log_total * ln_2()
+    logp = (target_logit - anchor) * scale - log_total * ln_2()
+    ref_logp = (ref_logit - ref_anchor) * ref_scale - ref_log_total * ln_2()
     out_ptr = stats_ptr + row
     tl.store(out_ptr, tl.where(here, logp, float("-inf")))
     tl.store(out_ptr + stride_stats, logsumexp)
-    tl.store(out_ptr + 2 * stride_stats, (log_total - weighted / total) * _LN_2)
+    tl.store(out_ptr + 2 * stride_stats, (log_total - weighted / total) * ln_2())
     tl.store(out_ptr + 3 * stride_stats, tl.where(here, ref_logp, float("-inf")))
     tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
-    tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * _LN_2)
-    shift = (anchor * scale - ref_anchor * ref_scale) + (log_total - ref_log_total) * _LN_2
+    tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * ln_2())
+    shift = (anchor * scale - ref_anchor * ref_scale) + (log_total - ref_log_total) * ln_2()
     tl.store(out_ptr + 6 * stride_stats, shift)
-    if KIND:
+    if KIND is not None:
         # The mean of h with d by the shift as it is: off by as much as that.
-        off = (log_total - ref_log_total - known) * _LN_2 + minus_c
-        mean = divergence - off if KIND == _REVERSE else -expm1(off)
+        off = (log_total - ref_log_total - known) * ln_2() + minus_c
+        mean = divergence - off if KIND == "reverse" else -expm1(off)
         tl.store(out_ptr + 7 * stride_stats, tl.maximum(divergence, 0.0))
         tl.store(out_ptr + 8 * stride_stats, mean)
-    tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * _LN_2)
-    tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * _LN_2)
-    tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_above * _LN_2)
+    tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * ln_2())
+    tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * ln_2())
+    tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_above * ln_2())
 
 
 @triton.jit
@@ -290,8 +291,8 @@ def _softmaxes(
         u = tl.where(mask_v, u, float("-inf"))
         t = tl.where(mask_v, t, float("-inf"))
     d = u - t - shift
-    log_p = (u - logsumexp) * _LOG2_E
-    return tl.exp2(log_p), tl.exp2((t - ref_logsumexp) * _LOG2_E), d, log_p, slope
+    log_p = (u - logsumexp) * log2_e()
+    return tl.exp2(log_p), tl.exp2((t - ref_logsumexp) * log2_e()), d, log_p, slope
 
 
 @per_row
@@ -325,9 +326,9 @@ def divergences_kernel(
             logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
             HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
         )  # fmt: skip
-        if KIND == _REVERSE:
+        if KIND == "reverse":
             shares += _share(p, q, d)
-        elif KIND == _FORWARD:
+        elif KIND == "forward":
             shares += _share(q, p, -d)
         else:
             of_p, of_q = _to_mixture(d, beta)
@@ -336,7 +337,7 @@ def divergences_kernel(
             ref_shares += _share(q, m, of_q)
         moments += _moment(p, q, d, beta, KIND)
     share = tl.sum(shares, axis=0)
-    if KIND == _JSD:
+    if KIND == "jsd":
         share = beta * tl.sum(ref_shares, axis=0) + (1.0 - beta) * share
     tl.store(stats_ptr + row + 7 * stride_stats, share)
     tl.store(stats_ptr + row + 8 * stride_stats, tl.sum(moments, axis=0))
@@ -371,7 +372,7 @@ def pair_grads_kernel(
     shift = tl.load(stats_ptr + row + 6 * stride_stats)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
     weight = chain * tl.load(d_divergence_ptr + row)
-    if KIND == _JSD:
+    if KIND == "jsd":
         weight = weight * (1.0 - beta)
     target, d_softmax, at_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
     if HAS_GRADS:
@@ -379,8 +380,8 @@ def pair_grads_kernel(
         d_softmax = chain * tl.load(d_softmax_ptr + row)
         at_target = chain * tl.load(at_target_ptr + row)
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + row) * _LOG2_E
-        d_entropy = tl.load(d_entropy_ptr + row) * chain * _LN_2
+        entropy = tl.load(entropy_ptr + row) * log2_e()
+        d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
     for start in range(0, V, BLOCK_V):
         p, q, d, log_p, slope = _softmaxes(
             row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
@@ -388,7 +389,7 @@ def pair_grads_kernel(
             HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
         )  # fmt: skip
         slopes = _moment(p, q, d, beta, KIND) - p * mean
-        if KIND == _REVERSE:
+        if KIND == "reverse":
             # The reference has no probability where the policy has: not inf - inf, nor 0 times inf.
             slopes = tl.where(p > 0.0, slopes, 0.0)
             slopes = tl.where(d == float("inf"), d, slopes)
@@ -415,10 +416,6 @@ def _flags(transform: LogitTransform, ref_transform: LogitTransform) -> dict[str
     }
 
 
-def _kind(kind: str | None) -> int:
-    return 0 if kind is None else 1 + KINDS.index(kind)
-
-
 def pair_stats(
     logits: Tensor,
     ref_logits: Tensor,
@@ -443,7 +440,7 @@ def pair_stats(
                 logits.stride(0), ref_logits.stride(0), out.values.stride(0),
                 *_scalars(transform, ref_transform),
                 **_flags(transform, ref_transform),
-                KIND=0 if kind == "jsd" else _kind(kind), INVARIANT=invariant,
+                KIND=None if kind == "jsd" else kind, INVARIANT=invariant,
                 **block_of(launch, V),
             )  # fmt: skip
     if kind == "jsd":  # of whole softmaxes, whose sums are not known before
@@ -472,7 +469,7 @@ def divergences(
                 logits.stride(0), ref_logits.stride(0), stats.values.stride(0),
                 *_scalars(transform, ref_transform), float(beta),
                 **_flags(transform, ref_transform),
-                KIND=_kind(kind),
+                KIND=kind,
                 **block_of(launch, V),
             )  # fmt: skip
 
@@ -507,6 +504,6 @@ def pair_grads_(
                 **_flags(transform, ref_transform),
                 HAS_GRADS=grads is not None,
                 HAS_ENTROPY=grads is not None and grads.d_entropy is not None,
-                KIND=_kind(kind),
+                KIND=kind,
                 **block_of(launch, V),
             )  # fmt: skip

@@ -81,7 +81,9 @@ class _Pretends(TorchDispatchMode):
         self._stack = ExitStack()
         self._stack.enter_context(_device_guard())
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        properties = SimpleNamespace(total_memory=140 << 30, multi_processor_count=132, major=major)
+        properties = SimpleNamespace(
+            name="NVIDIA H200", total_memory=140 << 30, multi_processor_count=132, major=major
+        )
         patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         patch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
         patch.setattr(torch, "Generator", _Generator)

@@ -198,6 +198,7 @@ GENERATORS: dict[str, Generator] = {
     "batch_invariant": lambda v: True,
     "matmul": lambda v: product,
     "capturable": lambda v: True,
+    "exp_gemm": lambda v: False,  # most of what is drawn needs logits
     "keep_gradients": lambda v: False,
     "entries": lambda v: False,
     # Two models are test_pairs'.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import doctor
-from grpo_kernels.kernels import torch_backend
+from grpo_kernels.kernels import pairs, torch_backend
 
 tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -44,12 +44,24 @@ def test_wrong_kernels_are_found(damage, monkeypatch, capsys):
             damage_(exps)
         return stats
 
+    pair_grads, left_grads = pairs.pair_grads_, pairs.left_grads_
+
+    def damaged_pairs(*args, **options):
+        pair_grads(*args, **options)
+        damage_(args[-1])
+
+    def damaged_left(*args, **options):
+        left_grads(*args, **options)
+        damage_(args[-1])
+
     monkeypatch.setattr(torch_backend, "token_stats", damaged_sweep)
     if damage != "tail":
         monkeypatch.setattr(torch_backend, "logit_grads_", damaged)
+        monkeypatch.setattr(pairs, "pair_grads_", damaged_pairs)
+        monkeypatch.setattr(pairs, "left_grads_", damaged_left)
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
-    assert told.count("WRONG") == 9 and "VERDICT: 9 checks failed" in told
+    assert told.count("WRONG") == 12 and "VERDICT: 12 checks failed" in told
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,7 @@ def test_what_raises_is_told(monkeypatch, capsys):
 
     monkeypatch.setattr(torch_backend, "token_stats", broken)
     assert doctor.main([]) == 1
-    assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 9
+    assert capsys.readouterr().out.count("RuntimeError: no C compiler") == 12
 
 
 def test_what_is_absent_is_named_and_not_wrong(monkeypatch, capsys):

@@ -1,0 +1,262 @@
+"""The GEMM that leaves exponentials of logits: its kernels, and calls that take it."""
+
+import pytest
+import torch
+import triton
+
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    Reference,
+    fused_grpo_loss,
+    linear_logprobs,
+)
+from grpo_kernels import reference as exact
+from grpo_kernels.head.dense import Logits
+from grpo_kernels.kernels import LogitTransform, TokenStats
+from grpo_kernels.kernels.triton_exp_gemm import TILES, Tile, exp_gemm
+from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.tiers import INTERPRETED
+
+TAKEN = Execution(backend="triton", exp_gemm=True)
+SMALL = Tile(16, 32, 16, warps=4)
+
+
+def operands(M, V, H, scale=0.3, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(M, H, generator=g).bfloat16()
+    weight = (scale * torch.randn(V, H, generator=g)).bfloat16()
+    return hidden.to(dtype), weight.to(dtype), torch.randint(V, (M,), generator=g)
+
+
+def left(hidden, weight, targets, transform, tile=SMALL, dtype=torch.float32):
+    """Statistics, and the exponentials as probabilities; NaN where nothing was written."""
+    out = TokenStats.empty(hidden, entropy=True, total=True)
+    for x in out:
+        x.fill_(torch.nan)
+    exps = torch.full((len(hidden), len(weight)), torch.nan, dtype=dtype)
+    exp_gemm(hidden, weight, targets, transform, out, exps=exps, tile=tile)
+    return out, exps.double() / out.total[:, None]
+
+
+def expected(hidden, weight, targets, transform):
+    """Log-probs, logsumexp and entropy, and p with p - 1 at the target, in float64."""
+    z = hidden.double() @ weight.double().T * transform.logit_scale / transform.per_row
+    log_p = z.log_softmax(1)
+    logps = log_p.gather(1, targets[:, None])
+    p = log_p.exp().scatter(1, targets[:, None], logps.expm1())
+    return logps[:, 0], z.logsumexp(1), -(log_p.exp() * log_p).sum(1), p
+
+
+TRANSFORMS = {
+    "plain": LogitTransform(),
+    "scaled": LogitTransform(1.3, None, 0.7),
+    "negative": LogitTransform(-0.9),
+    "temperatures": LogitTransform(1.0, None, torch.linspace(0.6, 1.4, 37)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("V, H", [(203, 40), (64, 16), (31, 33)])
+def test_values(V, H, transform):
+    """Rows, columns and inner sizes that no tile divides."""
+    hidden, weight, targets = operands(37, V, H)
+    given = (hidden, weight, targets, TRANSFORMS[transform])
+    found, p = left(*given)
+    logps, logsumexp, entropy, probs = expected(*given)
+    assert (found.logps - logps).abs().max() <= 2e-5
+    assert (found.logsumexp - logsumexp).abs().max() <= 2e-5
+    assert (found.entropy - entropy).abs().max() <= 2e-5
+    assert (p - probs).abs().max() <= 2e-6
+    # From the target's logit, so by the GEMM: no row was computed again.
+    assert (found.total.double().log() + logps).abs().max() <= 2e-5
+
+
+def test_parts_of_a_tile():
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    given = (*operands(40, 150, 40, dtype=dtype), LogitTransform())
+    found, p = left(*given, tile=Tile(32, 128, 16, warps=2, parts=2))
+    assert (found.logps - expected(*given)[0]).abs().max() <= 2e-5
+    assert (p - expected(*given)[3]).abs().max() <= 2e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter garbles products in half precision")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [SMALL, Tile(32, 64, 32, warps=4)])
+def test_half_precision(tile, dtype):
+    """From the kernel's PTX, with tensor cores; X in bf16, whose range e^(z - a) needs."""
+    hidden, weight, targets = operands(37, 203, 72, dtype=dtype)
+    given = (hidden, weight, targets, LogitTransform())
+    found, p = left(*given, tile=tile, dtype=torch.bfloat16)
+    logps, logsumexp, entropy, probs = expected(*given)
+    assert (found.logps - logps).abs().max() <= 2e-5
+    assert (found.logsumexp - logsumexp).abs().max() <= 2e-5
+    assert (found.entropy - entropy).abs().max() <= 2e-5
+    assert ((p - probs).abs() <= 2**-8 * probs.abs() + 1e-7).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter garbles products in half precision")
+def test_the_tile_of_a_gpu():
+    """On an A100 as it is launched there; larger ones take instructions that nothing here runs."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    if arch != 80:
+        pytest.skip(f"the tile of sm_80, not of sm_{arch}")
+    given = (*operands(150, 400, 200, dtype=torch.bfloat16), LogitTransform())
+    found, p = left(*given, tile=TILES[(8,)], dtype=torch.bfloat16)
+    logps, _, entropy, probs = expected(*given)
+    assert (found.logps - logps).abs().max() <= 2e-5
+    assert (found.entropy - entropy).abs().max() <= 2e-5
+    assert ((p - probs).abs() <= 2**-8 * probs.abs() + 1e-7).all()
+
+
+def test_rows_out_of_reach():
+    """Targets of log-probs down to -500: e^(z - a) has no place in float32."""
+    given = (*operands(21, 203, 40, scale=9.0), LogitTransform())
+    found, p = left(*given)
+    logps, logsumexp, entropy, probs = expected(*given)
+    assert (logps < -100).sum() > 5 and (logps > -60).any()
+    torch.testing.assert_close(found.logps.double(), logps, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.logsumexp.double(), logsumexp, rtol=1e-5, atol=0.0)
+    assert (found.entropy - entropy).abs().max() <= 1e-4
+    assert (p - probs).abs().max() <= 1e-4
+
+
+def test_a_row_depends_on_no_other():
+    hidden, weight, targets = operands(37, 203, 40)
+    whole, p = left(hidden, weight, targets, LogitTransform())
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(1))[:19]
+    some, of_some = left(hidden[order], weight, targets[order], LogitTransform())
+    for x, y in zip(whole, some, strict=True):
+        assert torch.equal(x[order], y)
+    assert torch.equal(p[order], of_some)
+
+
+def test_operands_may_have_any_strides():
+    hidden, weight, targets = operands(21, 70, 24)
+    given = (hidden, weight, targets, LogitTransform())
+    across = (hidden.t().contiguous().t(), weight.t().contiguous().t(), *given[2:])
+    for x, y in zip(left(*across)[0], left(*given)[0], strict=True):
+        assert torch.equal(x, y)
+    with torch.no_grad():
+        found, expected = (linear_logprobs(*x[:3], execution=TAKEN).logps for x in (across, given))
+    assert torch.equal(found, expected)
+
+
+def test_log_probs_of_a_reference_fit_the_budget():
+    """Its logits are made, where the policy's are not."""
+    batch = make_batch(B=4, T=9, H=24, V=203)
+    other = Reference(batch.hidden, 1.1 * batch.weight)
+    config, rows = GRPOLossConfig(beta=0.1), []
+    original = Logits.new_rows
+
+    def new_rows(self, count, dtype):
+        rows.append(count)
+        return original(self, count, dtype)
+
+    given = (batch.hidden, batch.weight, batch.targets, batch.advantages, batch.mask)
+    how = Execution(backend="triton", exp_gemm=True, chunk_bytes=4 * 203 * 5)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Logits, "new_rows", new_rows)
+        out = fused_grpo_loss(*given, reference=other, config=config, execution=how)
+    assert max(rows) <= 5
+    truth = fused_grpo_loss(*given, reference=other, config=config)
+    assert out.loss.item() == pytest.approx(truth.loss.item(), rel=1e-5)
+
+
+def test_nan_stays_in_its_row():
+    hidden, weight, targets = operands(5, 70, 20)
+    hidden[2, 3] = torch.nan
+    found, p = left(hidden, weight, targets, LogitTransform())
+    others = [0, 1, 3, 4]
+    assert found.logps[2].isnan() and p[2].isnan().all()
+    assert found.logps[others].isfinite().all() and p[others].isfinite().all()
+
+
+def gradients(call, *leaves):
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    out = call(*leaves)
+    return out, torch.autograd.grad(out.loss, leaves)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+@pytest.mark.parametrize("head", [{}, {"temperature": 0.8, "logit_scale": 1.2}])
+def test_losses(head, loss_type):
+    """In one pass and in two, in chunks, masked, some without advantage."""
+    batch = make_batch(B=4, T=9, H=24, V=203)
+    config = GRPOLossConfig(loss_type=loss_type, beta=0.04)
+
+    def fast(hidden, weight):
+        return fused_grpo_loss(
+            hidden, LMHead(weight, **head), batch.targets, batch.advantages, batch.mask,
+            old_logps=batch.old_logps, ref_logps=batch.ref_logps, config=config,
+            execution=Execution(backend="triton", exp_gemm=True, chunk_bytes=4 * 203 * 7),
+        )  # fmt: skip
+
+    def slow(hidden, weight):
+        return exact.fused_grpo_loss(
+            hidden, LMHead(weight, **head), batch.targets, batch.advantages.double(), batch.mask,
+            old_logps=batch.old_logps.double(), ref_logps=batch.ref_logps.double(), config=config,
+        )  # fmt: skip
+
+    leaves = (batch.hidden, batch.weight)
+    out, found = gradients(fast, *leaves)
+    truth, expected = gradients(slow, *(x.double() for x in leaves))
+    assert abs(out.loss.item() - truth.loss.item()) <= 1e-5 * max(1, abs(truth.loss.item()))
+    for x, y in zip(found, expected, strict=True):
+        assert y.norm() > 0 and relative_error(x, y) <= 3e-5
+    for name, x in truth.metrics.items():
+        assert out.metrics[name].item() == pytest.approx(x.item(), rel=1e-3, abs=1e-5), name
+
+
+def test_scoring():
+    batch = make_batch(B=3, T=7, H=24, V=203)
+    given = (batch.hidden, batch.weight, batch.targets, batch.mask)
+    with torch.no_grad():
+        out = linear_logprobs(*given, entropy=True, execution=TAKEN)
+    truth = exact.linear_logprobs(*(x.double() for x in given[:2]), *given[2:])
+    assert (out.logps - truth.logps).abs().max() <= 2e-5
+    assert (out.entropy - truth.entropy).abs().max() <= 2e-5
+
+
+NEEDS_LOGITS = {
+    "with a softcap": {"head": {"softcap": 20.0}},
+    "with operands of two dtypes": {"dtype": torch.bfloat16},
+    "with a bias or a LoRA": {"head": {"bias": torch.zeros(203)}},
+    "where torch computes": {"execution": {"backend": "torch"}},
+    "with batch_invariant": {"execution": {"batch_invariant": True}},
+    "with a matmul": {"execution": {"matmul": torch.mm}},
+    "where the gradient takes a second sweep": {"config": {"entropy_coef": 0.1}},
+    "with a reference whose KL is exact": {
+        "config": {"kl_estimator": "exact", "beta": 0.1}, "reference": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", NEEDS_LOGITS)
+def test_what_needs_logits_is_refused_or_has_them(reason):
+    batch, options = make_batch(B=2, T=5, H=24, V=203), NEEDS_LOGITS[reason]
+    hidden = batch.hidden.clone().requires_grad_()
+    head = LMHead(batch.weight.to(options.get("dtype", torch.float32)), **options.get("head", {}))
+    given = {"config": GRPOLossConfig(**options.get("config", {}))}
+    if "reference" in options:
+        given["reference"] = Reference(batch.hidden, batch.weight)
+    execution = {"backend": "triton"} | options.get("execution", {})
+
+    def call(taken):
+        return fused_grpo_loss(
+            hidden, head, batch.targets, batch.advantages, batch.mask,
+            execution=Execution(**execution, exp_gemm=taken), **given,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=f"exp_gemm: expected False or None {reason}; got True"):
+        call(True)
+    assert torch.equal(call(None).loss, call(False).loss)
+
+
+def test_no_card_is_measured():
+    """Today's path on any card that nobody has measured."""
+    batch = make_batch(B=2, T=5, H=24, V=203)
+    given = (batch.hidden, batch.weight, batch.targets, batch.mask)
+    asked = [linear_logprobs(*given, execution=Execution(exp_gemm=x)).logps for x in (None, False)]
+    assert torch.equal(*asked)
