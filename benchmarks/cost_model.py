@@ -21,11 +21,15 @@ from typing import NamedTuple
 
 from benchmarks.gpu_costs import (
     BASELINE,
+    BEST,
     DEVICES,
     HOPPER_ONLY,
+    LIKELY,
     METHODS,
     MOVES,
+    WORST,
     Device,
+    Guesses,
     Method,
     Step,
     bare_gemms,
@@ -43,7 +47,10 @@ from benchmarks.gpu_costs import (
 
 Shape = tuple[int, int, int]  # N, V, H
 SHOWN = [name for name in DEVICES if name != "B200"]
-SHAPES = [(16_384, 151_936, H) for H in (896, 1536, 3584, 5120)] + [(8192, 151_936, 4096)]
+SHAPES = [
+    *[(16_384, 151_936, H) for H in (896, 2048, 3584, 5120)],
+    *[(4096, 151_936, H) for H in (896, 2048, 4096)],
+]
 # Tokens, vocabulary and hidden size of support replay, and the entries of a token's kept set.
 REPLAY, ENTRIES = (16_384, 151_936, 4096), (8, 64)
 # Tokens per rank, vocabulary and hidden size of a head on several ranks, and where predicted.
@@ -57,9 +64,20 @@ BEGIN = "<!-- begin: python -m benchmarks.cost_model {} -->\n"
 END = "<!-- end of the cost model's tables -->\n"
 
 
-def predict(device: Device, shape: Shape, method: Method) -> float:
+def predict(device: Device, shape: Shape, method: Method, guesses: Guesses = LIKELY) -> float:
     """Returns milliseconds per step."""
-    return sum(method(Step(device, *shape)).values())
+    return sum(method(Step(device, *shape, guesses)).values())
+
+
+def cell(device: Device, shape: Shape, method: Method) -> str:
+    """Returns the milliseconds, and how often they are the bare GEMMs': likely, best and worst."""
+    ratios = [
+        predict(device, shape, method, g) / predict(device, shape, bare_gemms, g)
+        for g in (LIKELY, BEST, WORST)
+    ]
+    likely, *ends = ratios
+    ms = predict(device, shape, method)
+    return f"{ms:.1f} ({likely:.2f}; {min(ratios):.2f}-{max(ends):.2f})"
 
 
 def absent(device: str, shape: Shape, method: str) -> str | None:
@@ -117,19 +135,14 @@ def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = Fal
     lines = [
         f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
     ]
-    lines[0] += " GEMMs."
+    lines[0] += " GEMMs, and the range from the best guesses to the worst."
     devices = list(devices)
     for name in devices:
         lines += ["", f"**{name}, predicted ms.** {error_of_the_model()}", ""]
         lines += [f"| | {titles} |", "|---" * (len(shapes) + 1) + "|"]
         device = DEVICES[name]
-        floors = [predict(device, shape, bare_gemms) for shape in shapes]
         for title, method in METHODS.items():
-            cells = [
-                absent(name, shape, title)
-                or f"{(ms := predict(device, shape, method)):.1f} ({ms / floor:.2f})"
-                for shape, floor in zip(shapes, floors, strict=True)
-            ]
+            cells = [absent(name, x, title) or cell(device, x, method) for x in shapes]
             lines.append(f"| {title} | {' | '.join(cells)} |")
         for shape in shapes if terms else ():
             N, V, H = shape

@@ -17,13 +17,39 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-# Guesses, for all devices alike.
-EXPOSED = 0.4  # share of the traffic of a GEMM's output that its arithmetic does not hide
-OF_COPY = 0.88  # speed of a sweep that reads and writes, relative to a copy
-ISSUED = 0.6  # share of the issue slots that a sweep uses at best, at boost clock
-SCATTERED = 0.6  # speed of gathers and scatters of whole rows, relative to a copy
-FUSED_GEMM = 0.88  # rate of a GEMM with a softmax in its epilogue
+from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan
+
+
+class Guesses(NamedTuple):
+    """What nobody has measured, for all devices alike.
+
+    Args:
+        exposed: share of the traffic of a GEMM's output that its arithmetic does not hide.
+        of_copy: speed of a sweep that reads and writes, relative to a copy.
+        issued: share of the issue slots that a sweep uses at best, at boost clock.
+        fused_gemm: rate of a GEMM with a softmax in its epilogue, relative to cuBLAS.
+        short: rate of a GEMM to float32 of at most 2,048 inner elements, relative to others.
+        crowded: what a GEMM loses of its rate where its reads and writes would need all of the
+            bandwidth; half of that is free.
+        cpu_us: of a launch on the CPU: PyTorch's operations take some 5, Triton's 29 to 43, which
+            was measured with a driver that does nothing.
+    """
+
+    exposed: float = 0.4
+    of_copy: float = 0.88
+    issued: float = 0.6
+    fused_gemm: float = 0.88
+    short: float = 1.0
+    crowded: float = 0.05
+    cpu_us: float = 15.0
+
+
+LIKELY = Guesses()
+BEST = Guesses(0.3, 0.95, 0.7, 0.96, 1.0, 0.0, 5.0)
+WORST = Guesses(0.55, 0.8, 0.5, 0.8, 0.88, 0.2, 43.0)
+OF_COPY, SCATTERED = LIKELY.of_copy, 0.6  # of gathers and scatters of whole rows, of a copy
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
 COLLECTIVE_US = 25.0  # of a small collective among eight GPUs
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
@@ -31,8 +57,8 @@ INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 27,
 }  # fmt: skip
 
-# What the library does: bytes of logits at once, and rows per strip of float32 logits.
-CHUNK_BYTES, STRIP = 1.75 * 2**30, 512
+# What the library does: bytes of logits at once, and rows per strip of them at least.
+CHUNK_BYTES, STRIP = 1792 << 20, 512
 # Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 261, 1200
@@ -50,7 +76,6 @@ class Device:
     gib: float
     link_gb_per_s: float  # what a collective of large tensors gets per GPU, in each direction
     launch_us: float = 2.5  # of a small kernel, on the GPU
-    cpu_us: float = 5.0  # of a PyTorch operation, on the CPU
 
 
 # H200: 770 to 790 TFLOP/s on an 8,192^3 product and 4.3 TB/s on a copy, published. H100 and A100:
@@ -86,24 +111,26 @@ def fill(m: int, n: int, sms: int) -> float:
     return max(shares)
 
 
-def gemm_ms(d: Device, m: int, n: int, k: int, moved: float = 0, rate: float = 1.0) -> float:
-    """Returns the time of [m, k] x [k, n], `moved` bytes per output read and written."""
+def gemm_ms(d: Device, m: int, n: int, k: int, rate: float = 1.0) -> float:
+    """Returns the time of [m, k] x [k, n], but for the writing of its output."""
     arithmetic = 2 * m * n * k / (1e9 * d.tflops * fill(m, n, d.sms) * rate)
     reading = 2 * (m + n) * k / (1e9 * d.tb_per_s)
-    return max(arithmetic, reading) + EXPOSED * moved * m * n / (1e9 * d.tb_per_s)
+    return max(arithmetic, reading)
 
 
-def sweep_ms(d: Device, logits: float, bytes_each: float, instructions: float) -> float:
+def sweep_ms(
+    d: Device, logits: float, bytes_each: float, instructions: float, g: Guesses = LIKELY
+) -> float:
     """Returns the time of a kernel that goes once over the logits."""
-    issue = ISSUED * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
-    return 1e3 * logits * max(bytes_each / (OF_COPY * d.tb_per_s * 1e12), instructions / issue)
+    issue = g.issued * d.sms * 128 * d.ghz * 1e9  # four warps of 32 per clock
+    return 1e3 * logits * max(bytes_each / (g.of_copy * d.tb_per_s * 1e12), instructions / issue)
 
 
 class Step:
     """The terms of one step, in milliseconds by name, of N tokens under a head [V, H]."""
 
-    def __init__(self, d: Device, N: int, V: int, H: int) -> None:
-        self.d, self.N, self.V, self.H = d, N, V, H
+    def __init__(self, d: Device, N: int, V: int, H: int, guesses: Guesses = LIKELY) -> None:
+        self.d, self.N, self.V, self.H, self.guesses = d, N, V, H, guesses
         self.terms: dict[str, float] = {}
 
     def add(self, name: str, ms: float) -> None:
@@ -116,14 +143,19 @@ class Step:
 
     def sweep(self, name: str, bytes_each: float, kernel: str) -> None:
         """Adds a sweep over all logits."""
-        self.add(name, sweep_ms(self.d, self.N * self.V, bytes_each, INSTRUCTIONS[kernel]))
+        instructions = INSTRUCTIONS[kernel]
+        self.add(name, sweep_ms(self.d, self.N * self.V, bytes_each, instructions, self.guesses))
 
     def logits(self, rows: int, width: int, name: str = "GEMM 1", rate: float = 1.0) -> None:
         """Adds the logits' GEMM, `rows` at a time, and the unhidden writing of its output."""
-        rows = min(rows, self.N)
-        self.add(name, self.N / rows * gemm_ms(self.d, rows, self.V, self.H, rate=rate))
+        rows, g = min(rows, self.N), self.guesses
+        alone = gemm_ms(self.d, rows, self.V, self.H, rate * (g.short if self.H <= 2048 else 1.0))
+        # Each time the weight is read again.
+        moved = 2 * self.V * self.H + width * rows * self.V
+        load = moved / (1e9 * self.d.tb_per_s * alone)
+        self.add(name, self.N / rows * alone * (1 + 2 * g.crowded * max(0.0, load - 0.5)))
         if width:
-            self.copy(f"{name}, its output", EXPOSED * width * self.N * self.V)
+            self.copy(f"{name}, its output", g.exposed * width * self.N * self.V)
 
     def gradients(self, rows: int, width: int) -> None:
         """Adds the GEMMs of dH and dW, whose sum is read and written per chunk, `width` bytes."""
@@ -133,12 +165,14 @@ class Step:
         self.add("dH", share * gemm_ms(self.d, rows, self.H, self.V))
         self.add("dW", share * gemm_ms(self.d, self.V, self.H, rows))
         moved = (2 * chunks - 1) * width * self.V * self.H
-        self.copy("dW, read and written per chunk", EXPOSED * moved)
+        self.copy("dW, read and written per chunk", self.guesses.exposed * moved)
 
     def finish(self, launches: float, waits: int = 0) -> dict[str, float]:
         """Adds what launches and waits cost and returns the terms."""
         self.add("launches", launches * self.d.launch_us / 1e3)
-        self.add("CPU behind", max(0.0, launches * self.d.cpu_us / 1e3 - sum(self.terms.values())))
+        self.add(
+            "CPU behind", max(0.0, launches * self.guesses.cpu_us / 1e3 - sum(self.terms.values()))
+        )
         self.add("waits", waits * WAIT_MS)
         return self.terms
 
@@ -165,15 +199,43 @@ def eager(s: Step) -> dict[str, float]:
     return s.finish(40)
 
 
-def exact(s: Step) -> dict[str, float]:
-    """Strips of float32 logits; one sweep leaves statistics and E = e^(z - a) in bf16."""
-    rows = (CHUNK_BYTES - STRIP * 4 * s.V) // (2 * s.V) // STRIP * STRIP
-    s.logits(STRIP, 4)
-    s.sweep("sweep", 6, "one sweep")
-    s.gradients(max(STRIP, int(rows)), 4)
+def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
+    """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16.
+
+    `in_gemm`: the logits' GEMM leaves them. Of a single chunk the gradients are the backward's.
+    """
+    plan = plan_of(s.N, s.V)
+    chunks = len([*plan.parts()])
+    if in_gemm:
+        s.logits(s.N, 2, "GEMM 1, which leaves X", s.guesses.fused_gemm)
+        s.copy("sums of tiles", 2 * 8 * s.N * s.V / 256)
+    else:
+        s.logits(plan.logit_rows, 4)
+        s.sweep("sweep", 6, "one sweep")
+    s.gradients(plan.largest_chunk, 2 if chunks == 1 else 4)
     s.copy("r h, and dH to bf16", 10 * s.N * s.H)
-    s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
-    return s.finish(100 + 15 * _chunks(s.N, rows) + 2 * math.ceil(s.N / STRIP), waits=1)
+    if chunks > 1:
+        s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
+    strips = 2 * chunks if in_gemm else math.ceil(s.N / plan.logit_rows)
+    return s.finish(100 + 15 * chunks + 2 * strips, waits=1)
+
+
+def plan_of(N: int, V: int) -> RowPlan:
+    """The chunks and strips that the library cuts tokens into, but for a GPU's tiles of dH."""
+    rows = (CHUNK_BYTES - STRIP * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
+    sizes = max(STRIP, rows), STRIP
+    return RowPlan(None, N, N, *sizes, row_bytes=(4 * V, 2 * V), budget=CHUNK_BYTES)
+
+
+def scoring(s: Step, in_gemm: bool = False) -> dict[str, float]:
+    """Log-probs without a gradient: float32 logits, and one sweep; or the GEMM has statistics."""
+    if in_gemm:
+        s.logits(s.N, 0, "GEMM 1, with statistics", s.guesses.fused_gemm)
+        return s.finish(60, waits=1)
+    rows = int(CHUNK_BYTES // (4 * s.V) // 128 * 128)
+    s.logits(rows, 4)
+    s.sweep("statistics", 4, "token_stats")
+    return s.finish(50 + 3 * _chunks(s.N, rows), waits=1)
 
 
 def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
@@ -192,9 +254,7 @@ def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
 
 def with_estimate(s: Step) -> dict[str, float]:
     """`exact` with a KL: before it the reference's logits, read once for its log-probs."""
-    s.logits(int(CHUNK_BYTES // (4 * s.V) // 128 * 128), 4, "GEMM 1, of the reference")
-    s.sweep("statistics of the reference", 4, "token_stats")
-    s.finish(60, waits=1)
+    scoring(s)
     return exact(s)
 
 
@@ -274,10 +334,10 @@ def trl(s: Step) -> dict[str, float]:
     rows, tiles = 4096, math.ceil(s.V / 32_768)
     s.logits(rows, 2, "GEMM 1, twice")
     s.logits(rows, 2, "GEMM 1, twice")
-    s.add("statistics", sweep_ms(s.d, s.N * s.V, 2, 25))
+    s.add("statistics", sweep_ms(s.d, s.N * s.V, 2, 25, s.guesses))
     s.sweep("gradient of the logits", 4, "logit_grads")
     s.gradients(rows, 4)
-    s.copy("dH, read and written per tile", EXPOSED * 8 * tiles * s.N * s.H)
+    s.copy("dH, read and written per tile", s.guesses.exposed * 8 * tiles * s.N * s.H)
     s.copy("zeros, and to bf16", (4 + 6) * s.V * s.H)
     return s.finish(60 + 25 * tiles * s.N / rows)
 
@@ -287,7 +347,7 @@ def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
     rows = 1 << math.ceil(math.log2(math.ceil(s.N / math.ceil(s.V / s.H))))
     chunks = math.ceil(s.N / rows)
     s.logits(rows, 2)
-    s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40))
+    s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40, s.guesses))
     s.gradients(rows, 2)
     if copied:  # to float32, 6 bytes; added to the sum, 8
         s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, OF_COPY)
@@ -296,8 +356,8 @@ def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
 
 def liger_scaled_ce(s: Step) -> dict[str, float]:
     """Liger 0.8.5's kernels for Hopper: no logits in memory, recompute, dZ of 1,024 rows."""
-    s.logits(s.N, 0, "GEMM 1 with statistics", FUSED_GEMM)
-    s.logits(1024, 2, "GEMM 1 with dZ", FUSED_GEMM)
+    s.logits(s.N, 0, "GEMM 1 with statistics", s.guesses.fused_gemm)
+    s.logits(1024, 2, "GEMM 1 with dZ", s.guesses.fused_gemm)
     s.gradients(1024, 2)
     return s.finish(60 + 8 * s.N / 1024)
 
@@ -314,6 +374,7 @@ METHODS: dict[str, Method] = {
     "bare GEMMs": bare_gemms,
     BASELINE: eager,
     "exact": exact,
+    "exact, X left by the GEMM": partial(exact, in_gemm=True),
     "exact, two sweeps": exact_two_sweeps,
     "two passes": partial(exact_two_sweeps, again=True),
     "exact, and a KL by k3": with_estimate,

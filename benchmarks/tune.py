@@ -2,11 +2,11 @@
 
     python -m benchmarks.tune [--device cpu|cuda] [--tokens N] [--vocabulary V] [--json out.json]
 
-On a GPU, runs each Triton kernel at several block sizes and numbers of warps; on a CPU, each torch
-function at several cache block sizes; with TRITON_INTERPRET=1, each Triton kernel once, to see that
-it runs. The bytes are those that have to be moved: the logits are read once, their gradient is
-written once. A setting whose result differs from the default's gets no time. For chunk budgets, see
-`python -m benchmarks.scaling --axes chunk`.
+On a GPU, runs each Triton kernel at several block sizes and numbers of warps, on as many rows as
+the library has in a strip; on a CPU, each torch function at several cache block sizes; with
+TRITON_INTERPRET=1, each Triton kernel once, to see that it runs. The bytes are those that have to
+be moved: the logits are read once, their gradient is written once. A setting whose result differs
+from the default's gets no time. For chunk budgets, see `python -m benchmarks.scaling --axes chunk`.
 
 On a GPU that the cost model knows, "x model" is the time over the predicted one.
 """
@@ -78,13 +78,8 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
     stats = backend.token_stats(logits, targets, transform, entropy=True)
     copied = torch.empty_like(logits)
     yield COPY, 8 * N * V, [{}], lambda: copied.copy_(logits)
-    for entropy in (False, True):
-        read = partial(backend.token_stats, logits, targets, transform, entropy=entropy)
-        name = f"token_stats{', entropy' if entropy else ''}"
-        yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
-    weights = torch.randn(N, generator=g, device=device)
     # In memory of their own, so that every run finds the same logits.
-    halves = (torch.float32, torch.bfloat16) if cuda else (torch.float32,)
+    halves = (torch.bfloat16, torch.float32) if cuda else (torch.float32,)
     for dtype in halves:
         exps = torch.empty(N, V, dtype=dtype, device=device)
 
@@ -95,6 +90,11 @@ def cases(N: int, V: int, device: torch.device) -> Iterator[tuple[str, int, list
 
         name = f"one sweep, {str(dtype).removeprefix('torch.')}"
         yield name, N * V * (4 + dtype.itemsize), row_settings(cuda), sweep
+    for entropy in (False, True):
+        read = partial(backend.token_stats, logits, targets, transform, entropy=entropy)
+        name = f"token_stats{', entropy' if entropy else ''}"
+        yield name, 4 * N * V, row_settings(cuda), lambda read=read, **s: read(**s)
+    weights = torch.randn(N, generator=g, device=device)
     for dtype, entropy in itertools.product(halves, (False, True)):
         out = torch.empty(N, V, dtype=dtype, device=device)
         grads = RowGrads.of(stats, weights, weights if entropy else None)
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add_device_option(parser)
     parser.add_argument(
-        "--tokens", type=int, help="rows of logits (default: 2560 on cuda, 144 on cpu)"
+        "--tokens", type=int, help="rows of logits (default: 512 on cuda, 144 on cpu)"
     )
     parser.add_argument(
         "--vocabulary", type=int, help="columns (default: 151936 on cuda, 49152 on cpu)"
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    N, V = (2560, 151_936) if device.type == "cuda" else (144, 49_152)
+    N, V = (512, 151_936) if device.type == "cuda" else (144, 49_152)
     N, V = args.tokens or N, args.vocabulary or V
     result = {**header(args.device), "shape": [N, V], "rows": []}
     print_header(result)

@@ -26,7 +26,7 @@ KERNEL_DAMAGES: list[Damage] = [
          _WIDE.replace("logits_ptr + row * stride_logits_n",
                        "tl.multiple_of(logits_ptr + row * stride_logits_n, 16)") + "exps_row_ptr"),
         ("an entry at -inf has the softcap's least logit",
-         "u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + _LARGEST)",
+         "u = tl.minimum(softcap * tl.where(x < 0.0, -tanh, tanh), u + 3.4028234663852886e38)",
          "u = softcap * tl.where(x < 0.0, -tanh, tanh)"),
         ("gradients are stored without a mask",
          "d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)",

@@ -2,10 +2,14 @@
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -14,7 +18,7 @@ from itertools import chain
 import pytest
 import torch
 
-from benchmarks import gemms, head, measure, on_gpu, scaling, tune
+from benchmarks import gemms, gpu_times, head, measure, on_gpu, scaling, tune
 from benchmarks.contenders import (
     CONTENDERS,
     MASKED,
@@ -32,6 +36,7 @@ from benchmarks.ranks import WAYS
 from benchmarks.workloads import TRUNCATED, make, profile
 from grpo_kernels import reference
 from tests.helpers.supports import csr
+from tests.tools import whole_calls
 
 
 @pytest.fixture
@@ -438,31 +443,136 @@ def test_ways_to_score_several_ids_are_measured():
 
 
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):
-    told, late = tmp_path / "told.json", tmp_path / "late"
+    late = tmp_path / "late"
     # Of what a step starts, too, nothing goes on.
     lasts = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
-    write = f"import pathlib; pathlib.Path({str(told)!r}).write_text('[1]'); print('table')"
     slow = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {lasts!r}])"
+    slow = f"print('begun', flush=True); {slow}"
     python = [sys.executable, "-c"]
     for status, step, left in (
-        ("ok", on_gpu.Step("step", 60, [*python, write], told), 60),
-        ("failed, exit status 3", on_gpu.Step("step", 60, [*python, "exit(3)"], told), 60),
-        ("out of time", on_gpu.Step("step", 2, [*python, slow], told), 60),
-        ("not run: no time left", on_gpu.Step("step", 60, [*python, ""], told), 0),
-        ("no-such-tool is not installed", on_gpu.Step("step", 60, ["no-such-tool"]), 60),
+        ("ok", on_gpu.Step("step", 60, [*python, "print('a | table')"]), 60),
+        ("failed, exit status 3", on_gpu.Step("step", 60, [*python, "exit(3)"]), 60),
+        ("out of time", on_gpu.Step("cut", 2, [*python, slow]), 60),
+        ("not run: no time left", on_gpu.Step("step", 60, [*python, ""]), 0),
         ("no-such-package is not installed",
          on_gpu.Step("step", 60, python, packages=("torch", "no-such-package")), 60),
     ):  # fmt: skip
-        result = on_gpu.run(step, tmp_path, left, {})
-        assert result["status"] == status and ("result" in result) == (status == "ok")
+        assert on_gpu.run(step, tmp_path, left, {})["status"] == status
     time.sleep(3)
     assert not late.exists()
-    names = [step.name for step in on_gpu.steps(tmp_path, dry_run=False)]
-    assert names[:2] == ["tests", "head-4096"]
-    some = {"gemms", "support", "training", "memcheck", "racecheck", "tune", "chunk", "tokens"}
-    assert some < set(names)
-    (tmp_path / "head.log").write_text("a | table\n")
-    steps = {"head": {"status": "ok", "seconds": 1, "result": []}}
-    about = {"device": "some GPU", "date": "today", "torch": "2"}
-    page = on_gpu.markdown({**about, "steps": steps}, tmp_path)
-    assert "# some GPU, today" in page and "| head | ok | 1 |" in page and "a | table" in page
+    assert (tmp_path / "cut.log").read_text() == "begun\n"
+    (tmp_path / "step.log").write_text("a | table\n")
+    steps = {"step": {"status": "ok", "seconds": 1}}
+    page = on_gpu.markdown({"device": "some GPU", "date": "today"}, steps, tmp_path)
+    assert "# some GPU, today" in page and "| step | ok | 1 |" in page and "a | table" in page
+
+
+def test_every_step_on_a_gpu_has_its_time(tmp_path):
+    planned = on_gpu.steps(tmp_path, dry_run=False)
+    assert [step.name for step in planned] == [
+        "calls", "exact", "exp_gemm", "scoring", "graph", "sweep", "gemms", "tests", "tune",
+        "peers", "training",
+    ]  # fmt: skip
+    # Beside them a step that is to come, and the start.
+    assert sum(step.limit_s for step in planned) + 30 <= 8 * 60 - 5
+
+
+def test_wheels_are_found_without_being_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with zipfile.ZipFile(tmp_path / "peer-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("peer_of_ours.py", "")
+        file.writestr("peer-1.0.dist-info/METADATA", "Name: peer-of-ours\nVersion: 1.0\n")
+    site, env = tmp_path / "site", {**os.environ}
+    on_gpu.unpack(tmp_path, str(site), env)
+    subprocess.run([sys.executable, "-c", "import peer_of_ours"], env=env, check=True)
+    assert (site / "peer-1.0.dist-info").exists()
+
+
+def on_gpu_of(out):
+    command = [on_gpu.ROOT / "benchmarks" / "on_gpu.sh", "--dry-run", "--out", out]
+    env = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent,
+        env={**env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def packed(out):
+    with tarfile.open(out.with_name("day.tar")) as file:
+        return {name.removeprefix("day/") for name in file.getnames()}
+
+
+def test_a_day_on_a_gpu_is_rehearsed(tmp_path):
+    """Every step but the training run, at tiny sizes, from start to end."""
+    out = tmp_path / "day"
+    process = on_gpu_of(out)
+    told, _ = process.communicate()
+    assert process.returncode == 0, told + (out / "README.md").read_text()
+    names = [step.name for step in on_gpu.steps(out, dry_run=True)]
+    logs = {f"{name}.log" for name in names}
+    results = {f"{name}.json" for name in names if name != "tests"}
+    assert packed(out) == {"day", "header.json", "README.md"} | logs | results
+    assert {"device", "commit", "torch", "triton"} <= set(
+        json.loads((out / "header.json").read_text())
+    )
+    for name in ("exact", "scoring", "graph", "sweep"):
+        rows = json.loads((out / f"{name}.json").read_text())["rows"]
+        assert rows and all({"floor", "call"} <= set(row["seconds"]) for row in rows)
+
+
+def test_a_day_on_a_gpu_that_is_terminated_is_packed(tmp_path):
+    out = tmp_path / "day"
+    process = on_gpu_of(out)
+    log = out / "calls.log"
+    while process.poll() is None and not (log.exists() and " ok " in log.read_text()):
+        time.sleep(0.1)
+    process.terminate()
+    told, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, told
+    assert {"header.json", "calls.json", "calls.log", "README.md"} <= packed(out)
+    assert "ended with the run" in (out / "README.md").read_text()
+
+
+def test_a_wrong_call_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    def fails(given):
+        raise RuntimeError("no such kernel")
+
+    def off(given):
+        value, logps = whole_calls.logps(given)
+        return (value if given.package is reference else 1.01 * value), logps
+
+    cases = {"raises": fails, "off": off, "right": whole_calls.logps}
+    monkeypatch.setattr(
+        whole_calls, "CASES", {k: (torch.float32, call) for k, call in cases.items()}
+    )
+    path = tmp_path / "calls.json"
+    with pytest.raises(SystemExit, match="failed: raises, off"):
+        whole_calls.main(["--device", "cpu", "--json", str(path)])
+    told = [row["status"] for row in json.loads(path.read_text())["rows"]]
+    assert told == ["RuntimeError: no such kernel", "wrong", "ok"]
+    assert "1 of 3 calls are right" in capsys.readouterr().out
+
+
+def test_a_shape_that_fails_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    """And a wrong one has no times, and what the cost model says stands beside the others."""
+    seen = []
+
+    def logps_error(w, logps):
+        seen.append(w)
+        return (float("nan"), 1 / (len(seen) != 2), 1e-6)[len(seen) - 1]
+
+    monkeypatch.setattr(gpu_times, "logps_error", logps_error)
+    monkeypatch.setattr(gpu_times, "device_of", lambda _: DEVICES["H200"])
+    part = gpu_times.PARTS["scoring"]._replace(tiny=((64, 16),) * 3)
+    monkeypatch.setitem(gpu_times.PARTS, "scoring", part)
+    path = tmp_path / "scoring.json"
+    given = ["scoring", "--device", "cpu", "--rounds", "1", "--json", str(path)]
+    with pytest.raises(SystemExit, match="failed"):
+        gpu_times.main(given)
+    rows = json.loads(path.read_text())["rows"]
+    told = [row["status"].split(":")[0] for row in rows]
+    assert told == ["wrong", "ZeroDivisionError", "ok"]
+    assert [("seconds" in row, "predicted_ms" in row) for row in rows] == [
+        (False, False), (False, False), (True, True)
+    ]  # fmt: skip
+    assert "x model" in capsys.readouterr().out
