@@ -1,7 +1,9 @@
 """Guards against slowdowns: measures the head's time in units of eager's, in turns with it.
 
-    make bench-compare                                  compares with the last stored run
-    make bench-compare ARGS=--benchmark-save=NAME       and stores this one
+    python -m pytest benchmarks --benchmark-storage=file://benchmarks/results/stored \
+        --benchmark-compare='*/0001_two-cores' --benchmark-compare-fail=median:30%
+
+compares with a stored run; `--benchmark-save=NAME` stores this one.
 
 pytest-benchmark stores and compares what its timer returns. The timer here counts in units of the
 time that eager took just before on the same inputs, so that runs can be compared although the

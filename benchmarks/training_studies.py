@@ -5,7 +5,7 @@
 `support` samples at top-p 0.8 and compares log-probs over the ids that this kept with those of the
 whole softmax; it also notes the ratio of the policy that is trained to the one that samples, both
 with the weights after the step. `accumulation`, `updates`, `spikes`, `processes` and
-`word_problems` (22 steps) show what docs/training.md says of them. What comes after `--options` is
+`word_problems` (22 steps) show what LOG.md says of them. What comes after `--options` is
 added to all settings.
 
 Runs that are already there are not repeated, so that a long comparison can be interrupted. Writes a

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("axolotl", reason="`make test-axolotl` has an environment for it")
+pytest.importorskip("axolotl", reason="`make test-with FRAMEWORK=axolotl` has it")
 from axolotl.core.trainers.grpo import GRPOStrategy
 from axolotl.integrations.base import PluginManager
 from axolotl.utils.config import prepare_plugins, validate_config

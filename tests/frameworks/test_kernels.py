@@ -1,4 +1,4 @@
-"""What `make kernel-package` lays out, loaded as Hugging Face's `kernels` loads it."""
+"""What `packaging/kernel_package.py` lays out, loaded as Hugging Face's `kernels` loads it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 
 def test_loaded_from_a_folder(folder):
-    pytest.importorskip("kernels", reason="`make test-kernels` has an environment for it")
+    pytest.importorskip("kernels", reason="`make test-with FRAMEWORK=kernels` has it")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder], text=True, capture_output=True, cwd="/",
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}, timeout=200,

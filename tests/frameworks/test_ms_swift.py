@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("swift", reason="`make test-ms-swift` has an environment for it")
+pytest.importorskip("swift", reason="`make test-with FRAMEWORK=ms-swift` has it")
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from swift.rl_core.data import GRPOBatch
 from swift.rlhf_trainers.grpo_trainer import GRPOTrainer

@@ -49,7 +49,7 @@ def modules(monkeypatch):
 def file_of(package, path):
     found = importlib.util.find_spec(package)
     if found is None:
-        pytest.skip(f"`make test-others` has {package}")
+        pytest.skip(f"`make test-with FRAMEWORK=others` has {package}")
     return Path(found.submodule_search_locations[0]) / path
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="`make test-verl` has an environment for it")
+pytest.importorskip("verl", reason="`make test-with FRAMEWORK=verl` has it")
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

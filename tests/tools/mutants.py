@@ -3,7 +3,7 @@
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
     python -m tests.tools.mutants --only softcap  those with the word in description or path
     python -m tests.tools.mutants --kernels       those of the kernels, by tests that run their PTX
-    python -m tests.tools.mutants --write         puts the table into docs/testing.md, too
+    python -m tests.tools.mutants --write         puts the table into mutants.md, too
 
 Each damage is made in a copy of the tree. The test modules that are named with it run first, those
 of several ranks among them; the whole fast tier, if these saw nothing. Undamaged, the tests must be
@@ -30,7 +30,7 @@ from tests.tools.damages import DAMAGES, Damage
 from tests.tools.kernel_damages import KERNEL_DAMAGES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "testing.md"
+PAGE = ROOT / "tests" / "tools" / "mutants.md"
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a word of the description or of the path")
     parser.add_argument("--kernels", action="store_true", help="damages of the kernels instead")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="their table into docs/testing.md")
+    parser.add_argument("--write", action="store_true", help="their table into mutants.md")
     args = parser.parse_args(argv)
     damages = KERNEL_DAMAGES if args.kernels else DAMAGES
     chosen = [damage for damage in damages if args.only in damage.what + damage.path]

@@ -1,4 +1,4 @@
-"""The damages of `make mutants` fit the sources, and the page tells of each."""
+"""The damages of `tests.tools.mutants` fit the sources, and the page tells of each."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_the_page_tells_of_each_and_none_went_unseen():
     )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     told = {row[0] for row in rows[3:]}
-    # None until `make mutants ARGS=--write` has run on the sources as they are.
+    # None until `python -m tests.tools.mutants --write` has run on the sources as they are.
     assert told in (set(), {damage.what for damage in DAMAGES})
     assert not re.search(mutants.NOT_SEEN, table)
 

@@ -42,7 +42,7 @@ def python(wheel) -> Path:
     folder = wheel.parent / "bare"
     _done(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
-    _done(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
+    _done(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints/default.txt", wheel)
     return python
 
 
@@ -54,10 +54,12 @@ def test_source(tmp_path):
         names = {name.split("/", 1)[1] for name in archive.getnames()}
         metadata = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read().decode()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
-    beside = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"}
+    beside = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"}
     assert package | beside | {"tests/conftest.py", "grpo_kernels/py.typed"} <= names
     folders = {name.split("/")[0] for name in names if "/" in name}
-    assert folders == {"grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging"}
+    assert folders == {
+        "grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging", "constraints",
+    }  # fmt: skip
     assert f"\nVersion: {__version__}\n" in metadata and "License-Expression: MIT" in metadata
     assert "Project-URL" not in metadata  # none that would lie
 
@@ -109,7 +111,7 @@ EXTRAS = {
 def test_extras(extra, wheel, tmp_path):
     """Each in an environment of its own."""
     _done(sys.executable, "-m", "venv", tmp_path)
-    python, pins = tmp_path / "bin/python", ROOT / "constraints.txt"
+    python, pins = tmp_path / "bin/python", ROOT / "constraints/default.txt"
     _done(python, "-m", "pip", "install", "-q", "-c", pins, f"{wheel}[{extra}]")
     for module in EXTRAS[extra]:
         _done(python, "-c", f"import {module}")

