@@ -6,7 +6,7 @@ On a GPU, runs each Triton kernel at several block sizes and numbers of warps, o
 the library has in a strip; on a CPU, each torch function at several cache block sizes; with
 TRITON_INTERPRET=1, each Triton kernel once, to see that it runs. The bytes are those that have to
 be moved: the logits are read once, their gradient is written once. A setting whose result differs
-from the default's gets no time. For chunk budgets, see `python -m benchmarks.scaling --axes chunk`.
+from the default's gets no time.
 
 On a GPU that the cost model knows, "x model" is the time over the predicted one.
 """

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 import examples
-from benchmarks import training_studies as studies
 from examples import (
     custom_reward,
     demo_model,
-    problems,
     tool_use,
     train_additions,
     train_gsm8k,
@@ -192,43 +190,6 @@ def test_the_head_is_trained_if_asked_for(tiny_model):
     trained = {name for name in names if re.search(pattern, name)}
     assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained
     assert not any("layers.0" in name or "embed" in name for name in trained)
-
-
-@pytest.fixture
-def study(monkeypatch, tiny_model, tmp_path):
-    """Runs a study of two steps with noisy rewards; what it stores, and its drawing."""
-
-    def noise(prompts, completions, **_):
-        return [sum(map(ord, text)) % 2 for text in completions]
-
-    def run(name):
-        where = ("--model", str(tiny_model), "--output", str(tmp_path), "--steps", "2")
-        studies.main([name, *where, "--seeds", "0"])
-        path = tmp_path / f"{name}-training.json"
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-        return {name: runs[0] for name, runs in json.loads(path.read_text())["runs"].items()}
-
-    monkeypatch.setattr(problems, "addition", noise)
-    return run
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ("accumulation", "updates", "spikes", "processes"))
-def test_troubles_shown(name, study):
-    runs = study(name)
-    assert list(runs) == list(studies.STUDIES[name].settings)
-    assert all(len(run["loss"]) == len(run["evaluations"]) == 2 for run in runs.values())
-    if name == "accumulation":
-        first, second = ([run["loss"] for run in runs.values()])[:2]
-        assert first == pytest.approx(second, abs=1e-6) and max(map(abs, first)) > 1e-3
-
-
-def test_training_with_and_without_replay_compared(study):
-    runs = study("support")
-    replayed, whole = (runs[name] for name in ("replayed", "whole softmax"))
-    assert replayed["ratio_to_sampler"] == [1, 1] and replayed["outside"] == [0, 0]
-    assert max(whole["ratio_to_sampler"]) < 0.97 and min(whole["outside"]) > 0.3
-    assert replayed["entries"][0] == whole["entries"][0] > 1
 
 
 def test_missing_model_package_says_what_to_install(monkeypatch):

@@ -1,6 +1,5 @@
 """The benchmark measures what it says, on a workload small enough for a test."""
 
-import argparse
 import json
 import os
 import re
@@ -13,12 +12,11 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import chain
 
 import pytest
 import torch
 
-from benchmarks import gemms, gpu_times, head, measure, on_gpu, scaling, tune
+from benchmarks import gemms, gpu_times, head, measure, on_gpu, tune
 from benchmarks.contenders import (
     CONTENDERS,
     MASKED,
@@ -32,7 +30,6 @@ from benchmarks.contenders import (
 )
 from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
-from benchmarks.ranks import WAYS
 from benchmarks.workloads import TRUNCATED, make, profile
 from grpo_kernels import reference
 from tests.helpers.supports import csr
@@ -116,7 +113,7 @@ def test_a_contender_that_fails_has_a_row_and_no_time(tiny, one_process, monkeyp
     assert "wrong: off by loss" in capsys.readouterr().out
 
 
-def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatch):
+def test_the_backend_is_that_of_ours(tiny, one_process, monkeypatch):
     from grpo_kernels.kernels import triton_backend
 
     widths = []
@@ -131,10 +128,7 @@ def test_the_backend_is_that_of_ours(tiny, one_process, scaling_args, monkeypatc
         args = head.parse_args(["--workload", "dense", "--backend", backend, *few])
         rows = head.run_workload("dense", args)
         assert [r["name"] for r in rows if "seconds" in r] == ["eager, log_softmax", *OURS, FLOOR]
-        scaling_args.backend = backend
-        axis = scaling.axes(cuda=False, tiny=True)["vocabulary"]
-        next(scaling.run_axis("vocabulary", axis._replace(contenders=OURS[:1]), scaling_args))
-        assert set(widths) == (set() if backend == "torch" else {101, axis.values[0]})
+        assert set(widths) == (set() if backend == "torch" else {101})
 
 
 def test_no_round_begins_after_the_limit(tiny, one_process):
@@ -333,54 +327,6 @@ def test_peak_memory_sees_what_comes_and_goes():
     assert 195 << 20 < memory.extra_bytes < 210 << 20
 
 
-@pytest.fixture
-def scaling_args(one_process, monkeypatch):
-    monkeypatch.setattr(scaling, "extra_memory", lambda name, path, *_, **__: path.stat().st_size)
-    return argparse.Namespace(
-        device="cpu", dtype="float32", backend="torch", everyone=False, rounds=1, limit_s=60.0,
-        memory_bytes=1 << 30,
-    )  # fmt: skip
-
-
-def test_scaling_has_a_row_for_every_point(scaling_args, tmp_path):
-    for name, axis in scaling.axes(cuda=False, tiny=True).items():
-        rows = list(chain(*scaling.run_axis(name, axis, scaling_args)))
-        expected = [n for n in axis.contenders if n not in scaling.PEERS] + ["bare GEMMs"]
-        assert [r["name"] for r in rows] == expected * len(axis.values)
-        assert all(r["status"] == "ok" and len(r["seconds"]) == 1 for r in rows)
-        scaling.plot(rows, {"device": "here"}, tmp_path / f"{name}.png")
-    assert {path.stem for path in tmp_path.iterdir()} == set(scaling.LABELS) - {"ranks"}
-
-
-@pytest.mark.nightly
-def test_scaling_over_ranks(tmp_path):
-    given = ["--axes", "ranks", "--tiny", "--rounds", "1", "--out", str(tmp_path)]
-    scaling.main([*given, "--device", "cpu"])
-    rows = json.loads((tmp_path / "ranks.json").read_text())["rows"]
-    assert [(r["value"], r["name"]) for r in rows] == [(n, way) for n in (16, 32) for way in WAYS]
-    assert all(len(r["seconds"]) == 1 and r["ranks"] == 2 for r in rows)
-    assert (tmp_path / "ranks.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("limits", "left", "told"),
-    (
-        ({"limit_s": 0.0}, {*OURS, "eager, log_softmax"}, "would take 0 s"),
-        # What grows with the tokens and would not fit; ours does not grow so.
-        ({"memory_bytes": 1}, {"eager, log_softmax"}, "would take 0 GiB"),
-    ),
-)
-def test_a_contender_leaves_before_it_takes_too_much(limits, left, told, scaling_args):
-    vars(scaling_args).update(limits)
-    axis = scaling.axes(cuda=False, tiny=True)["tokens"]
-    rows = list(chain(*scaling.run_axis("tokens", axis, scaling_args)))
-    first, second = ([r for r in rows if r["value"] == n] for n in axis.values[:2])
-    assert all(r["status"] == "ok" for r in first)
-    gone = {r["name"]: r for r in second if r["status"] != "ok"}
-    assert set(gone) == left and all(r["status"] == told for r in gone.values())
-    assert not any("seconds" in r for r in gone.values())
-
-
 def test_tune_times_only_what_is_right(monkeypatch):
     """Tunes in the interpreter, which the tests set."""
     good = list(tune.rows(4, 300, torch.device("cpu"), 1, DEVICES["H200"]))
@@ -425,21 +371,6 @@ def test_gemms_are_timed_one_by_one_if_they_are_right(tmp_path, monkeypatch, cap
     failed = [*["wrong"] * 3, "ZeroDivisionError: division by zero"]
     assert [row["status"] for row in rows] == 4 * failed
     assert not any("seconds" in row for row in rows)
-
-
-def test_a_lora_on_the_head_is_measured_both_ways():
-    command = [sys.executable, "-m", "benchmarks.lora_head", "--shapes", "128,101,32"]
-    run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
-    told = re.findall(r"^(.+?) +[\d.]+ s .* MiB$", run.stdout.decode(), re.M)
-    assert told == ["no adapter", "added to the logits", "merged into W"], run.stderr.decode()
-
-
-def test_ways_to_score_several_ids_are_measured():
-    command = [sys.executable, "-m", "benchmarks.topk", "--shapes", "128,301,32"]
-    run = subprocess.run([*command, "--device", "cpu", "--rounds", "1"], capture_output=True)
-    told = re.findall(r"^(.+?), K = (\d+) .* MiB  error (\S+)$", run.stdout.decode(), re.M)
-    assert len(told) == 9, run.stderr.decode()
-    assert all(0 < float(error) < 1e-5 for _, K, error in told if K != "1")
 
 
 def test_steps_on_a_gpu_report_what_became_of_them(tmp_path):

@@ -1,0 +1,90 @@
+"""Draws the README's chart from what `benchmarks.head` stored: time and memory beside peers.
+
+    python -m benchmarks.chart [benchmarks/results/cpu.json] [docs/head.svg]
+
+Bars are relative to eager PyTorch of the same run; the picture is light or dark as its reader is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# How a row is named in the picture.
+NAMES = {
+    "eager, log_softmax": "eager PyTorch",
+    "eager, compiled": "eager, torch.compile",
+    "TRL chunked head": "TRL 1.16, chunked head",
+    "Liger fused linear": "Liger 0.8.5, fused linear GRPO",
+    "ours, one pass": "fused_grpo_loss",
+}
+BASELINE, OURS = "eager, log_softmax", "ours, one pass"
+PANELS = (
+    ("rollout", "The batch of a GRPO step"),
+    ("smollm", "Every token counts"),
+)
+WIDTH, LEFT, BAR, LINE, LONGEST = 880, 225, 13, 21, 240
+STYLE = """text{font:13px sans-serif;fill:#24292f}.head{font-weight:bold}.note{fill:#656d76}
+.peer{fill:#aeb7c1}.ours{fill:#1f77b4}.unit{stroke:#656d76;stroke-dasharray:2 3}
+@media (prefers-color-scheme:dark){text{fill:#e6edf3}.note{fill:#8d96a0}.peer{fill:#57606a}
+.ours{fill:#58a6ff}.unit{stroke:#8d96a0}}"""
+
+
+def ratios(rows: list[dict[str, Any]], workload: str) -> dict[str, tuple[float, float]]:
+    """Time and memory of each contender, over the baseline's."""
+    found = {
+        row["name"]: (statistics.median(row["seconds"]), row["extra_bytes"])
+        for row in rows
+        if row.get("workload", "").startswith(workload) and row["name"] in NAMES
+        if row["status"] == "ok"
+    }
+    base = found[BASELINE]
+    return {name: (found[name][0] / base[0], found[name][1] / base[1]) for name in NAMES}
+
+
+def bars(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The elements of the picture, from top to bottom."""
+    most = max(max(x) for name, _ in PANELS for x in ratios(rows, name).values())
+    scale, columns = LONGEST / most, (LEFT, LEFT + 330)
+    y = 20
+    for workload, title in PANELS:
+        yield f'<text class="head" x="0" y="{y}">{title}</text>'
+        for x, what in zip(columns, ("time", "memory beyond the inputs"), strict=True):
+            yield f'<text class="note" x="{x}" y="{y}">{what}, x eager</text>'
+        top = y + 8
+        for name, values in ratios(rows, workload).items():
+            y += LINE
+            kind, weight = ("ours", "head") if name == OURS else ("peer", "")
+            yield f'<text class="{weight}" x="0" y="{y}">{NAMES[name]}</text>'
+            for x, value in zip(columns, values, strict=True):
+                place = f'x="{x}" y="{y - BAR + 2}" width="{value * scale:.0f}" height="{BAR}"'
+                yield f'<rect class="{kind}" {place}/>'
+                yield f'<text x="{x + value * scale + 6:.0f}" y="{y}">{value:.2f}</text>'
+        for one in (column + scale for column in columns):
+            yield f'<line class="unit" x1="{one:.0f}" x2="{one:.0f}" y1="{top}" y2="{y + 6}"/>'
+        y += 34
+
+
+def drawn(rows: list[dict[str, Any]]) -> str:
+    """The picture."""
+    height = len(PANELS) * (20 + LINE * len(NAMES) + 14)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">',
+        "<title>Time and memory of the LM head with the GRPO loss, beside eager and peers</title>",
+        f"<style>{STYLE}</style>", *bars(rows), "</svg>",
+    ]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    source, target = [*given, *("benchmarks/results/cpu.json", "docs/head.svg")[len(given) :]]
+    Path(target).write_text(drawn(json.loads(Path(source).read_text())["rows"]))
+
+
+if __name__ == "__main__":
+    main()
