@@ -137,7 +137,7 @@ def sampler(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        (None, "expected 2 completions of 1 prompts; got 1"),
+        (None, "expected 2 completions in one list, 2 of each of 1 prompts; got 1"),
         ("four", r"completions\[1\]: expected a Completion .* got 'four'"),
         ({"token_ids": []}, "expected a Completion with a token; got Completion"),
         ({"token_ids": [10**6] * 2}, r"\.token_ids: expected ints from 0 to 256; got 1000000"),

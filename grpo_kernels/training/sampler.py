@@ -94,7 +94,8 @@ class Sampler:
         """Refuses what are not `count` completions of each of so many prompts."""
         if len(done) != prompts * count:
             raise RolloutError(
-                f"rollout: expected {count} completions of {prompts} prompts; got {len(done)}"
+                f"rollout: expected {count * prompts} completions in one list, {count} of each "
+                f"of {prompts} prompts; got {len(done)}"
             )
         for i, one in enumerate(done):
             name, ids = f"rollout: completions[{i}]", getattr(one, "token_ids", None)

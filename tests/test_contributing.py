@@ -1,0 +1,96 @@
+"""The three walks of CONTRIBUTING.md, followed: a loss, an option of the head, a rollout."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
+from grpo_kernels.head.lm_head import Term
+from grpo_kernels.loss.losses import Loss
+from grpo_kernels.training.rollout import Completion
+from tests.helpers.batches import make_batch, relative_error
+from tests.helpers.ranks import ROOT
+from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_what_the_page_names_is_where_it_says():
+    files = set(re.findall(r"`([\w/]+\.(?:py|md|txt))`", PAGE))
+    files -= {"utils.py"}  # which is to be nowhere
+    assert len(files) > 20 and not [name for name in files if not (ROOT / name).exists()]
+    placed = re.findall(r"`([\w.]+)`(?:\s+\(|\s+in\s+)`([\w/]+\.py)`", PAGE)
+    placed += [(name, file) for file, name in re.findall(r"`([\w/]+\.py)`: (?:.*?)`(\w+)`", PAGE)]
+    assert len(placed) > 10
+    for name, file in placed:
+        assert re.search(rf"\b{name.split('.')[-1]}\b", (ROOT / file).read_text()), (name, file)
+
+
+class Squared(Loss):
+    """`A ((r - 1)^2 / 2 - r)` of each token."""
+
+    def per_token(self, tokens):
+        return tokens.advantages * ((tokens.ratio - 1) ** 2 / 2 - tokens.ratio)
+
+
+def test_a_loss_is_no_file_of_the_package():
+    batch = make_batch(B=3, T=5, H=16, V=61)
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight))
+    config = GRPOLossConfig(loss_type=Squared())
+    given = (batch.targets, batch.advantages, batch.mask)
+    out = fused_grpo_loss(hidden, weight, *given, old_logps=batch.old_logps, config=config)
+    out.loss.backward()
+    h, w = (x.detach().double().requires_grad_() for x in (batch.hidden, batch.weight))
+    logps = (h.nan_to_num() @ w.T).log_softmax(-1)
+    logps = logps.gather(-1, batch.targets.clamp(0, 60)[..., None])[..., 0]
+    ratio = torch.where(batch.mask, logps - batch.old_logps.double(), 0.0).exp()
+    each = batch.advantages.double()[:, None] * ((ratio - 1) ** 2 / 2 - ratio)
+    loss = (each * batch.mask).sum() / batch.mask.sum()
+    loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    for x, y in ((hidden, h), (weight, w)):
+        assert relative_error(x.grad, y.grad) <= 3e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shifted(LMHead):
+    """A head with a sum of its own beside the raw logits."""
+
+    shift: Tensor
+
+    def terms(self, hidden):
+        terms = super().terms(hidden)
+        ones = terms[0].x.new_ones(()).expand(len(terms[0].x), 1)
+        return (*terms, Term(ones, self.shift[:, None]))
+
+
+def test_an_option_of_the_head_is_a_term():
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, shift = (torch.randn(*n, generator=g) for n in ((7, 16), (61, 16), (61,)))
+    targets = torch.randint(61, (7,), generator=g)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, shift)]
+    head = Shifted(leaves[1], shift=leaves[2], temperature=0.7)
+    linear_logprobs(leaves[0], head, targets).logps.sum().backward()
+    truth = [x.double().requires_grad_() for x in (hidden, weight, shift)]
+    logits = (truth[0] @ truth[1].T + truth[2]) / 0.7
+    logits.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    for x, y in zip(leaves, truth, strict=True):
+        assert relative_error(x.grad, y.grad) <= 3e-5
+
+
+class Mine:
+    """Answers with the prompt's last tokens, backwards."""
+
+    def __call__(self, prompts, count, sampling):
+        n = sampling.max_new_tokens
+        return [Completion(list(prompt)[-n:][::-1][: n - k % 2], True)
+                for prompt in prompts for k in range(count)]  # fmt: skip
+
+
+def test_a_rollout_is_an_object(tiny_model, tmp_path):
+    trainer = trainer_of(config_of(tiny_model, tmp_path), rollout=lambda policy: Mine())
+    rows = rows_of(trainer.train())
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
