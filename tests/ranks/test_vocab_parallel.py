@@ -146,7 +146,7 @@ def test_what_is_said_per_chunk(ranks, more):
     check(ranks, [(UNEVEN, options)])  # the ranks meet
     for of_rank in check(ranks, [(UNEVEN, options)])[0]:
         # Two more gathers, of the columns and of the plan.
-        expected = {"allgather": sum(chunks) + 2, "allreduce": chunks[0]}
+        expected = {"allgatherbase": sum(chunks) + 2, "allreduce": chunks[0]}
         assert {name: of_rank.count(name) for name in of_rank} == expected
 
 
