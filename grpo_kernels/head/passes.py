@@ -135,8 +135,7 @@ class Passes:
         # In float32 it lies where the logits of other rows would come next.
         last = plan.num_rows == plan.num_grad_rows or self.call.dtype != torch.float32
         one_sweep = self.gradient == Gradient.ONE_SWEEP and any(self.wanted[1::2])
-        # A call that ran out of memory makes its gradients where it can be made again.
-        return one_chunk and alone and last and one_sweep and plan.budget > 0
+        return one_chunk and alone and last and one_sweep
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
