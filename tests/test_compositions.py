@@ -136,9 +136,6 @@ def test_masked_logits(temperature, backend):
     expect_equal((ours[0],), (whole.gather(-1, targets[..., None])[..., 0] - of_set,))
 
 
-# docs/support.md: sets without their target
-
-
 # docs/design.md: rows of the head that are padding, tokens that are left out
 
 
@@ -165,6 +162,16 @@ def test_rows_beyond_the_vocabulary(options, backend):
         assert len(gradients[place]) == V + 14 and not gradients[place][V:].any()
         gradients[place] = gradients[place][:V]
     expect_equal((loss, *gradients), expected)
+
+
+def test_a_low_rank_addition_is_the_weight_it_stands_for():
+    batch, g = make_batch(), torch.Generator().manual_seed(2)
+    down, up = torch.randn(5, 48, generator=g) / 7, 0.3 * torch.randn(1003, 5, generator=g)
+    rest = (batch.targets, batch.advantages, batch.mask)
+    apart = LMHead(batch.weight, batch.bias, (batch.hidden @ down.T, up))
+    merged = LMHead(batch.weight + up @ down, batch.bias)
+    losses = [grpo_kernels.fused_grpo_loss(batch.hidden, x, *rest).logps for x in (apart, merged)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=2e-5)
 
 
 @BACKEND

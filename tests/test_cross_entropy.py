@@ -8,10 +8,8 @@ import torch
 from tests.helpers.batches import (
     HEAD,
     NAN,
-    OBJECTIVES,
     config,
     make_batch,
-    packed,
     relative_error,
     run_fused,
     with_cross_entropy,
@@ -21,17 +19,9 @@ from tests.helpers.head_options import (
     BACKENDS,
     CHUNK,
     TOLERANCE,
-    differs,
     expect_equal,
-    objective_options,
 )
 from tests.helpers.tiers import cases
-
-# What a term of a token's own can be at odds with: other terms, entropy, sequences, corrections.
-EXAMPLES = (
-    "on_policy", "kl", "entropy", "gspo", "gmpo", "vespo", "is_sequence_truncate", "off_policy",
-    "top_entropy_bonus", "everything",
-)  # fmt: skip
 
 
 def mixed_batch(B=6, T=11, **options):
@@ -42,21 +32,6 @@ def mixed_batch(B=6, T=11, **options):
     assert all(kind.any() for kind in (*kinds, ~batch.mask & ~chosen))
     assert batch.hidden[~batch.mask & ~chosen].isnan().all()
     return batch
-
-
-@pytest.mark.parametrize(
-    ("objective", "backend", "layout"),
-    cases(
-        OBJECTIVES, BACKENDS, ("padded", "packed"),
-        fast=lambda objective, *rest: objective in EXAMPLES and differs(objective, *rest),
-    ),
-)  # fmt: skip
-def test_objectives(objective, backend, layout):
-    """Beside every objective, in one pass or two."""
-    batch = mixed_batch()
-    batch = packed(batch) if layout == "packed" else batch
-    options = {**objective_options(objective), "ce_weights": True}
-    expect_equal(batch, options, backend=backend, chunk_bytes=CHUNK)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))

@@ -20,14 +20,6 @@ from tests.helpers.supports import csr
 ROUNDED = {"logits_dtype": "model"}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_logits_are_rounded_as_the_model_rounds_them(option, backend):
-    config_options, options = OPTIONS[option]
-    options = {**options, **ROUNDED, "config": config(**config_options), "scale": 4.0}
-    expect_equal(exact_batch(), {**options, "backend": backend, "chunk_bytes": CHUNK})
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", ("old_logps", "entropy", "everything"))
 def test_gemms_in_half_precision_round_their_own_result(option, dtype, monkeypatch):
@@ -101,7 +93,7 @@ def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
 @pytest.mark.parametrize("call", ("loss", "entropy", "logprobs", "several", "entries"))
 def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, backend):
     """Logits of 124 under a cap of 30, which models reach; the slope there is 1e-3, then 6e-6."""
-    batch = exact_batch()
+    batch = exact_batch(V=211)
     hidden, targets, mask = batch.hidden.nan_to_num(), batch.targets, batch.mask
     found = []
     for module, dtype in ((reference, torch.float64), (flat_calls, torch.float32)):
@@ -120,7 +112,7 @@ def test_a_softcap_keeps_the_digits_of_its_slope_where_it_is_flat(call, lift, ba
             ).loss.backward()
         else:
             ids = targets.clamp(min=0)
-            several = torch.stack([ids, (ids * 7 + 1) % 1003, ids], -1)
+            several = torch.stack([ids, (ids * 7 + 1) % 211, ids], -1)
             if call == "entries":
                 ids, several = None, several[..., :2]
                 offsets = torch.arange(mask.numel() + 1) * 2

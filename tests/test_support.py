@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 import grpo_kernels
 from grpo_kernels import batch_support
 from grpo_kernels.head.support import _warn_of_wide_sets
-from tests.helpers.batches import OBJECTIVES, assert_matches, config, make_batch, run_fused
+from tests.helpers.batches import assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.half_gemms import imitate
-from tests.helpers.head_options import BACKENDS, CHUNK, OPTIONS, TOLERANCE, objective_options
+from tests.helpers.head_options import BACKENDS, objective_options
 from tests.helpers.supports import csr, everything, make_support, with_logps_of, with_logps_of_call
 
 SMALL = {"B": 4, "T": 5, "H": 24, "V": 61}
@@ -31,39 +31,6 @@ def expect_equal(batch, kept, options, *, tolerance=2e-5, **kwargs):
     actual.metrics = {k: v for k, v in metrics.items() if not k.startswith("support/")}
     assert_matches(actual, expected, tolerance, logps=1e-4, rounded_to=batch.hidden.dtype)
     return metrics
-
-
-# Tokens without a support beside the others for every other objective; Triton's with the rest.
-CASES = [
-    pytest.param(
-        name, backend, 0.3 * ((i + place) % 2),
-        marks=pytest.mark.slow if place and name not in ("old_logps", "gspo", "everything") else (),
-    )
-    for place, backend in enumerate(BACKENDS) for i, name in enumerate(OBJECTIVES)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("objective", "backend", "without"), CASES)
-def test_objectives(objective, backend, without):
-    batch = make_batch(**(SMALL if backend == "triton" else {}))
-    kept = make_support(batch, without=without, most=30)
-    expect_equal(batch, kept, objective_options(objective), backend=backend)
-
-
-@pytest.mark.parametrize("option", ["old_logps", "entropy", "everything"])
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [(torch.bfloat16, "torch"), (torch.float16, "torch"), (torch.float16, "triton")],
-    ids=str,
-)
-def test_half_precision(option, dtype, backend):
-    """Other options in float32, one by one and with each other, are in `test_pairs.py`."""
-    batch = make_batch(**(SMALL if backend == "triton" else {})).to("cpu", dtype)
-    objective, call = OPTIONS[option]
-    options = {"config": config(**objective), **call, "backend": backend}
-    kept = make_support(batch, without=0.2, most=30)
-    tolerance = max(TOLERANCE[dtype], 3e-3 if dtype == torch.bfloat16 else 0.0)
-    expect_equal(batch, kept, options, chunk_bytes=CHUNK, tolerance=tolerance)
 
 
 def test_half_products(batch, monkeypatch):
@@ -142,17 +109,6 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
     for poisoned in gradients[1:]:
         for actual, expected in zip(poisoned, gradients[0], strict=True):
             assert expected.any() and torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "hidden"])
-def test_frozen(batch, frozen):
-    kept = make_support(batch)
-    expect_equal(batch, kept, {"config": config(), "old_logps": True, "frozen": (frozen,)})
-
-
-def test_transposed_weight(batch):
-    batch.weight = batch.weight.T.contiguous().T
-    expect_equal(batch, make_support(batch), {"config": config(), "old_logps": True})
 
 
 def test_same_bits_twice(batch):

@@ -92,7 +92,7 @@ def test_every_objective(ranks):
     check(ranks, [(UNEVEN, objective_options(name)) for name in OBJECTIVES])
 
 
-@pytest.mark.parametrize("call", ("loss", "logps", "targets", "frozen", "distillation"))
+@pytest.mark.parametrize("call", ("loss", "logps", "targets", "frozen logps", "reverse", "jsd"))
 def test_every_pair_of_options(ranks, call):
     assert ranks("tests.ranks.pair_jobs:every_pair", call) == [[], []]
 
