@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_kernels.loss.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
+from tests import test_pairs as pairs
 from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
 
@@ -97,3 +98,19 @@ def test_fused_equals_reference(problem, backend, rows):
             out.metrics.pop("zero_gradient", None)
     # Logits of -60 are known to 4e-6; with H = 1 or V = 2 a gradient cancels far below them.
     assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
+
+
+@st.composite
+def option_sets(draw) -> tuple[tuple[str, ...], str]:
+    """Options of a call, one value for each field at the most, and the call."""
+    call = draw(st.sampled_from(pairs.WHOLE))
+    known = sorted({name for pair in pairs.CALLS[call][0] for name in pair})
+    chosen = st.lists(st.sampled_from(known), max_size=7, unique_by=lambda x: pairs.NAMED[x][:2])
+    return tuple(draw(chosen)), call
+
+
+@pytest.mark.usefixtures("one_rank")
+@given(case=option_sets(), seed=st.integers(0, 10_000))
+def test_any_options_go_together_or_are_refused(case, seed):
+    """More of them than the two of `test_pairs.py`."""
+    pairs.check(*case, floor=1e-3, B=6, T=11, seed=seed)
