@@ -8,16 +8,11 @@ import torch.distributed as dist
 from grpo_kernels import gather_tokens, grpo_loss
 from tests.helpers.batches import Result, make_batch, packed
 from tests.helpers.flat_calls import linear_logprobs
-from tests.ranks.shard_jobs import whole_case
+from tests.ranks.shard_jobs import Traffic, whole_case
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
 CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
-
-
-PER_SEQUENCE = (
-    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
-    "advantages", "ce_weights",
-)  # fmt: skip
+PER_SEQUENCE = (*PER_TOKEN, *CONSTANTS, "advantages")
 
 
 def sequences_of(batch, places):
@@ -34,9 +29,9 @@ def part_of(batch, cuts):
     return replace(batch, **parts)
 
 
-def losses(cases):
+def losses(cuts, cases):
     """Each rank's result of every case: the whole loss, and its own part of the gradients."""
-    return [loss(part_of(whole_case(options)[0], cuts), dict(options)) for cuts, options in cases]
+    return [loss(part_of(whole_case(options)[0], cuts), dict(options)) for options in cases]
 
 
 def loss(part, options, cu_seqlens=None):
@@ -101,14 +96,9 @@ def gradient(sizes):
     x = torch.zeros(2, sizes[dist.get_rank()], requires_grad=True)
     whole = gather_tokens(x, dist.group.WORLD)
     weights = torch.arange(float(whole.numel())).view_as(whole)
-    said = []
-    own = dist.all_gather
-    dist.all_gather = lambda *args, **kwargs: said.append(args) or own(*args, **kwargs)
-    try:
+    with Traffic() as traffic:
         (weights * whole).sum().backward()
-    finally:
-        dist.all_gather = own
-    return x.grad, len(said)
+    return x.grad, len(traffic.seen)
 
 
 # What is wrong: `x` and the group that rank `r` gives, and the error of both.
@@ -129,10 +119,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-def refused(kind):
-    """The error of a call that cannot be."""
-    try:
-        gather_tokens(*REFUSED[kind][0](torch.zeros(2, 3), dist.get_rank()))
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing"
+def refusals():
+    """The errors of calls that cannot be."""
+    found = {}
+    for kind, (given, _) in REFUSED.items():
+        try:
+            found[kind] = str(gather_tokens(*given(torch.zeros(2, 3), dist.get_rank())))
+        except (ValueError, TypeError) as error:
+            found[kind] = str(error)
+    return found
