@@ -1,5 +1,6 @@
-"""Every pair of options where the ranks of a group share the vocabulary."""
+"""Pairs of options where the ranks of a group share the vocabulary."""
 
+import torch
 import torch.distributed as dist
 
 from tests import test_pairs as pairs
@@ -18,17 +19,24 @@ def taken(pair: tuple[str, str], call: str) -> bool:
 
 
 def every_pair(call: str) -> list[str]:
-    """Checks all, with other rows of the head on each rank; says what differs."""
-    begin = 100 * dist.get_rank()
-    rows = slice(begin, 100 if begin == 0 else 211)
-    wrong = []
     of_call = {"loss": pairs.PAIRS, "distillation": pairs.PAIRS_OF_HEADS}
-    for pair in of_call.get(call, pairs.PAIRS_OF_HEAD):
-        if not taken(pair, call):
-            continue
+    every = of_call.get(call, pairs.PAIRS_OF_HEAD)
+    return these_pairs(call, [pair for pair in every if taken(pair, call)], (0, 100, 211))
+
+
+def these_pairs(call: str, chosen: list[tuple[str, str]], cuts: tuple[int, ...]) -> list[str]:
+    """Checks each, with other rows of the head on each rank; says what differs."""
+    rows, wrong = slice(*cuts[dist.get_rank() : dist.get_rank() + 2]), []
+    for pair in chosen:
         batch = pairs.batch_of(pair)
         expected = pairs.run(batch, pair, truth=True, call=call)
         actual = pairs.run(batch, pair, truth=False, call=call, rows=rows)
+        value, logps, gradients = actual
+        for mine in (value, logps, gradients["hidden"]):
+            first = mine.clone()
+            dist.broadcast(first, 0)
+            if not torch.equal(first, mine):
+                wrong.append(f"{pair}: other bits than on the first rank")
         try:
             pairs.check(actual, expected, batch.hidden.dtype, rows)
         except AssertionError as error:

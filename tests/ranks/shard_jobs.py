@@ -19,16 +19,9 @@ from torch.utils._pytree import tree_leaves
 from grpo_kernels import Support, VocabRanks
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
-from tests.helpers.batches import (
-    config,
-    exact_batch,
-    make_batch,
-    run_fused,
-    with_cross_entropy,
-)
-from tests.helpers.supports import make_support, with_logps_of_call
+from tests.helpers.batches import config, make_batch, run_fused
 
-OF_RANKS = ("layout", "starts", "without")
+OF_RANKS = ("layout", "starts")
 OF_VOCABULARY = ("weight", "bias", "b")
 
 
@@ -62,31 +55,15 @@ def rows_of(cuts, starts=None) -> slice:
     return slice(at, at + end - begin)
 
 
-def whole_case(options: dict[str, Any]):
-    """The batch of a case, and the options of its call.
-
-    `without`: most tokens have a support, but for this share.
-    """
-    batch = exact_batch() if "logits_dtype" in options else make_batch()
-    batch = with_cross_entropy(batch) if options.get("ce_weights") else batch
-    call = {name: x for name, x in options.items() if name not in OF_RANKS}
-    if "without" in options:
-        call["support"] = make_support(batch, without=options["without"])
-        batch = with_logps_of_call(batch, call["support"], call)
-    return batch, call
-
-
-def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
-    """The result of every case, and the names of the collectives."""
-    found = []
-    for cuts, options in cases:
-        batch, call = whole_case(options)
-        rows = rows_of(cuts)
-        part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+def said(cuts, options: dict[str, Any]) -> list[str]:
+    """The names of the collectives of a call, once the ranks have met."""
+    rows = rows_of(cuts)
+    batch = make_batch()
+    part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+    for _ in range(2):
         with Traffic() as traffic:
-            result = run_fused(part, exact=False, **on_rank(options | call))
-        found.append((result, [name for name, _ in traffic.seen]))
-    return found
+            run_fused(part, exact=False, **on_rank(options))
+    return [name for name, _ in traffic.seen]
 
 
 def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torch.Tensor]:

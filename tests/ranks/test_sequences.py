@@ -6,14 +6,13 @@ import torch
 from tests.helpers.batches import Result, assert_matches, config, run_fused
 from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
-from tests.ranks.shard_jobs import whole_case
 
 # Of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
 CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 
 
-def joined(results, dim=1):
+def joined(results):
     """The result of all ranks: their gradients of the head add up; all else is the same on each."""
     first = results[0]
     for other in results[1:]:
@@ -21,16 +20,11 @@ def joined(results, dim=1):
         for name, value in first.metrics.items():
             assert torch.equal(value, other.metrics[name]), name
     gradients = {
-        "hidden": torch.cat([r.gradients["hidden"] for r in results], dim),
+        "hidden": torch.cat([r.gradients["hidden"] for r in results], 1),
         **{k: None if first.gradients[k] is None else sum(r.gradients[k] for r in results)
            for k in ("weight", "bias")},
     }  # fmt: skip
-    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], dim), gradients)
-
-
-def expected_of(options):
-    batch, call = whole_case(options)
-    return run_fused(batch, exact=True, scale=1.0, **call)
+    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], 1), gradients)
 
 
 @CUTS
@@ -49,22 +43,9 @@ def test_losses(ranks, cuts):
     ]
     answers = ranks("tests.ranks.sequence_jobs:losses", cuts, cases)
     for options, *results in zip(cases, *answers, strict=True):
-        assert_matches(joined(results), expected_of(options), 3e-5, logps=1e-4)
-
-
-@pytest.mark.parametrize("name", ("gspo", "everything"))
-def test_packed_sequences(ranks, name):
-    """Ranks that have sequences of their own: the joined tokens are packed, too."""
-    options = objective_options(name)
-    results = ranks("tests.ranks.sequence_jobs:whole_sequences", options)
-    actual, expected = joined(results, 0), expected_of(options)
-    # Rows of the padded batch that are packed away have no gradient.
-    batch = whole_case(options)[0]
-    ends = (batch.mask * torch.arange(1, 10)).amax(1)
-    keep = torch.arange(9) < ends[:, None]
-    expected.logps = expected.logps[keep]
-    expected.gradients["hidden"] = expected.gradients["hidden"][keep]
-    assert_matches(actual, expected, 3e-5, logps=1e-4)
+        batch = sequence_jobs.batch_of(options)
+        expected = run_fused(batch, exact=True, scale=1.0, **options)
+        assert_matches(joined(results), expected, 3e-5, logps=1e-4)
 
 
 @pytest.mark.parametrize("sizes", ((3, 3), (1, 4), (0, 2), (5, 0), (0, 0)), ids=str)
