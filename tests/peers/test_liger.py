@@ -19,7 +19,6 @@ from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
 from grpo_kernels import GRPOLossConfig, reference
 from grpo_kernels.head.execution import Execution
-from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
@@ -191,25 +190,17 @@ def test_log_probs_win_over_states_of_the_reference():
     assert torch.equal(loss, expected)
 
 
-@pytest.mark.parametrize("reduction", ("none", "sum", "mean"))
-def test_verl_s_call(reduction):
+def test_verl_s_reductions():
+    """Its values are those of `linear_logprobs`; the ranks' tests have its gradients."""
     batch = make_batch()
-    mask = batch.mask.flatten()
-    hidden, targets = batch.hidden.flatten(0, 1)[mask], batch.targets.flatten()[mask]
-    leaves = [x.clone().requires_grad_() for x in (hidden, batch.weight)]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    head = LMHead(exact[1], temperature=0.8)
-    wanted = reference.linear_logprobs(exact[0], head, targets)
-    logps = wanted.logps if reduction == "none" else getattr(wanted.logps, reduction)()
-    (logps.sum() + 0.3 * wanted.entropy.sum()).backward()
-    mine, entropy = linear_cross_entropy(*leaves, targets, 0.8, reduction)
-    torch.testing.assert_close(mine.double(), logps, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), wanted.entropy, rtol=1e-5, atol=1e-5)
-    (mine.sum() + 0.3 * entropy.sum()).backward()
-    for ours, theirs in zip(leaves, exact, strict=True):
-        assert relative_error(ours.grad, theirs.grad) < 1e-4
+    targets = batch.targets[batch.mask]
+    given = (batch.hidden[batch.mask], batch.weight, targets, 0.8)
+    logps, _ = linear_cross_entropy(*given, "none")
+    for reduction in ("sum", "mean"):
+        mine, _ = linear_cross_entropy(*given, reduction)
+        torch.testing.assert_close(mine, getattr(logps, reduction)())
     with pytest.raises(ValueError, match="reduction: expected one of"):
-        linear_cross_entropy(*leaves, targets, 1.0, "max")
+        linear_cross_entropy(*given, "max")
 
 
 STEP = {"use_ref_model": False}

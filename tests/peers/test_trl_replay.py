@@ -166,21 +166,6 @@ def vllm(monkeypatch):
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "top_k": 12, "temperature": 0.7}
 
 
-def test_masks_of_vllm(vllm, tmp_path):
-    """Its log-probs are over what it kept, and so are ours."""
-    options = VLLM | {"beta": 0.1, "learning_rate": 0.01, **TWICE}
-    logs = {
-        replay: trained(FusedGRPOTrainer, tmp_path / str(replay), replay_support=replay, **options)
-        for replay in (True, False)
-    }
-    assert vllm_generation.LLM is FakeLLM
-    difference = "sampling/sampling_logp_difference/max"
-    losses, log, _ = logs[True]
-    assert all(row[difference] < 1e-4 for row in log if difference in row)
-    assert max(row.get(difference, 0) for row in logs[False][1]) > 0.05
-    assert losses != logs[False][0]
-
-
 def test_the_same_run_with_masks_of_vllm(vllm, tmp_path):
     compare(tmp_path, **VLLM | TOP_P | {"min_p": 0.05, "learning_rate": 0.01, **FOUR})
 
