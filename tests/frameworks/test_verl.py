@@ -12,8 +12,6 @@ pytest.importorskip("verl", reason="`make test-with FRAMEWORK=verl` has it")
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2ForCausalLM,
 )
 from verl.models.transformers import monkey_patch
@@ -75,57 +73,6 @@ def test_the_numbers_of_verls_torch_backend(tied, packed):
         results.append((out.log_probs, out.entropy, gradients(model, out, weights)))
     for theirs, mine in zip(*results, strict=True):
         assert relative_error(mine, theirs) < 1e-5
-
-
-def test_a_model_with_images():
-    """Its forward is another one of verl's."""
-    ids, _ = batch()
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": V, "rope_parameters": rope, **SIZES},
-        vision_config={**vision, "out_hidden_size": 32}, image_token_id=V - 1, video_token_id=V - 2,
-    )  # fmt: skip
-    ids = ids.clamp(max=V - 3)
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    positions, own, found = torch.arange(17).expand(4, 3, 17), type(model).forward, []
-    try:
-        for backend in ("torch", "grpo_kernels"):
-            monkey_patch.patch_forward_with_backends(model, True, backend)
-            out = model(input_ids=ids, position_ids=positions, temperature=0.7, use_cache=False)
-            found.append((out.log_probs, out.entropy))
-    finally:
-        type(model).forward = own
-    for theirs, mine in zip(*found, strict=True):
-        assert relative_error(mine, theirs) < 1e-5
-
-
-def test_half_precision_is_nearer_to_float64():
-    ids, weights = batch()
-    body, head = model_of().to(torch.bfloat16), model_of().double()
-    head.load_state_dict({k: v.double() for k, v in body.state_dict().items()})
-    with torch.no_grad():
-        hidden = body.model(ids).last_hidden_state
-    errors = {}
-    for backend in ("exact", "torch", "grpo_kernels"):
-        wide = torch.float64 if backend == "exact" else torch.bfloat16
-        states = hidden.to(wide, copy=True).requires_grad_()
-        weight = body.lm_head.weight.detach().to(wide, copy=True).requires_grad_()
-        if backend == "exact":
-            logps = (states @ weight.T / 0.7).log_softmax(-1)
-            out = (logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1))
-        else:
-            out = torch_functional.FusedLinearForPPO(impl_backend=backend)(states, weight, ids, 0.7)
-        sum((x * w).sum() for x, w in zip(out, weights.to(out[0].dtype), strict=True)).backward()
-        errors[backend] = [x.double() for x in (*out, states.grad, weight.grad)]
-    exact, theirs, mine = (
-        [relative_error(x, y) for x, y in zip(errors[name], errors["exact"], strict=True)]
-        for name in ("exact", "torch", "grpo_kernels")
-    )
-    assert not any(exact)
-    assert all(a < b for a, b in zip(mine, theirs, strict=True)), (mine, theirs)
-    assert max(mine[:2]) < 1e-5 < min(theirs[:2])
 
 
 # The engine

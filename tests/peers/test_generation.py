@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 STEPS = 6
 # id: (options, generate's warpers in their order)
 CASES = {
-    "top_p": ({"top_p": 0.9}, [TopPLogitsWarper(0.9)]),
     "top_k": ({"top_k": 5}, [TopKLogitsWarper(5)]),
     "min_p": ({"min_p": 0.4}, [MinPLogitsWarper(0.4)]),
     "cold": (

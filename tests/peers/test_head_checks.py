@@ -5,16 +5,10 @@ import torch
 
 from grpo_kernels.integrations.hf_head import check_logits
 from grpo_kernels.integrations.transformers import attach_fused_head
-from tests.helpers.model_families import FAMILIES, LORAS, family_model, with_lora
+from tests.helpers.model_families import LORAS, family_model, with_lora
 from tests.peers.test_transformers import batch_of, check_scores, expected, hooked, with_head
 
 pytestmark = pytest.mark.usefixtures("real_memory")
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_is_no_reason_to_refuse(family, dtype):
-    attach_fused_head(family_model(family).to(dtype))
 
 
 def test_an_adapter_per_row_is_refused_on_the_head_alone():

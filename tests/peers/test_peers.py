@@ -1,6 +1,6 @@
-"""Loss, metrics, gradients and advantages equal TRL's, run in its own code on the same batch.
+"""Loss, metrics, gradients of log-probs, and advantages equal TRL's, run in its own code.
 
-Liger's are in `test_liger.py`.
+Liger's are in `test_liger.py`; those of hidden states follow, as the fast tier compares.
 """
 
 import inspect
@@ -12,14 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import group_advantages, grpo_loss
+from grpo_kernels import group_advantages, grpo_loss, reference
 from tests.helpers.batches import Batch, Result, clean, config, make_batch, relative_error
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
-
-from tests.helpers.flat_calls import fused_grpo_loss, reference
 
 SHARED = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -133,23 +131,14 @@ def importance_weights(cfg, old, sampling, mask):
     )["vllm_importance_sampling_ratio"]  # fmt: skip
 
 
-def by_trl(cfg, batch, num_items=None, *, head=False) -> Result:
-    """Runs TRL with gradients for log-probs and entropy, or with `head` for hidden and weight."""
-    if head:
-        leaves = {
-            name: getattr(batch, name).double().nan_to_num().requires_grad_()
-            for name in ("hidden", "weight")
-        }
-        out = reference.linear_logprobs(
-            leaves["hidden"], leaves["weight"], batch.targets, mask=batch.mask
-        )
-        logps, entropy = out.logps, out.entropy
-    else:
-        leaves = log_prob_leaves(batch)
-        logps, entropy = leaves.values()
-    loss, metrics = trl_loss(cfg, batch, logps, entropy, num_items)
+def by_trl(cfg, batch, num_items=None) -> Result:
+    """Runs TRL with gradients for log-probs and entropy."""
+    leaves = log_prob_leaves(batch)
+    loss, metrics = trl_loss(cfg, batch, *leaves.values(), num_items)
     loss.backward()
-    return Result(loss.detach(), metrics, logps.detach(), {k: x.grad for k, x in leaves.items()})
+    return Result(
+        loss.detach(), metrics, leaves["l"].detach(), {k: x.grad for k, x in leaves.items()}
+    )
 
 
 def log_prob_leaves(batch, dtype=torch.float64):
@@ -165,13 +154,11 @@ def by_us(cfg, batch, call, num_items=None, dtype=torch.float32) -> Result:
     if cfg.is_correction != "none" or cfg.off_policy_threshold is not None:
         given["sampling_logps"] = batch.sampling_logps
     given = {k: x.to(dtype) for k, x in given.items()}
-    options = {"config": cfg, "num_items": num_items, **given}
-    if call is fused_grpo_loss:
-        leaves = {n: getattr(batch, n).clone().requires_grad_() for n in ("hidden", "weight")}
-        out = call(*leaves.values(), batch.targets, batch.advantages, batch.mask, **options)
-    else:
-        leaves = log_prob_leaves(batch, dtype)
-        out = call(leaves["l"], batch.advantages, batch.mask, entropy=leaves["e"], **options)
+    leaves = log_prob_leaves(batch, dtype)
+    out = call(
+        leaves["l"], batch.advantages, batch.mask, entropy=leaves["e"], config=cfg,
+        num_items=num_items, **given,
+    )  # fmt: skip
     out.loss.backward()
     return Result(out.loss.detach(), out.metrics, out.logps, {k: x.grad for k, x in leaves.items()})
 
@@ -196,20 +183,18 @@ def test_the_batch_has_everything():
     for sign in (-1, 0, 1):
         assert (batch.advantages.sign() == sign).any()
     for level in ("token", "sequence"):
-        for call in (grpo_loss, fused_grpo_loss):
-            cfg = config(loss_type="grpo", importance_sampling_level=level, epsilon_high=0.28)
-            metrics = by_us(cfg, batch, call).metrics
-            assert metrics["clip_low"] > 0 and metrics["clip_high"] > 0
-            assert metrics["clip_low"] + metrics["clip_high"] < 0.7
-            assert metrics["ratio_max"] > 1.35
+        cfg = config(loss_type="grpo", importance_sampling_level=level, epsilon_high=0.28)
+        metrics = by_us(cfg, batch, grpo_loss).metrics
+        assert metrics["clip_low"] > 0 and metrics["clip_high"] > 0
+        assert metrics["clip_low"] + metrics["clip_high"] < 0.7
+        assert metrics["ratio_max"] > 1.35
 
 
 CASES = [
     (loss_type, level, delta, beta, name)
     for loss_type in SHARED
     for level in ("token", "sequence")
-    for delta in (None, 1.35)
-    for beta in (0.0, 0.1)
+    for delta, beta in ((None, 0.1), (1.35, 0.0))
     for name in CORRECTIONS
     if options_of(loss_type, level, delta, beta, CORRECTIONS[name])
 ]
@@ -240,34 +225,14 @@ def test_trl(loss_type, level, delta, beta, correction):
             assert ours[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-# The corrections are those of test_trl: `fused_grpo_loss` is `grpo_loss` of the head's log-probs,
-# which the fast tier compares.
-HEAD_CASES = [
-    (loss_type, level, name)
-    for loss_type in SHARED
-    for level in ("token", "sequence")
-    for name in ("none", "all")
-    if options_of(loss_type, level, None, 0.1, CORRECTIONS[name])
-]
-
-
-@pytest.mark.parametrize(("loss_type", "level", "correction"), HEAD_CASES)
-def test_trl_from_hidden_states(loss_type, level, correction):
-    cfg = config(**options_of(loss_type, level, None, 0.1, CORRECTIONS[correction]))
-    batch = batch_of()
-    num_items = 37 if cfg.effective_aggregation == "dapo" else None
-    theirs = by_trl(cfg, batch, num_items, head=True)
-    assert_same(by_us(cfg, batch, fused_grpo_loss, num_items), theirs, 1e-5)
-
-
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo", "vespo"))
 def test_advantages_per_token(loss_type):
     cfg, batch = config(loss_type=loss_type, use_bias_correction_kl=False), batch_of()
     g = torch.Generator().manual_seed(0)
     batch.advantages = torch.randn(batch.mask.shape, generator=g)
-    assert_same(by_us(cfg, batch, fused_grpo_loss), by_trl(cfg, batch, head=True), 1e-5)
-    exact = by_us(cfg, batch, reference.grpo_loss, None, torch.float64)
-    assert_same(exact, by_trl(cfg, batch), 1e-9)
+    theirs = by_trl(cfg, batch)
+    assert_same(by_us(cfg, batch, grpo_loss), theirs, 1e-5)
+    assert_same(by_us(cfg, batch, reference.grpo_loss, None, torch.float64), theirs, 1e-9)
 
 
 @pytest.mark.parametrize("missing", (False, True))

@@ -11,9 +11,8 @@ import transformers
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.head.execution import Execution
-from grpo_kernels.integrations.hf_head import head_of
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
-from tests.helpers.model_families import COMMON, FAMILIES, LORAS, family_model, llava, with_lora
+from tests.helpers.model_families import FAMILIES, LORAS, family_model, llava, with_lora
 from tests.helpers.tiny_models import V, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -87,14 +86,9 @@ def with_head(model=None, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
     check_scores(family_model(family), temperature=0.7)
-
-
-def test_families_differ_from_a_plain_head():
-    """Checks that the table is read at all."""
-    scaled = {name for name in FAMILIES if head_of(family_model(name)).logit_scale != 1.0}
-    capped = {name for name in FAMILIES if head_of(family_model(name)).softcap is not None}
-    assert scaled == {"cohere", "cohere2", "granite", "granitemoe", "hyperclovax", "falcon_h1"}
-    assert capped == {"gemma2", "gemma3", "recurrent_gemma", "nanochat"}
+    # That logits are rounded is no reason to refuse a model.
+    for dtype in (torch.bfloat16, torch.float16):
+        attach_fused_head(family_model(family).to(dtype))
 
 
 @pytest.mark.parametrize("objective", ("dapo", "gspo"))
@@ -132,8 +126,7 @@ def test_loss(objective):
     )
 
 
-@pytest.mark.parametrize("mask", (None, "of_its_own"))
-def test_cross_entropy_beside_the_loss(mask):
+def test_cross_entropy_beside_the_loss():
     """On labels that the mask leaves out, such as what a tool answered."""
     model = make_model("llama")
     inputs, labels = batch_of()
@@ -143,12 +136,11 @@ def test_cross_entropy_beside_the_loss(mask):
     ce_weights = 0.1 * torch.rand(scored.shape, generator=torch.Generator().manual_seed(1))
     ce_weights[:, :-2] = 0.0
     ce_weights[~scored] = 0.0
-    if mask is not None:
-        spoken[:, -1] = False
+    spoken[:, -1] = False
     loss = grpo_loss(logps, advantages, scored & spoken).loss - (ce_weights * logps).sum()
     wanted = gradients_of(model, loss)
     attach_fused_head(model)
-    objective = Objective(advantages, mask=None if mask is None else spoken, ce_weights=ce_weights)
+    objective = Objective(advantages, mask=spoken, ce_weights=ce_weights)
     out = model(**inputs, labels=labels, fused_head=objective)
     torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)
     assert torch.equal(out.mask, (scored & spoken) | (ce_weights != 0))
@@ -165,9 +157,8 @@ def test_labels_shifted_already():
     model, inputs, labels = with_head()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     out = model(**inputs, shift_labels=shifted, fused_head=True)
-    torch.testing.assert_close(
-        out.logps[:, :-1], model(**inputs, labels=labels, fused_head=True).logps
-    )
+    wanted = model(**inputs, labels=labels, fused_head=True)
+    torch.testing.assert_close(out.logps[:, :-1], wanted.logps)
 
 
 def test_otherwise_the_model_is_as_it_was():
@@ -247,17 +238,6 @@ def test_a_softcap_of_a_model_without_a_mask():
     torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_body_by_another_name_than_the_model_says():
-    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
-
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = MllamaTextConfig(**COMMON, cross_attention_layers=[], rope_parameters=rope)
-    torch.manual_seed(0)
-    model = MllamaForCausalLM(config).float().eval()
-    assert model.base_model is model
-    check_scores(model)
-
-
 def test_vision_language_model():
     ids = batch_of()[0]["input_ids"]
     ids[:, 2:6] = 3  # four patches
@@ -297,22 +277,6 @@ def test_two_loras_on_the_head():
     check_scores(model)
 
 
-def test_lora_on_the_head_makes_no_weight(monkeypatch):
-    """Nothing has the size of the head but one chunk of logits."""
-    from grpo_kernels.head.dense import Gradients
-
-    model, inputs, labels = with_head(with_lora(family_model("qwen2"), **LORAS["head"]))
-    asked, original = [], Gradients.__init__
-
-    def watched(self, terms, wanted, **options):
-        asked.append(tuple(wanted))
-        original(self, terms, wanted, **options)
-
-    monkeypatch.setattr(Gradients, "__init__", watched)
-    model(**inputs, labels=labels, fused_head=Objective(torch.ones(3))).loss.backward()
-    assert asked == [(True, False, True, True)]
-
-
 def test_the_execution():
     product, advantages = MagicMock(wraps=torch.mm), torch.tensor([1.0, -1.0, 0.5])
     model, inputs, labels = with_head(execution=Execution(matmul=product))
@@ -334,11 +298,10 @@ def test_bf16_with_a_float32_head():
     torch.testing.assert_close(out.logps.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-def virtual_tokens(kind, model):
-    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+def virtual_tokens(model):
+    from peft import PromptTuningConfig, get_peft_model
 
-    config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind]
-    return get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def encoder_and_decoder():
@@ -385,8 +348,8 @@ NOT_ATTACHED = {
     "twice": (lambda: with_head()[0], {}, "without a fused head"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
     "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
-    **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
-              "virtual tokens before the prompt") for kind in ("prompt", "prefix")},
+    "prompt": (lambda: virtual_tokens(family_model("llama")), {},
+               "virtual tokens before the prompt"),
     "dora": (lambda: with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True),
              {}, "without variants such as DoRA"),
     "adalora": (adalora, {}, r"without variants such as DoRA; got .*adalora\.layer\.SVDLinear"),
@@ -431,7 +394,7 @@ NOT_CALLED = (
     ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
     # What the model would ignore.
     *(({name: torch.ones(3)}, f"{name}: expected an argument of LlamaForCausalLM")
-      for name in ("advantages", "old_logps", "old_logp", "beta", "cu_seqlens")),
+      for name in ("advantages", "beta")),
 )  # fmt: skip
 
 
@@ -446,7 +409,7 @@ def test_calls_that_are_refused(given, message):
 def test_virtual_tokens_around_a_fused_head():
     model, inputs, labels = with_head(family_model("llama"))
     with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
-        virtual_tokens("prompt", model)(**inputs, labels=labels, fused_head=True)
+        virtual_tokens(model)(**inputs, labels=labels, fused_head=True)
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,17 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import gather_tokens, grpo_loss
-from tests.helpers.batches import Result, make_batch, packed
+from tests.helpers.batches import Result, make_batch, with_cross_entropy
 from tests.helpers.flat_calls import linear_logprobs
-from tests.ranks.shard_jobs import whole_case
+from tests.ranks.shard_jobs import Traffic
 
 PER_TOKEN = ("hidden", "targets", "mask", "temperature")
 CONSTANTS = ("old_logps", "ref_logps", "sampling_logps", "ce_weights")
 
 
-PER_SEQUENCE = (
-    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
-    "advantages", "ce_weights",
-)  # fmt: skip
-
-
-def sequences_of(batch, places):
-    """Some sequences of a batch."""
-    parts = {n: x[list(places)] for n in PER_SEQUENCE if (x := getattr(batch, n)) is not None}
-    return replace(batch, **parts)
+def batch_of(options):
+    batch = make_batch()
+    return with_cross_entropy(batch) if options.get("ce_weights") else batch
 
 
 def part_of(batch, cuts):
@@ -34,12 +27,12 @@ def part_of(batch, cuts):
     return replace(batch, **parts)
 
 
-def losses(cases):
+def losses(cuts, cases):
     """Each rank's result of every case: the whole loss, and its own part of the gradients."""
-    return [loss(part_of(whole_case(options)[0], cuts), dict(options)) for cuts, options in cases]
+    return [loss(part_of(batch_of(options), cuts), dict(options)) for options in cases]
 
 
-def loss(part, options, cu_seqlens=None):
+def loss(part, options):
     """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
     group = dist.group.WORLD
     head = [x.clone().requires_grad_() for x in (part.hidden, part.weight, part.bias)]
@@ -56,9 +49,7 @@ def loss(part, options, cu_seqlens=None):
         name: gather_tokens(getattr(part, name), group)
         for name in CONSTANTS if options.pop(name, False)
     }  # fmt: skip
-    out = grpo_loss(
-        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **given, **options
-    )
+    out = grpo_loss(logps, part.advantages, mask, entropy=entropy, **given, **options)
     out.loss.backward()
     names = ("hidden", "weight", "bias")
     gradients = {
@@ -66,16 +57,6 @@ def loss(part, options, cu_seqlens=None):
         for name, x in zip(names, head, strict=True)
     }
     return Result(out.loss.detach(), out.metrics, own.logps.detach(), gradients)
-
-
-def whole_sequences(options):
-    """The same where every rank has sequences of its own, packed: the last one some tokens less."""
-    batch, rank = make_batch(), dist.get_rank()
-    flat = packed(
-        replace(sequences_of(batch, (2 * rank, 2 * rank + 1)), advantages=batch.advantages)
-    )
-    counts = gather_tokens(flat.cu_seqlens.diff(), dist.group.WORLD)
-    return loss(flat, dict(options), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
 DTYPES = (
@@ -101,14 +82,9 @@ def gradient(sizes):
     x = torch.zeros(2, sizes[dist.get_rank()], requires_grad=True)
     whole = gather_tokens(x, dist.group.WORLD)
     weights = torch.arange(float(whole.numel())).view_as(whole)
-    said = []
-    own = dist.all_gather
-    dist.all_gather = lambda *args, **kwargs: said.append(args) or own(*args, **kwargs)
-    try:
+    with Traffic() as traffic:
         (weights * whole).sum().backward()
-    finally:
-        dist.all_gather = own
-    return x.grad, len(said)
+    return x.grad, len(traffic.seen)
 
 
 # What is wrong: `x` and the group that rank `r` gives, and the error of both.
@@ -129,10 +105,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-def refused(kind):
-    """The error of a call that cannot be."""
-    try:
-        gather_tokens(*REFUSED[kind][0](torch.zeros(2, 3), dist.get_rank()))
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return "nothing"
+def refusals():
+    """The errors of calls that cannot be."""
+    found = {}
+    for kind, (given, _) in REFUSED.items():
+        try:
+            found[kind] = str(gather_tokens(*given(torch.zeros(2, 3), dist.get_rank())))
+        except (ValueError, TypeError) as error:
+            found[kind] = str(error)
+    return found

@@ -12,23 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels import Support, VocabRanks
 from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
-from tests.helpers.batches import (
-    config,
-    exact_batch,
-    make_batch,
-    run_fused,
-    with_cross_entropy,
-)
-from tests.helpers.supports import make_support, with_logps_of_call
+from tests.helpers.batches import config, make_batch, run_fused
 
-OF_RANKS = ("layout", "starts", "without")
+OF_RANKS = ("layout", "starts")
+OF_VOCABULARY = ("weight", "bias", "b")
 
 
 class Traffic(TorchDispatchMode):
@@ -61,107 +55,70 @@ def rows_of(cuts, starts=None) -> slice:
     return slice(at, at + end - begin)
 
 
-def whole_case(options: dict[str, Any]):
-    """The batch of a case, and the options of its call.
-
-    `without`: most tokens have a support, but for this share.
-    """
-    batch = exact_batch() if "logits_dtype" in options else make_batch()
-    batch = with_cross_entropy(batch) if options.get("ce_weights") else batch
-    call = {name: x for name, x in options.items() if name not in OF_RANKS}
-    if "without" in options:
-        call["support"] = make_support(batch, without=options["without"])
-        batch = with_logps_of_call(batch, call["support"], call)
-    return batch, call
-
-
-def losses(cases: list[tuple[tuple[int, ...], dict[str, Any]]]) -> list:
-    """The result of every case, and the names of the collectives."""
-    found = []
-    for cuts, options in cases:
-        batch, call = whole_case(options)
-        rows = rows_of(cuts)
-        part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+def said(cuts, options: dict[str, Any]) -> list[str]:
+    """The names of the collectives of a call, once the ranks have met."""
+    rows = rows_of(cuts)
+    batch = make_batch()
+    part = replace(batch, weight=batch.weight[rows], bias=batch.bias[rows])
+    for _ in range(2):
         with Traffic() as traffic:
-            result = run_fused(part, exact=False, **on_rank(options | call))
-        found.append((result, [name for name, _ in traffic.seen]))
-    return found
+            run_fused(part, exact=False, **on_rank(options))
+    return [name for name, _ in traffic.seen]
 
 
-def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, torch.Tensor]:
+def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torch.Tensor]:
     """The results of a call on a head with a LoRA and a bias, and all gradients of a loss.
 
-    More options: `call`, which is `"loss"`, `"verl"` or else `linear_logprobs`; `masked`, a bias
-    that makes the first columns impossible; `banned`, ids that a bias of -inf bans, which are then
-    no targets; `lift`, added to the bias; `dtensors`; `several` targets per token, one twice.
+    More options: `call`, which is `"loss"`, `"verl"` (without LoRA and bias) or else
+    `linear_logprobs`; `biased`, ids that are then no targets, and what is added to their bias;
+    `lift`, added to every bias; `dtensors`; `several` targets per token, one twice.
 
-    With `rank` they are those that this rank has to have, from the reference in float64 on the
-    whole head.
+    With `exact` they are those of the reference in float64 on the whole head.
     """
     batch, options = make_batch(), dict(options)
-    exact = rank is not None
-    call, masked = options.pop("call", None), options.pop("masked", None)
-    dtensors = options.pop("dtensors", False)
-    several, entries = options.pop("several", False), options.get("entries")
-    g, (V, _) = torch.Generator().manual_seed(3), batch.weight.shape
-    b, a_out = 0.3 * torch.randn(V, 4, generator=g), torch.randn(*batch.mask.shape, 4, generator=g)
-    weights = torch.randn(3, *batch.mask.shape, generator=g) * batch.mask
-    mask, targets, bias = batch.mask, batch.targets, batch.bias.clone()
-    hidden = torch.where(mask[..., None], batch.hidden, 0.0)
-    bias += options.pop("lift", 0.0)
-    banned = list(options.pop("banned", ()))
-    bias[banned] = -torch.inf
-    if masked is not None:
-        bias[:350] = masked
-        targets = torch.where(mask & (targets >= 350), targets, 777)
-    head = {"hidden": hidden, "a_out": a_out, "weight": batch.weight, "bias": bias, "b": b}
-    for name in ("weight", "bias", "b"):
-        if dtensors and not exact:
-            mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-            head[name] = distribute_tensor(head[name], mesh, [Shard(0)])
-        elif not exact:
-            head[name] = head[name][rows_of(cuts, options.get("starts"))]
-    targets = None if entries else targets
+    call, dtensors = options.pop("call", None), options.pop("dtensors", False)
+    several, lift = options.pop("several", False), options.pop("lift", 0.0)
+    ids, added = options.pop("biased", ((), 0.0))
+    g, (V, _), mask = torch.Generator().manual_seed(3), batch.weight.shape, batch.mask
+    bias, targets = batch.bias + lift, batch.targets
+    bias[list(ids)] += added
     if several:
         targets = torch.stack([targets, targets * 7 % V, 0 * targets, targets], -1)
-    if banned:
-        targets = torch.where(torch.isin(targets, torch.tensor(banned)), 777, targets)
-    if entries:
-        weights = [torch.ones(()), *weights[1:]]
+    targets = torch.where(torch.isin(targets, torch.tensor(ids)), 777, targets)
+    head = {
+        "hidden": torch.where(mask[..., None], batch.hidden, 0.0), "weight": batch.weight,
+        "bias": bias, "a_out": torch.randn(*mask.shape, 4, generator=g),
+        "b": 0.3 * torch.randn(V, 4, generator=g),
+    }  # fmt: skip
     dtype = torch.float64 if exact else torch.float32
-    head = {name: x.detach().clone().to(dtype).requires_grad_() for name, x in head.items()}
-    hidden, a_out, weight, bias, b = head.values()
+    for name, x in head.items():
+        if name in OF_VOCABULARY and not exact:
+            mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if dtensors else None
+            rows = rows_of(cuts, options.get("starts"))
+            x = distribute_tensor(x, mesh, [Shard(0)]) if dtensors else x[rows]
+        head[name] = x.detach().clone().to(dtype).requires_grad_()
     given = {name: x for name, x in options.items() if name not in OF_RANKS} | {"mask": mask}
-    given["low_rank"] = (a_out, b) if given.pop("low_rank", False) else None
-    given["bias"] = bias if given.pop("bias", False) else None
-    if not exact:
-        given |= {"ranks": on_rank(options)["ranks"]}
-        if dtensors:
-            given["ranks"] = None
+    if call != "verl":
+        given |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
+    if not exact and not dtensors:
+        given["ranks"] = on_rank(options)["ranks"]
     module = flat_calls.reference if exact else flat_calls
+    tensors = head["hidden"], head["weight"]
     if call == "loss":
-        out = module.fused_grpo_loss(hidden, weight, targets, batch.advantages.to(dtype), **given)
+        advantages = batch.advantages.to(dtype)
+        out = module.fused_grpo_loss(*tensors, targets, advantages, **given)
         results, total = {"logps": out.logps, "entropy": out.entropy}, out.loss
     else:
         if call == "verl" and not exact:
-            temperature, group = given["temperature"], dist.group.WORLD
-            results = linear_cross_entropy(
-                hidden, weight, targets, temperature, "none", group, mask=mask
-            )
+            of_call = (given["temperature"], "none", dist.group.WORLD)
+            out = linear_cross_entropy(*tensors, targets, *of_call, mask=mask)
         else:
-            extra = {} if exact else {"entropy": True}
-            results = module.linear_logprobs(hidden, weight, targets, **extra, **given)
-        if several or entries:
-            factors = torch.arange(1, results.logps.numel() + 1) % 7 / 3
-            weighed = results.logps * factors.view(results.logps.shape)
-            results = results._replace(logps=weighed.sum(-1) if several else weighed)
-        count = 2 if call == "verl" else 3
-        names = ("logps", "entropy", "logsumexp")
-        results = {k: x for k, x in zip(names, results, strict=False) if x is not None}
-        given_weights = [x.to(dtype) for x in weights]
-        pairs = list(zip(given_weights, results.values(), strict=False))[:count]
-        total = sum((w * x).sum() for w, x in pairs)
-        results = dict(list(results.items())[:2]) if call == "verl" else results
+            given |= {} if exact else {"entropy": True}
+            targets = None if options.get("entries") else targets
+            out = module.linear_logprobs(*tensors, targets, **given)
+        names = ("logps", "entropy", "logsumexp")[: 2 if call == "verl" else 3]
+        results = dict(zip(names, out, strict=False))
+        total = sum((weights_like(x) * x).sum() for x in results.values())
     total.backward()
     grads = {f"d_{k}": x.grad for k, x in head.items() if x.grad is not None}
     if dtensors and not exact:
@@ -169,6 +126,11 @@ def scores(cuts, options: dict[str, Any], rank: int | None = None) -> dict[str, 
             assert grads[name].placements == (Shard(0),)
             grads[name] = grads[name].full_tensor()
     return {name: x.detach() for name, x in (results | grads).items()}
+
+
+def weights_like(x: torch.Tensor) -> torch.Tensor:
+    """Weights of every entry of `x`, the same on all ranks."""
+    return (torch.arange(x.numel()) % 7 / 3 - 0.8).view(x.shape)
 
 
 def own_tokens() -> dict[str, torch.Tensor]:
@@ -257,8 +219,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "targets": (lambda c, r: {"targets": c.targets + r * (c.targets == c.targets[0, 0])},
                 "targets: expected the same on all ranks that share the vocabulary"),
     "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _OF_PLAN),
-    "mask on one": (lambda c, r: {"targets": c.targets.clamp(min=0),
-                                  "mask": None if r else c.mask}, _OF_PLAN),
     "advantages": (lambda c, r: {"advantages": c.advantages * torch.tensor([1.0, 0, 1, 1 - r])},
                    _OF_PLAN),
     "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _OF_PLAN),
@@ -270,8 +230,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
               "ranks.group: expected a torch.distributed process group that this rank is in"),
     "no group": (lambda c, r: {"group": None, "start": 3},
                  "ranks.group: expected a process group, as weight is no DTensor; got None"),
-    "layout alone": (lambda c, r: {"group": None, "layout": "partial"},
-                     "ranks.group: expected a process group, as weight is no DTensor; got None"),
     "no ranks": (lambda c, r: {"ranks": dist.group.WORLD},
                  "ranks: expected a VocabRanks, or None; got <"),
     "start": (lambda c, r: {"start": 0.5}, "ranks.start: expected an int, or None; got 0.5"),
@@ -282,8 +240,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     **{name: (lambda c, r, name=name: {name: 1.0 + r}, f"{told}: {_SAME}[1, 2]")
        for name, told in (("temperature", "temperature"), ("logit_scale", "logit_scale"),
                           ("softcap", "softcap (0: none)"))},
-    "softcap on one": (lambda c, r: {"softcap": 2.5} if r else {},
-                       f"softcap (0: none): {_SAME}[0, 2.5]"),
     "logits_dtype": (lambda c, r: {
         "hidden": c.hidden.to(_BF16), "weight": c.weight.to(_BF16),
         "logits_dtype": ["fp32", "model"][r]}, f"logits_dtype='model': {_ON_ALL}[1]"),
@@ -302,8 +258,6 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
                  "support: expected the same on all ranks that share the vocabulary; got others"),
     "columns": (lambda c, r: _distributed(c, Shard(1)),
                 "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
-    "replicated": (lambda c, r: _distributed(c, Replicate()),
-                   "weight: expected a DTensor with Shard(0) on a mesh of one dimension"),
     "dtensor and group": (
         lambda c, r: _distributed(c, Shard(0), ranks=VocabRanks(dist.group.WORLD)),
         "ranks.group: expected None with a DTensor, which has its own"),
@@ -312,8 +266,12 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
-def refused(kind: str) -> str:
-    """The error of a call that cannot be."""
+def refusals() -> dict[str, str]:
+    """The errors of calls that cannot be."""
+    return {kind: refused(change) for kind, (change, _) in REFUSED.items()}
+
+
+def refused(change: Callable[[Any, int], dict[str, Any]]) -> str:
     rank, batch = dist.get_rank(), make_batch()
     given = {
         "hidden": torch.where(batch.mask[..., None], batch.hidden, 0.0),
@@ -321,7 +279,7 @@ def refused(kind: str) -> str:
         "advantages": batch.advantages, "trained": True,
         "group": dist.group.WORLD, "start": None, "layout": "replicated",
     }  # fmt: skip
-    given |= REFUSED[kind][0](SimpleNamespace(**given), rank)
+    given |= change(SimpleNamespace(**given), rank)
     of_ranks = [given.pop(name) for name in ("group", "start", "layout")]
     given["weight"] = given["weight"].detach().requires_grad_(given.pop("trained"))
     try:

@@ -1,88 +1,28 @@
 """A run that is killed goes on as if it had not been."""
 
-import random
 import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks import soak
-from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-ROOT = Path(__file__).parents[2]
-# Waits to be killed where it is ahead of the test, which may get no time on a busy machine.
-RUN = """
-import time
-from pathlib import Path
-from tests.ranks.test_killed_run import count
-from tests.helpers.trainer_runs import config_of, no_curves, noise, trainer_of
-
-def patient(*args, **columns):
-    while count(Path({output!r}, "t")) >= {patience!r}:
-        time.sleep(0.01)
-    return noise(*args, **columns)
-
-with no_curves():
-    config = config_of({model!r}, {output!r}, **{options!r})
-    trainer_of(config, rewards={{"noise": patient}}).train()
-"""
-NEVER = 10**9
-
-
-def launch(tiny_model, output, patience, **options):
-    code = RUN.format(model=str(tiny_model), output=str(output), patience=patience, options=options)
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
-    options = {
-        "steps": 14, "save_every": 1, "beta": 0.05, "eval_size": 3,
-        "eval_every": 4, "epochs_per_rollout": 2, "schedule": "linear",
-    }  # fmt: skip
-    config = config_of(tiny_model, tmp_path / "whole", **options)
-    with no_curves():
-        expected = trainer_of(config).train()
-    draw, kills = random.Random(0), 0
-    folder = tmp_path / "killed" / "t"
-    while True:
-        goal = count(folder) + draw.randrange(2, 4) if kills < 3 else NEVER
-        process = launch(tiny_model, tmp_path / "killed", goal + 2, resume=True, **options)
-        while process.poll() is None and count(folder) < goal:
-            time.sleep(0.005)
-        if process.poll() is not None:
-            assert process.returncode == 0, process.stderr.read().decode()
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills == 3
-    assert rows_of(folder) == rows_of(expected)
-    for log in ("evaluations.jsonl", "answers.jsonl"):
-        assert (folder / log).read_text() == (expected / log).read_text()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_twenty_kills(tiny_model, tmp_path):
-    """At moments that are drawn, half of them while a checkpoint gets its name."""
-    faults = soak.faults_at(44, 2, ("kill", "rename"))
-    options = soak.options_of(str(tiny_model), 44) | {"save_every": 1, "learning_rate": 1e-3}
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
+    """Killed at moments that are drawn, half of them while a checkpoint gets its name."""
+    faults = soak.faults_at(20, 2, ("kill", "rename"))
+    options = soak.options_of(str(tiny_model), 20) | {
+        "save_every": 1, "learning_rate": 1e-3, "beta": 0.05, "eval_every": 4,
+        "schedule": "linear",
+    }  # fmt: skip
     soak.soak(options | {"name": "whole"}, {}, tmp_path)
-    codes = soak.soak(options | {"name": "faulty"}, faults, tmp_path)
-    met = soak.rows_of(tmp_path / "faulty" / "faults.jsonl")
-    assert len(met) == len(faults) == codes.count(-signal.SIGKILL) == 21
-    same = soak.compare(tmp_path / "whole", tmp_path / "faulty")
-    assert same == {"rows": True, "weights": True}
-
-
-def count(folder):
-    path = folder / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    codes = soak.soak(options | {"name": "killed"}, faults, tmp_path)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    met = soak.rows_of(killed / "faults.jsonl")
+    assert len(met) == len(faults) == codes.count(-signal.SIGKILL) == 9
+    assert soak.compare(whole, killed) == {"rows": True, "weights": True}
+    for log in ("evaluations.jsonl", "answers.jsonl"):
+        assert (killed / log).read_text() == (whole / log).read_text()

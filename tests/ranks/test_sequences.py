@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from tests.helpers.batches import OBJECTIVES, Result, assert_matches, config, run_fused
+from tests.helpers.batches import Result, assert_matches, config, run_fused
 from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
-from tests.ranks.shard_jobs import whole_case
 
 # Of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
 CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 
 
-def joined(results, dim=1):
+def joined(results):
     """The result of all ranks: their gradients of the head add up; all else is the same on each."""
     first = results[0]
     for other in results[1:]:
@@ -21,55 +20,32 @@ def joined(results, dim=1):
         for name, value in first.metrics.items():
             assert torch.equal(value, other.metrics[name]), name
     gradients = {
-        "hidden": torch.cat([r.gradients["hidden"] for r in results], dim),
+        "hidden": torch.cat([r.gradients["hidden"] for r in results], 1),
         **{k: None if first.gradients[k] is None else sum(r.gradients[k] for r in results)
            for k in ("weight", "bias")},
     }  # fmt: skip
-    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], dim), gradients)
-
-
-def expected_of(options):
-    batch, call = whole_case(options)
-    return run_fused(batch, exact=True, scale=1.0, **call)
-
-
-def check(ranks, cases):
-    answers = ranks("tests.ranks.sequence_jobs:losses", cases)
-    for (_, options), *results in zip(cases, *answers, strict=True):
-        assert_matches(joined(results), expected_of(options), 3e-5, logps=1e-4)
+    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], 1), gradients)
 
 
 @CUTS
-def test_every_objective(ranks, cuts):
-    check(ranks, [(cuts, objective_options(name)) for name in OBJECTIVES])
-
-
-def test_aggregations(ranks):
-    cases = []
-    for kind in ("grpo", "bnpo", "dapo", "luspo", "dr_grpo"):
-        more = {"max_completion_length": 9} if kind == "dr_grpo" else {}
-        cases.append((HALVES, {"config": config(loss_type=kind, **more), "old_logps": True}))
+def test_losses(ranks, cuts):
+    """Of the objectives each that looks at its neighbours in another way."""
+    names = ("on_policy", "everything", "gspo", "vespo", "top_entropy_bonus", "is_sequence_mask")
+    cases = [objective_options(name) for name in names]
     cases += [
-        (HALVES, {"config": config(loss_type="dapo"), "num_items": 40.0}),
-        (HALVES, {"config": config(entropy_coef=0.05), "old_logps": True, "temperature": True}),
-        (UNEVEN, {"ce_weights": True, "old_logps": True}),
+        {"config": config(loss_type=kind), "old_logps": True}
+        for kind in ("grpo", "bnpo", "luspo", "dr_grpo")
     ]
-    check(ranks, cases)
-
-
-@pytest.mark.parametrize("name", ("gspo", "vespo", "kl", "everything"))
-def test_packed_sequences(ranks, name):
-    """Ranks that have sequences of their own: the joined tokens are packed, too."""
-    options = objective_options(name)
-    results = ranks("tests.ranks.sequence_jobs:whole_sequences", options)
-    actual, expected = joined(results, 0), expected_of(options)
-    # Rows of the padded batch that are packed away have no gradient.
-    batch = whole_case(options)[0]
-    ends = (batch.mask * torch.arange(1, 10)).amax(1)
-    keep = torch.arange(9) < ends[:, None]
-    expected.logps = expected.logps[keep]
-    expected.gradients["hidden"] = expected.gradients["hidden"][keep]
-    assert_matches(actual, expected, 3e-5, logps=1e-4)
+    cases += [
+        {"config": config(loss_type="dapo"), "num_items": 40.0},
+        {"config": config(entropy_coef=0.05), "old_logps": True, "temperature": True},
+        {"ce_weights": True, "old_logps": True},
+    ]
+    answers = ranks("tests.ranks.sequence_jobs:losses", cuts, cases)
+    for options, *results in zip(cases, *answers, strict=True):
+        batch = sequence_jobs.batch_of(options)
+        expected = run_fused(batch, exact=True, scale=1.0, **options)
+        assert_matches(joined(results), expected, 3e-5, logps=1e-4)
 
 
 @pytest.mark.parametrize("sizes", ((3, 3), (1, 4), (0, 2), (5, 0), (0, 0)), ids=str)
@@ -88,7 +64,7 @@ def test_the_backward_is_a_slice_and_says_nothing(ranks, sizes):
     assert said == said_too == 0
 
 
-@pytest.mark.parametrize("kind", sequence_jobs.REFUSED)
-def test_refused_on_all_ranks(ranks, kind):
-    answers = ranks("tests.ranks.sequence_jobs:refused", kind)
-    assert all(sequence_jobs.REFUSED[kind][1] in answer for answer in answers), answers
+def test_refused_on_all_ranks(ranks):
+    for answers in ranks("tests.ranks.sequence_jobs:refusals"):
+        for kind, (_, told) in sequence_jobs.REFUSED.items():
+            assert told in answers[kind], (kind, answers)

@@ -1,5 +1,6 @@
 """Two processes against one: the same losses, the same weights, by DDP, FSDP2 and ZeRO-3."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -47,51 +48,64 @@ def assert_same_weights(actual, expected):
         torch.testing.assert_close(weight, expected[key], rtol=1e-4, atol=2e-5)
 
 
-def compare(ranks, model, folder, kind, options, *, job="train"):
-    """Runs of one process and of two: their rows, and their weights; what the two return."""
-    options = {"steps": 3, "learning_rate": 1e-3, **options}
-    expected = train("", str(model), str(folder / "one"), options)
-    answers = ranks(
-        f"tests.ranks.training_jobs:{job}", kind, str(model), str(folder / "two"),
-        options, environment=environment_of(kind),
-    )  # fmt: skip
-    assert_same_rows(rows_of(folder / "two" / "t"), rows_of(folder / "one" / "t"))
-    assert_same_weights(answers[0][0] if job != "train" else answers[0], expected)
-    return answers
+@pytest.fixture(scope="module")
+def alone(tiny_model, tmp_path_factory):
+    """The rows and weights of a run of one process, which is made once for the same options."""
+
+    @functools.cache
+    def run(**options):
+        folder = tmp_path_factory.mktemp("alone")
+        weights = train("", str(tiny_model), str(folder), options)
+        return rows_of(folder / "t"), weights
+
+    return run
 
 
 # DeepSpeed is no dependency, not even of the tests: it is built from source.
 KINDS = ["ddp", "fsdp2", *(["zero3"] if importlib.util.find_spec("deepspeed") else [])]
 OPTIONS = {
     "bnpo, replayed": {"loss_type": "bnpo", "top_k": 20},
-    "dapo, kl": {"beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2},
+    "dapo, a reference that follows": {
+        "beta": 0.1, "epochs_per_rollout": 2, "minibatches": 2, "sync_ref_every": 1,
+        "ref_mixup_alpha": 0.5,
+    },
     "grpo, entropy": {"loss_type": "grpo", "entropy_coef": 0.05, "micro_batch_size": 3},
-    "a reference that follows": {"beta": 0.1, "sync_ref_every": 1, "ref_mixup_alpha": 0.5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_are_as_one(name, kind, ranks, tiny_model, tmp_path):
-    compare(ranks, tiny_model, tmp_path, kind, {"eval_size": 3, **OPTIONS[name]})
+def test_two_processes_are_as_one(name, kind, ranks, alone, tiny_model, tmp_path):
+    options = {"steps": 3, "learning_rate": 1e-3, "eval_size": 3, **OPTIONS[name]}
+    rows, expected = alone(**options)
+    weights, _ = ranks(
+        "tests.ranks.training_jobs:train", kind, str(tiny_model), str(tmp_path), options,
+        environment=environment_of(kind),
+    )  # fmt: skip
+    assert_same_rows(rows_of(tmp_path / "t"), rows)
+    assert_same_weights(weights, expected)
 
 
-@pytest.mark.parametrize("loss_type", ("dapo", "gmpo"))
 def test_a_head_that_runs_out_of_memory_while_weights_are_sharded(
-    loss_type, ranks, tiny_model, tmp_path
+    ranks, alone, tiny_model, tmp_path
 ):
-    """In one process alone, in a forward and, with gmpo, in a backward."""
-    options = {"steps": 2, "eval_size": 0, "loss_type": loss_type, "skip_untrained": False}
-    job = "train_with_little_memory"
-    (_, none), (_, refused) = compare(ranks, tiny_model, tmp_path, "fsdp2", options, job=job)
-    assert none == 0 and refused >= 2 * (1 + (loss_type == "gmpo"))
+    """In one process alone, in a forward and in a backward."""
+    options = {"steps": 2, "learning_rate": 1e-3, "loss_type": "gmpo", "skip_untrained": False}
+    rows, expected = alone(**options)
+    (weights, none), (_, refused) = ranks(
+        "tests.ranks.training_jobs:train_with_little_memory", "fsdp2", str(tiny_model),
+        str(tmp_path), options, environment=environment_of("fsdp2"),
+    )  # fmt: skip
+    assert none == 0 and refused >= 4
+    assert_same_rows(rows_of(tmp_path / "t"), rows)
+    assert_same_weights(weights, expected)
 
 
 ANSWER = "RewardError: is_correct: ConnectionError: the judge is gone"
 JUDGE = "RewardError: reward function noise: ConnectionError: the judge is gone"
 FAULTS = {
     # fault, call: what both ranks meet, the last step that is kept, and the size of micro-batches
-    **{("memory", call): ("nothing", 3, 1) for call in (1, 2, 4)},  # of the four of the first step
+    **{("memory", call): ("nothing", 3, 1) for call in (1, 4)},  # of the four of the first step
     ("scoring", 2): ("nothing", 3, 1),
     ("backward", 1): ("nothing", 3, 1),
     ("signal", 2): ("Preempted: 75", 0, 2),
@@ -103,15 +117,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "call"), FAULTS)
-def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
+def test_a_fault_of_one_rank(fault, call, ranks, alone, tiny_model, tmp_path):
     """Both end or go on alike, and nothing but the step is lost."""
     options = {
         "steps": 3, "learning_rate": 1e-3, "micro_batch_size": 2, "skip_untrained": False,
         "eval_every": int(fault == "reward"), "eval_size": 2 * (fault == "reward"),
         "minibatches": 1 + (fault == "scoring"),  # of which the second one has old log-probs
     }  # fmt: skip
-    expected = train("", str(tiny_model), str(tmp_path / "one"), options)
-    given = (str(tiny_model), str(tmp_path / "two"))
+    rows, expected = alone(**options)
+    given = (str(tiny_model), str(tmp_path))
     environment = {"ACCELERATE_USE_CPU": "true"}
     job = "tests.ranks.training_jobs:with_fault"
     both = ranks(job, fault, call, *given, options, environment=environment)
@@ -119,13 +133,13 @@ def test_a_fault_of_one_rank(fault, call, ranks, tiny_model, tmp_path):
     if fault in ("signal", "reward", "is_correct"):
         again = options | {"resume": True}
         both = ranks(job, "", 0, *given, again, environment=environment)
-    assert_same_rows(rows_of(tmp_path / "two" / "t"), rows_of(tmp_path / "one" / "t"))
+    assert_same_rows(rows_of(tmp_path / "t"), rows)
     for *_, weights in both:
         assert_same_weights(weights, expected)
 
 
 def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
-    """As docs/tutorials.md prints it, on problems in GSM8K's form, by accelerate on two CPUs."""
+    """As docs/tutorials.md prints it, on GSM8K's form, by either launcher on two CPUs."""
     text = (ROOT / "docs/tutorials.md").read_text()
     (tmp_path / "run.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     rows = ({"question": f"{n} + 3?", "answer": f"<<{n}+3={n + 3}>>\n#### {n + 3}"}
@@ -137,10 +151,13 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
         "max_completion_length": 5,
     }  # fmt: skip
     given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    for steps in (2, 3):
+    launchers = (
+        ("accelerate.commands.launch", "--config_file", "examples/configs/ddp.yaml"),
+        ("torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    )
+    for steps, launcher in zip((2, 3), launchers, strict=True):
         done = subprocess.run(
-            [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-             "examples/configs/ddp.yaml", "examples/train_gsm8k.py", str(tmp_path / "run.yaml"),
+            [sys.executable, "-m", *launcher, "examples/train_gsm8k.py", str(tmp_path / "run.yaml"),
              *given, "--steps", str(steps), "--resume"],
             cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True,
             text=True, timeout=JOB_S,
@@ -149,20 +166,3 @@ def test_the_tutorial_s_file_trains_and_goes_on(tiny_model, tmp_path):
     assert "2 process(es)" in done.stdout and "Going on after step 2" in done.stdout
     assert [row["step"] for row in rows_of(tmp_path / "t")] == [1, 2, 3]
     assert {"reward/correctness", "reward/format", "kl"} <= rows_of(tmp_path / "t")[0].keys()
-
-
-def test_launched_as_users_do(tiny_model, tmp_path):
-    """By torchrun, from the command line, to an end without an error."""
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    options = {
-        "model": tiny_model, "output": tmp_path, "name": "t", "steps": 2, "prompts_per_step": 2,
-        "num_generations": 2, "eval_size": 3, "max_completion_length": 5,
-    }  # fmt: skip
-    given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "examples/train_additions.py", *given],
-        cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
-        timeout=JOB_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert [row["step"] for row in rows_of(tmp_path / "t")] == [1, 2]

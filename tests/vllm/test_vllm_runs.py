@@ -11,11 +11,11 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from grpo_kernels.training.interruptions import RESUME
-from tests.helpers.ranks import WORLD, Ranks
+from tests.helpers.killed_runs import NEVER, count, launch
+from tests.helpers.ranks import ROOT, WORLD, Ranks
 from tests.helpers.trainer_runs import no_curves, rows_of, trainer_of
 from tests.helpers.vllm_masks import enable_masks, why_no_masks
 from tests.helpers.vllm_runs import hears_interrupts, vllm_config, vllm_model
-from tests.ranks.test_killed_run import NEVER, ROOT, count, launch
 from tests.ranks.test_training_ranks import KINDS, environment_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
