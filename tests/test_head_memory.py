@@ -11,7 +11,7 @@ import torch
 
 from grpo_kernels import Execution, fused_grpo_loss
 from grpo_kernels.head.dense import Logits
-from grpo_kernels.head.plan import RowPlan, ran_out_of_memory
+from grpo_kernels.head.plan import ran_out_of_memory
 from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import reference
@@ -40,19 +40,6 @@ class LittleMemory:
         if self.failed:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
         return a @ b
-
-
-@pytest.fixture
-def little_memory_for_logits(monkeypatch):
-    """The same where a call takes no product of the caller's."""
-    new_rows = Logits.new_rows
-
-    def limited(self, count, dtype):
-        if count > ROWS:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return new_rows(self, count, dtype)
-
-    monkeypatch.setattr(Logits, "new_rows", limited)
 
 
 @pytest.mark.parametrize(
@@ -134,31 +121,24 @@ def test_other_errors_are_raised_at_once(batch):
     assert len(calls) == 1
 
 
-def test_half_of_what_was_taken():
-    plan = RowPlan(None, 1000, 1000, 4096, 640)
-    assert [plan.halved().largest_chunk, plan.halved().logit_rows] == [500, 320]
-    assert RowPlan(None, 1, 1, 1, 1).halved().logit_rows == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    (
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
-            True,
-        ),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (ValueError("can't allocate memory"), False),
-    ),
+NO_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
 )
-def test_what_says_so(error, expected):
-    assert ran_out_of_memory(error) == expected
+OTHERS = (
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("can't allocate memory"),
+)
+
+
+def test_what_says_so():
+    assert all(ran_out_of_memory(error) for error in NO_MEMORY)
+    assert not any(ran_out_of_memory(error) for error in OTHERS)
 
 
 REAL = """

@@ -1,17 +1,12 @@
 """The GEMMs of a call: their dtype, how much of the weight they take at a time, their errors."""
 
-import math
-
 import pytest
 import torch
 
 from benchmarks.workloads import make
 from grpo_kernels import Execution, linear_logprobs
 from grpo_kernels.head.call import head_call
-from grpo_kernels.head.dense import Dense, OneRank, OneTarget
-from grpo_kernels.head.plan import Chunk, RowPlan
 from grpo_kernels.head.products import Products, columns_at_once, slices_of
-from grpo_kernels.kernels import torch_backend
 from tests.helpers.batches import config, make_batch, relative_error
 from tests.helpers.flat_calls import fused_grpo_loss, reference
 from tests.helpers.half_gemms import imitate
@@ -36,18 +31,6 @@ def test_a_bf16_weight_is_upcast_in_slices():
     parts = list(slices_of(weight, torch.float32, len(weight)))
     assert [(c.start, c.stop) for c, _ in parts] == [(0, 2048), (2048, 3000)]
     assert {part.dtype for _, part in parts} == {torch.float32}
-
-
-def test_products_with_a_bf16_weight_are_those_of_its_values():
-    torch.manual_seed(0)
-    weight, hidden = torch.randn(100, 8).bfloat16(), torch.randn(5, 8)
-    plan = RowPlan(None, 5, 5, 5, 5)
-    call = call_of(hidden, weight)
-    dense = Dense(call, plan, OneTarget(call, OneRank(100), entropy=False), exponentials=False)
-    dense.resume(Chunk(slice(0, 5), 5, True), None)
-    torch.testing.assert_close(dense.logits.of(slice(0, 5)), hidden @ weight.float().T)
-    d = torch.randn(5, 100)
-    torch.testing.assert_close(dense.times(d, weight, own=True), d @ weight.float())
 
 
 def test_a_cpu_makes_a_chunk_s_logits_a_part_of_the_vocabulary_at_a_time():
@@ -94,24 +77,13 @@ def test_half_precision_products(option, dtype, monkeypatch):
     expect_equal(batch, {**options, "scale": 4.0}, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("anchor", (0.0, -40.0))
-def test_errors_of_half_precision_products(anchor, monkeypatch):
-    """On realistic samples: the limits that the design states, wherever the anchor lies."""
+def test_errors_of_half_precision_products(monkeypatch):
+    """On realistic samples: the limits that the design states."""
     w = make("dense", (1024, 8009, 256)).to(torch.bfloat16)
     exact = [x.double().requires_grad_() for x in (w.hidden, w.weight)]
     rest = (w.targets, w.advantages)
     reference.fused_grpo_loss(*exact, *rest, old_logps=w.old_logps.double()).loss.backward()
-    sweep = torch_backend.token_stats
-
-    def anchored_below(*args, exps=None, **options):
-        """As a sweep whose anchor lies elsewhere would leave it."""
-        stats = sweep(*args, exps=(wide := torch.empty(exps.shape)), **options)
-        stats.total.mul_(math.exp(-anchor))
-        exps.copy_(wide * math.exp(-anchor))
-        return stats
-
     imitate(monkeypatch, torch.bfloat16)
-    monkeypatch.setattr(torch_backend, "token_stats", anchored_below)
     head = [x.clone().requires_grad_() for x in (w.hidden, w.weight)]
     out = fused_grpo_loss(*head, *rest, old_logps=w.old_logps)
     out.loss.backward()
