@@ -94,7 +94,6 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     (
         ("<calc>12*7</calc>", "\n<result>84</result>\n"),
         ("so <calc> 12 * 7 </calc>", "\n<result>84</result>\n"),
-        ("<calc>12*7</calc><", ""),
         ("<calc>12*7</calc> and", ""),
         ("<calc>12+7</calc>", ""),
         ("<calc>12*7", ""),

@@ -15,7 +15,6 @@ from tests.helpers.vllm_runs import (
     gap,
     prompts,
     rollout_of,
-    sample,
     shake,
     vllm_config,
     vllm_model,
@@ -24,14 +23,6 @@ from tests.helpers.vllm_runs import (
 pytestmark = pytest.mark.usefixtures("real_memory")
 # A weight moves by this; log-probs in float32 agree to the other.
 MOVE, CLOSE = 0.02, 2e-4
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """A rollout by a model with a tied head, and the model."""
-    folder = vllm_model(tmp_path_factory.mktemp("tied"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return rollout_of(vllm_config(folder, folder), model), model
 
 
 @pytest.mark.parametrize(
@@ -53,19 +44,6 @@ def assert_follows(rollout, model):
     rollout.update_weights()
     assert gap(rollout, model) < CLOSE
     assert gap(rollout, model, temperature=0.7) < CLOSE
-
-
-def test_the_likeliest_tokens_are_those_of_generate(tied):
-    rollout, model = tied
-    rollout.update_weights()
-    done = sample(rollout, count=2, temperature=0.0)
-    assert done[0] == done[1] and done[2] == done[3] and done[0].logps is None
-    ids = torch.tensor(prompts())
-    expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
-    )[:, ids.shape[1] :]
-    for one, row in zip(done[::2], expected.tolist(), strict=True):
-        assert one.token_ids == row[: len(one.token_ids)]
 
 
 def test_adapters_arrive(tmp_path):
