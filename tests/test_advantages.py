@@ -93,18 +93,19 @@ def test_groups_of_any_size_in_any_order(rows, scale, weights, way):
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", ("group", "batch", "none"))
 @pytest.mark.parametrize("reward", (0.1, 1 / 3, 1e6, 0.0))
-def test_equal_rewards_are_exactly_zero(reward, scale):
+def test_equal_rewards_are_exactly_zero(reward):
+    """Also of several functions, one of which did not apply to the group."""
     rewards = torch.tensor([reward] * 7 + [1.0, 2.0, 0.0, 5.0, 0.3, 0.7, 1.1])
-    advantages = group_advantages(rewards, 7, scale=scale)
-    assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all()
-    one = group_advantages(rewards[:, None].expand(14, 2), 7, aggregation="normalize_then_sum")
-    assert (one[:7] == 0).all() and (one[7:] != 0).all()
-    # Also where another function did not apply to the group.
-    two = torch.stack([rewards, torch.cat([torch.full((7,), NAN), torch.rand(7)])], 1)
-    one = group_advantages(two, 7, aggregation="normalize_then_sum")
-    assert (one[:7] == 0).all() and (one[7:] != 0).all()
+    other = torch.cat([torch.full((7,), NAN), torch.rand(7)])
+    several = {"aggregation": "normalize_then_sum"}
+    for some, options in (
+        *((rewards, {"scale": scale}) for scale in ("group", "batch", "none")),
+        (torch.stack([rewards, rewards], 1), several),
+        (torch.stack([rewards, other], 1), several),
+    ):
+        advantages = group_advantages(some, 7, **options)
+        assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all(), options
 
 
 FOUR = (torch.zeros(4), 2)

@@ -18,10 +18,8 @@ from tokenizers import normalizers
 from grpo_kernels.head.lm_head import Support
 from grpo_kernels.training import (
     Completion,
-    Trainer,
     checkpoint,
     load_model,
-    load_problems,
     logs,
     samples,
     train,
@@ -330,11 +328,9 @@ def test_weights_of_others_are_taken_where_the_checkpoint_has_all(
     model, tokenizer = load_model(config)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
-    problems, held_out = load_problems(config)
-    trainer = Trainer(config, model, tokenizer, problems, held_out, rewards={"noise": noise})
     message = "got others: weights of the model: was"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
-        trainer.train()
+        trainer_of(config, model, tokenizer).train()
     assert len(rows_of(config.folder)) == 2 - refused
 
 

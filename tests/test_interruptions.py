@@ -47,42 +47,28 @@ def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def without_memory_at(numbers, config, what="loss"):
+def without_memory_at(numbers, config):
     trainer = same_trainer_of(config)
-    trainer.policy.forward = at_calls(numbers, out_of_memory, trainer.policy.forward, what)
+    trainer.policy.forward = at_calls(numbers, out_of_memory, trainer.policy.forward, "loss")
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("where", "calls", "size"), (("forward", {6}, 2), ("forward", {1, 2}, 1), ("backward", {8}, 2))
-)
-def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(
-    where, calls, size, undisturbed, tiny_model, tmp_path
-):
-    """Of the second update, whose micro-batches compare with log-probs, or of the first."""
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    trainer = without_memory_at(calls if where == "forward" else (), config)
-    if where == "backward":
-        backward = trainer.accelerator.backward
-        trainer.accelerator.backward = at_calls(calls, out_of_memory, backward)
-    trainer.train()
-    rows, weights = undisturbed
-    assert rows_of(config.folder)[-1]["micro_batch_size"] == size
-    assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
-
-
-def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path / "a", **STEPS, beta=0.1)
+def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(tiny_model, tmp_path, capsys):
+    """In a forward, while the reference scores, and in the middle of an update's backwards."""
+    options = {**STEPS, "beta": 0.1, "micro_batch_size": 16}
+    config = config_of(tiny_model, tmp_path / "a", **options)
     expected = run(config)
     again = replace(config, output=str(tmp_path / "b"))
-    trainer = same_trainer_of(again)
-    reference = trainer.reference.copy
+    trainer = without_memory_at({2}, again)
+    reference, accelerator = trainer.reference.copy, trainer.accelerator
     reference.forward = at_calls({2}, out_of_memory, reference.forward, "logps")
+    accelerator.backward = at_calls({9}, out_of_memory, accelerator.backward)
     trainer.train()
+    told = capsys.readouterr().out
+    for size in (8, 4, 2):
+        assert f"memory ran out: from now on micro_batch_size is {size}" in told
     assert_same_rows(rows_of(again.folder), rows_of(config.folder))
     assert_same_weights(weights_of(trainer), weights_of(expected), 1e-4, 1e-6)
-    assert "memory ran out: from now on micro_batch_size is 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("first", "kept"), ((9, "step-000001"), (13, None)))

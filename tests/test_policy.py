@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import Trainer, load_model, load_problems
+from grpo_kernels.training import load_model
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.helpers.trainer_runs import assert_same_grads, config_of, noise
+from tests.helpers.trainer_runs import assert_same_grads, config_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
 PROMPTS, GREEDY = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
@@ -127,7 +127,7 @@ def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
 
     model.forward = scaled
     with pytest.raises(ValueError, match="model: expected logits that are a linear layer"):
-        Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+        trainer_of(config, model, tokenizer)
 
 
 class Words:

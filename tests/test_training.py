@@ -94,39 +94,30 @@ def weights_of_copy(trainer):
 
 @pytest.mark.parametrize("alpha", (1.0, 0.25))
 def test_a_reference_that_follows(alpha, tiny_model, tmp_path):
-    config = config_of(
-        tiny_model, tmp_path, beta=0.1, steps=4, sync_ref_every=2, ref_mixup_alpha=alpha
-    )
-    trainer, seen = trainer_of(config), []
-    begin = weights_of_copy(trainer)
+    """And goes on after a stop: the checkpoint has both models."""
+    options = {"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": alpha, "save_every": 1}
+    trainer = trainer_of(config_of(tiny_model, tmp_path / "whole", steps=4, **options))
+    expected, seen = weights_of_copy(trainer), []
 
     def look(row, samples):
         policy = {n: p.detach().clone() for n, p in trainer.policy.named_parameters()}
-        seen.append((row["kl"], weights_of_copy(trainer), policy))
+        seen.append((weights_of_copy(trainer), policy))
 
-    trainer.train(look)
-    expected = begin
-    for step, (_, reference, policy) in enumerate(seen, 1):
+    rows = rows_of(trainer.train(look))
+    for step, (reference, policy) in enumerate(seen, 1):
         if step % 2 == 0:
             expected = {n: x + alpha * (policy[n] - x) for n, x in expected.items()}
-        for name, weight in expected.items():
-            torch.testing.assert_close(reference[name], weight, rtol=1e-6, atol=1e-7, msg=name)
-    kls = [kl for kl, _, _ in seen]
+        assert_same_weights(reference, expected, 1e-6, 1e-7)
     # Before the first update of the third step a copy is the policy.
-    assert kls[1] > 1e-4 and (kls[2] == pytest.approx(0, abs=1e-6)) is (alpha == 1)
+    assert rows[1]["kl"] > 1e-4
+    assert (rows[2]["kl"] == pytest.approx(0, abs=1e-6)) is (alpha == 1)
 
-
-def test_a_reference_that_follows_goes_on(tiny_model, tmp_path):
-    """The same rows and weights as without a stop, whose checkpoint has both models."""
-    options = {"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": 0.5, "save_every": 1}
-    whole = trainer_of(config_of(tiny_model, tmp_path / "whole", steps=5, **options))
-    rows = rows_of(whole.train())
     cut = config_of(tiny_model, tmp_path / "cut", steps=3, **options)
     trainer_of(cut).train()
-    again = trainer_of(replace(cut, steps=5, resume=True))
+    again = trainer_of(replace(cut, steps=4, resume=True))
     assert rows_of(again.train()) == rows
-    assert_same_weights(weights_of(again), weights_of(whole))
-    assert_same_weights(weights_of_copy(again), weights_of_copy(whole))
+    assert_same_weights(weights_of(again), weights_of(trainer))
+    assert_same_weights(weights_of_copy(again), weights_of_copy(trainer))
 
 
 @pytest.fixture(scope="module")
@@ -201,16 +192,13 @@ def test_dropout_is_off(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
     ))  # fmt: skip
     config = config_of("m", tmp_path, beta=0.1, minibatches=2, epochs_per_rollout=2, steps=1)
     config = replace(config, learning_rate=1e-12)
-    problems = load_problems(config)[0]
-    folder = Trainer(config, model.train(), tokenizer, problems, rewards={"noise": noise}).train()
-    row = rows_of(folder)[0]
+    row = rows_of(trainer_of(config, model.train(), make_tokenizer()).train())[0]
     assert row["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert row["kl"] == pytest.approx(0, abs=1e-6)
 
@@ -273,9 +261,8 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
     """Users add one, and no row of the embedding."""
     config = config_of(tiny_model, tmp_path)
     model, tokenizer = load_model(config)
-    problems, rewards = load_problems(config)[0], {"noise": noise}
     tokenizer.pad_token = None
-    Trainer(config, model, tokenizer, problems, rewards=rewards)
+    trainer_of(config, model, tokenizer)
     assert tokenizer.pad_token == "<eos>"
     tokenizer.eos_token = tokenizer.pad_token = None
     if pad_token is not None:
@@ -285,7 +272,7 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
     told = re.escape(f"257 tokens of the model; got {pad_token!r} (")
     told = f"tokenizer: expected a pad_token, or .* {told}"
     with pytest.raises(ValueError, match=told):
-        Trainer(config, model, tokenizer, problems, rewards=rewards)
+        trainer_of(config, model, tokenizer)
     with pytest.raises(ValueError, match=told):
         evaluate.main([f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}"])
 
@@ -337,7 +324,7 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model,
     )
     end = tokenizer.convert_tokens_to_ids("~")
     model.generation_config.eos_token_id = [0, end, tokenizer.convert_tokens_to_ids("!")]
-    trainer = Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+    trainer = trainer_of(config, model, tokenizer)
     texts = ("^#4#2|~", "#_42#<eos>", "~42", "#a\n!", "<eos>")
     done = [Completion(tokenizer(text).input_ids, True) for text in texts]
     assert [len(one.token_ids) for one in done] == [7, 6, 3, 4, 1]

@@ -32,16 +32,6 @@ def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, t
     assert moved == (ce_weight is not None)
 
 
-def test_a_run_counts_what_the_policy_sampled(tiny_model, tmp_path):
-    seen = []
-    config = config_of(tiny_model, tmp_path, steps=1, skip_untrained=False)
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout((6,), turns=True))
-    (row,) = rows_of(trainer.train(lambda _, samples: seen.append(samples)))
-    assert row["completion_length"] == 4 and row["tokens"] == 16 * 4
-    assert all(len(text) == 4 for text in seen[0].texts)
-    assert all(len(text) == 6 for text in seen[0].transcripts)
-
-
 class Told:
     """A rollout whose tool, or whose policy, says the answer 6."""
 
@@ -65,7 +55,8 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
         assert "transcripts" not in columns
         return [0.0] * len(completions)
 
-    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40}
+    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40,
+               "skip_untrained": False}  # fmt: skip
     config = config_of(tiny_model, tmp_path, **options)
     problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
     model, tokenizer = load_model(config)
@@ -79,6 +70,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     (row,) = rows_of(folder)
     paid = 0.0 if by_tool else 1.0
     assert (row["reward/answer"], row["accuracy"]) == (2 * paid, paid)
+    assert row["completion_length"] == len(written) and row["tokens"] == 16 * len(written)
     assert row["reward/format"] == pytest.approx(0.4 * paid)
     rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
     assert {row["completion"] for some in rows for row in some} == {whole}
