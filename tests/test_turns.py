@@ -32,22 +32,9 @@ def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, t
     assert moved == (ce_weight is not None)
 
 
-class Told:
-    """A rollout whose tool, or whose policy, says the answer 6."""
-
-    def __init__(self, tokenizer, by_tool):
-        self.tokenizer, self.by_tool = tokenizer, by_tool
-
-    def __call__(self, prompts, count, sampling):
-        parts = [self.tokenizer.encode(text) for text in ("so ", "<answer>6</answer>", " it is")]
-        own = [x for i, part in enumerate(parts) for x in [i != self.by_tool] * len(part)]
-        one = Completion(list(chain(*parts)), True, sampled=own)
-        return [one] * (len(prompts) * count)
-
-
 @pytest.mark.parametrize("by_tool", (0, 1))
 def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
-    """People, and functions that ask for it, see the whole."""
+    """A tool, or the policy, says the answer; people and who asks for it see the whole."""
     seen, written = [], ("<answer>6</answer> it is", "so  it is")[by_tool]
 
     def noted(completions, transcripts, completion_ids, **columns):
@@ -60,9 +47,15 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, **options)
     problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
     model, tokenizer = load_model(config)
+
+    def rollout(prompts, count, sampling):
+        parts = [tokenizer.encode(text) for text in ("so ", "<answer>6</answer>", " it is")]
+        own = [x for i, part in enumerate(parts) for x in [i != by_tool] * len(part)]
+        return [Completion(list(chain(*parts)), True, sampled=own)] * (len(prompts) * count)
+
     trainer = Trainer(
         config, model, tokenizer, problems, problems, rewards={"noted": noted},
-        rollout=lambda _: Told(tokenizer, by_tool),
+        rollout=lambda _: rollout,
     )  # fmt: skip
     folder = trainer.train()
     whole = "so <answer>6</answer> it is"
