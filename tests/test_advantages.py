@@ -20,10 +20,7 @@ def spread(values):
     return stdev(values) if len(values) > 1 else NAN
 
 
-def by_hand(
-    rewards, ids, scale="group", weights=None, aggregation="sum_then_normalize", baseline="mean",
-    lengths=None,
-):  # fmt: skip
+def by_hand(rewards, ids, scale, weights, aggregation, baseline, lengths):
     """Lists of rows of R rewards in, a list of advantages out."""
     weights = weights or [1.0] * len(rewards[0])
     scorable = [any(not math.isnan(x) for x in row) for row in rewards]
@@ -40,130 +37,78 @@ def by_hand(
 
     if aggregation == "normalize_then_sum":
         rewards = [[normalised(i, k) for k in range(len(weights))] for i in range(len(rewards))]
-        totals = [total(row) for row in rewards]
-        every = [x for x, ok in zip(totals, scorable, strict=True) if ok]
-        return [
-            (x - fmean(every)) / (spread(every) + 1e-4) if ok and len(every) > 1 else 0.0
-            for x, ok in zip(totals, scorable, strict=True)
-        ]
     totals = [total(row) for row in rewards]
+    every = [t for t, ok in zip(totals, scorable, strict=True) if ok]
     result = []
     for i, ok in enumerate(scorable):
-        peers = [t for t, g, s in zip(totals, ids, scorable, strict=True) if s and g == ids[i]]
-        every = [t for t, s in zip(totals, scorable, strict=True) if s]
-        if not ok or len(peers) < 2 or min(peers) == max(peers):
-            result.append(0.0)
-            continue
-        divisor = {"group": spread(peers) + 1e-4, "batch": spread(every) + 1e-4, "none": 1.0,
-                   "mean": fmean(peers) + 1e-4}  # fmt: skip
-        ahead = totals[i] - fmean(peers)
-        if baseline == "length":
-            of = [(n, t) for n, t, g, s in zip(lengths, totals, ids, scorable, strict=True)
-                  if s and g == ids[i]]  # fmt: skip
-            ahead = totals[i] - sum(n * t for n, t in of) / sum(n for n, _ in of)
-        if baseline == "runner_up":
-            best, second = sorted(peers)[:-3:-1]
-            ahead = best - second if totals[i] == best else 0.0
-        result.append(ahead / divisor[scale])
+        of = [j for j, g in enumerate(ids) if g == ids[i] and scorable[j]]
+        peers = [totals[j] for j in of]
+        if aggregation == "normalize_then_sum":
+            usable, ahead, divisor = len(every) > 1, totals[i] - fmean(every or [0]), spread(every)
+        else:
+            usable = len(peers) > 1 and min(peers) != max(peers)
+            ahead = totals[i] - fmean(peers or [0])
+            divisor = {"group": spread(peers), "batch": spread(every), "none": 1 - 1e-4,
+                       "mean": fmean(peers or [0])}[scale]  # fmt: skip
+            if ok and usable and baseline == "length":
+                weighted = sum(lengths[j] * totals[j] for j in of)
+                ahead = totals[i] - weighted / sum(lengths[j] for j in of)
+            elif usable and baseline == "runner_up":
+                best, second = sorted(peers)[:-3:-1]
+                ahead = best - second if totals[i] == best else 0.0
+        result.append(ahead / (divisor + 1e-4) if ok and usable else 0.0)
     return result
-
-
-@pytest.mark.parametrize("scale", ("group", "batch", "none", "mean"))
-@pytest.mark.parametrize("baseline", ("mean", "length", "runner_up"))
-def test_baselines(baseline, scale):
-    g = torch.Generator().manual_seed(2)
-    rewards = torch.randint(0, 3, (24, 2), generator=g).double()
-    rewards[5], rewards[7, 0] = NAN, NAN
-    ids, lengths = torch.randint(0, 5, (24,), generator=g), torch.randint(1, 90, (24,), generator=g)
-    options = {"scale": scale, "baseline": baseline}
-    if baseline == "length":
-        options["lengths"] = lengths
-    actual = group_advantages(rewards, ids, **options)
-    given = options | ({"lengths": lengths.tolist()} if baseline == "length" else {})
-    assert actual.tolist() == pytest.approx(
-        by_hand(rewards.tolist(), ids.tolist(), **given), abs=1e-5
-    )
-    assert actual.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"baseline": "median"}, "baseline: expected one of mean, length, runner_up; got"),
-        ({"baseline": "length"}, r"lengths: expected \[B\] numbers with baseline='length'"),
-        ({"lengths": torch.ones(4)}, "lengths: expected None with baseline='mean'; got a tensor"),
-        ({"baseline": "length", "lengths": torch.ones(3)}, r"lengths: expected shape"),
-        ({"baseline": "runner_up", "aggregation": "normalize_then_sum"},
-         "baseline: expected 'mean', as aggregation"),
-    ),
-)  # fmt: skip
-def test_wrong_baselines_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(torch.rand(4), 4, **options)
-
-
-@pytest.mark.parametrize("aggregation", ("sum_then_normalize", "normalize_then_sum"))
-@pytest.mark.parametrize("scale", ("group", "batch", "none"))
-@pytest.mark.parametrize("weights", (None, [0.3, 2.0, 1.0]))
-def test_several_reward_functions(scale, weights, aggregation):
-    if aggregation == "normalize_then_sum" and scale != "group":
-        pytest.skip("refused")
-    rewards = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rewards[0, 1] = rewards[5, 0] = NAN  # two that did not apply
-    rewards[7] = NAN  # nothing applied
-    rewards[8:12, 2] = NAN  # a function for some groups only
-    ids = [i // 4 for i in range(12)]
-    expected = by_hand(rewards.tolist(), ids, scale, weights, aggregation)
-    actual = group_advantages(rewards, 4, scale=scale, weights=weights, aggregation=aggregation)
-    assert actual.dtype == torch.float32 and actual[7] == 0
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    assert actual.abs().sum() > 1
 
 
 @given(
     rows=st.lists(
         st.tuples(
             st.integers(0, 3),
+            st.integers(1, 90),
             st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, NAN)),
             st.sampled_from((0.0, 0.3, -1.0, NAN)),
         ),
         min_size=1,
         max_size=14,
     ),
-    scale=st.sampled_from(("group", "batch", "none")),
-    aggregation=st.sampled_from(("sum_then_normalize", "normalize_then_sum")),
+    scale=st.sampled_from(("group", "batch", "none", "mean")),
+    weights=st.sampled_from((None, [0.3, 2.0])),
+    way=st.sampled_from(("mean", "length", "runner_up", "normalize_then_sum")),
 )
-def test_groups_of_any_size_in_any_order(rows, scale, aggregation):
-    scale = "group" if aggregation == "normalize_then_sum" else scale
-    ids, rewards = [r[0] for r in rows], [list(r[1:]) for r in rows]
-    expected = by_hand(rewards, ids, scale, None, aggregation)
-    actual = group_advantages(
-        torch.tensor(rewards), torch.tensor(ids), scale=scale, aggregation=aggregation
-    )
+def test_groups_of_any_size_in_any_order(rows, scale, weights, way):
+    """A function that did not apply to a completion, or to a group, has NaN."""
+    ids, lengths, *rewards = zip(*rows, strict=True)
+    rewards = [list(row) for row in zip(*rewards, strict=True)]
+    normalized = way == "normalize_then_sum"
+    options = {
+        "scale": "group" if normalized else scale, "weights": weights,
+        "aggregation": way if normalized else "sum_then_normalize",
+        "baseline": "mean" if normalized else way,
+    }  # fmt: skip
+    expected = by_hand(rewards, ids, **options, lengths=lengths)
+    told = {"lengths": torch.tensor(lengths)} if way == "length" else {}
+    actual = group_advantages(torch.tensor(rewards), torch.tensor(ids), **options, **told)
+    assert actual.dtype == torch.float32
     # What by hand is rounding over 1e-4 is exactly 0 here.
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", ("group", "batch", "none"))
 @pytest.mark.parametrize("reward", (0.1, 1 / 3, 1e6, 0.0))
-def test_equal_rewards_are_exactly_zero(reward, scale):
+def test_equal_rewards_are_exactly_zero(reward):
+    """Also of several functions, one of which did not apply to the group."""
     rewards = torch.tensor([reward] * 7 + [1.0, 2.0, 0.0, 5.0, 0.3, 0.7, 1.1])
-    advantages = group_advantages(rewards, 7, scale=scale)
-    assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all()
-    one = group_advantages(rewards[:, None].expand(14, 2), 7, aggregation="normalize_then_sum")
-    assert (one[:7] == 0).all() and (one[7:] != 0).all()
-    # Also where another function did not apply to the group.
-    two = torch.stack([rewards, torch.cat([torch.full((7,), NAN), torch.rand(7)])], 1)
-    one = group_advantages(two, 7, aggregation="normalize_then_sum")
-    assert (one[:7] == 0).all() and (one[7:] != 0).all()
+    other = torch.cat([torch.full((7,), NAN), torch.rand(7)])
+    several = {"aggregation": "normalize_then_sum"}
+    for some, options in (
+        *((rewards, {"scale": scale}) for scale in ("group", "batch", "none")),
+        (torch.stack([rewards, rewards], 1), several),
+        (torch.stack([rewards, other], 1), several),
+    ):
+        advantages = group_advantages(some, 7, **options)
+        assert (advantages[:7] == 0).all() and (advantages[7:] != 0).all(), options
 
 
-def test_group_of_one_and_batch_of_one():
-    assert group_advantages(torch.tensor([3.0, 5.0, 1.0]), 1).tolist() == [0, 0, 0]
-    for scale in ("group", "batch", "none"):
-        assert group_advantages(torch.tensor([3.0]), 1, scale=scale).tolist() == [0]
-    three = group_advantages(torch.tensor([3.0, 5.0, 9.0]), torch.tensor([7, -2, 7]))
-    assert three[1] == 0 and three[0] == -three[2] != 0
+FOUR = (torch.zeros(4), 2)
 
 
 @pytest.mark.parametrize(
@@ -176,16 +121,18 @@ def test_group_of_one_and_batch_of_one():
         ((torch.zeros(7), 7.0), {}, TypeError, "groups: expected the size of a group.*got float"),
         ((torch.zeros(7), torch.zeros(6, dtype=int)), {}, ValueError, r"groups: .* \[7\]; got \[6"),
         ((torch.zeros(7), torch.zeros(7)), {}, TypeError, "groups: expected dtype int64.*float32"),
-        ((torch.zeros(4), 2), {"scale": "std"}, ValueError, "scale: expected one of group, batch"),
-        ((torch.zeros(4), 2), {"weights": [1.0, 2.0]}, ValueError, "weights: expected one for eac"),
-        ((torch.zeros(4), 2), {"weights": [NAN]}, ValueError, "weights: expected finite"),
-        ((torch.zeros(4), 2), {"eps": 0.0}, ValueError, "eps: expected a number > 0; got 0.0"),
-        (
-            (torch.zeros(4), 2),
-            {"aggregation": "normalize_then_sum", "scale": "none"},
-            ValueError,
-            "scale: expected 'group', as aggregation='normalize_then_sum'",
-        ),
+        (FOUR, {"scale": "std"}, ValueError, "scale: expected one of group, batch"),
+        (FOUR, {"weights": [1.0, 2.0]}, ValueError, "weights: expected one for eac"),
+        (FOUR, {"weights": [NAN]}, ValueError, "weights: expected finite"),
+        (FOUR, {"eps": 0.0}, ValueError, "eps: expected a number > 0; got 0.0"),
+        (FOUR, {"aggregation": "normalize_then_sum", "scale": "none"}, ValueError,
+         "scale: expected 'group', as aggregation='normalize_then_sum'"),
+        (FOUR, {"baseline": "median"}, ValueError, "baseline: expected one of mean, length, runn"),
+        (FOUR, {"baseline": "length"}, ValueError, r"lengths: expected \[B\] numbers with baselin"),
+        (FOUR, {"lengths": torch.ones(4)}, ValueError, "lengths: expected None with baseline='me"),
+        (FOUR, {"baseline": "length", "lengths": torch.ones(3)}, ValueError, "lengths: expected s"),
+        (FOUR, {"baseline": "runner_up", "aggregation": "normalize_then_sum"}, ValueError,
+         "baseline: expected 'mean', as aggregation"),
     ),
 )  # fmt: skip
 def test_refuses(args, options, error, message):

@@ -26,109 +26,61 @@ class Checked(Loss):
 
 
 CISPO = {"loss_type": "cispo", "epsilon_high": 5.0}
-SEQUENCE = {"importance_sampling_level": "sequence"}
+MASK = {"is_correction": "token_mask"}
 # What is said, and the options that it is said of.
 WRONG_VALUES = {
     "loss_type: expected one of grpo, bnpo, .*got 'ppo'": {"loss_type": "ppo"},
-    "loss_type: expected one of .*, a loss, or a callable; got 3": {"loss_type": 3},
     "is_correction: expected one of none, .*'token'": {"is_correction": "token"},
     "aggregation: expected one of": {"aggregation": "mean", "loss_type": "cispo"},
     "dual_clip: expected a number > 1; got 1.0": {"dual_clip": 1.0},
     "kl_clamp: expected a number > 0; got 0.0": {"kl_clamp": 0.0},
-    r"top_entropy_quantile: .* in \[0, 1\]": {"top_entropy_quantile": 1.2},
     "off_policy_threshold: .* >= 0; got -0.1": {"off_policy_threshold": -0.1},
     "vespo_k_pos: .* > 0; got 0.0": {"vespo_k_pos": 0.0, "loss_type": "vespo"},
     "kl_estimator: expected one of k1, .*got 'k9'": {"kl_estimator": "k9"},
-    "importance_sampling_level: expected one of token, sequence; got 'word'": {
-        "importance_sampling_level": "word"
-    },
+    "importance_sampling_level: .*; got 'word'": {"importance_sampling_level": "word"},
     "beta: expected a number >= 0; got -0.1": {"beta": -0.1},
     "beta: expected a finite number; got nan": {"beta": float("nan")},
     r"epsilon: expected a number in \[0, 1\]; got 1.5": {"epsilon": 1.5},
-    "epsilon_high: expected a number >= 0; got -1.0": {"epsilon_high": -1.0},
+    r"top_entropy_quantile: .* in \[0, 1\]": {"top_entropy_quantile": 1.2},
     "delta: expected a number > 1; got 0.9": {"delta": 0.9},
-    "max_completion_length: expected a positive int; got 0": {
-        "loss_type": "dr_grpo", "max_completion_length": 0,
-    },
+    "max_completion_length: .* int; got 0": {"loss_type": "dr_grpo", "max_completion_length": 0},
     # What the loss type has no use for.
-    "delta: expected None, as loss_type='cispo' has no use for it; got 1.4": {
-        **CISPO, "delta": 1.4,
+    "delta: expected None, as loss_type='cispo' has no use for": {**CISPO, "delta": 1.4},
+    "importance_sampling_level: expected 'token', as loss_type='gmpo'": {
+        "loss_type": "gmpo", "importance_sampling_level": "sequence",
     },
-    "epsilon: expected 0.2, as loss_type='cispo' has no use for it; got 0.3": {
-        **CISPO, "epsilon": 0.3,
-    },
-    **{
-        f"importance_sampling_level: expected 'token', as loss_type='{name}' has no use for it": {
-            "loss_type": name, **SEQUENCE,
-        }
-        for name in ("sapo", "vespo", "gmpo")
-    },
-    "epsilon: expected 0.2, as loss_type='reinforce' has no use for it; got 0.1": {
-        "loss_type": "reinforce", "epsilon": 0.1,
-    },
-    "aggregation: expected None, as loss_type='grpo' has no use for it; got 'dapo'": {
-        "loss_type": "grpo", "aggregation": "dapo",
-    },
+    "aggregation: expected None, as loss_type='grpo'": {"loss_type": "grpo", "aggregation": "dapo"},
     "sapo_temperature_pos: expected 1.0, as": {"sapo_temperature_pos": 2.0},
     "is_clip_max, is_clip_min: expected 3.0 and None": {"is_clip_max": 2.0},
-    "entropy_threshold: expected None, as top_entropy_quantile = 1.0 trains every token": {
-        "entropy_threshold": 1.0
-    },
-    "max_completion_length: expected None, .*got 64 with loss_type='grpo'": {
-        "loss_type": "grpo", "max_completion_length": 64,
-    },
+    "entropy_threshold: expected None, as top_entropy_quantile": {"entropy_threshold": 1.0},
+    "max_completion_length: expected None": {"loss_type": "grpo", "max_completion_length": 64},
     # What does not go together.
     "epsilon_high: expected a number, as cispo bounds the ratio": {"loss_type": "cispo"},
     "dual_clip: expected None when delta is set": {"delta": 2.0, "dual_clip": 3.0},
-    "is_correction: expected 'none', 'token_truncate' or 'token_mask'.*'sequence_mask'": {
+    "is_correction: expected 'none', .* or 'token_mask'": {
         "loss_type": "vespo", "is_correction": "sequence_mask",
     },
-    "is_gate: expected one of ratio, binary_kl, tv; got 'kl'": {"is_gate": "kl"},
-    "is_gate: expected 'ratio', as a divergence bounds no weight": {
-        "is_correction": "token_truncate", "is_gate": "tv",
-    },
-    "is_clip_min: expected None, as the least tv is that of no mismatch; got 0.1": {
-        "is_correction": "token_mask", "is_gate": "tv", "is_clip_min": 0.1,
-    },
-    "is_clip_max: expected a bound, as is_correction='token_mask' needs one": {
-        "is_correction": "token_mask", "is_clip_max": None,
-    },
-    "is_clip_min: expected less than is_clip_max = 3.0; got 4.0": {
-        "is_correction": "token_mask", "is_clip_min": 4.0,
-    },
-    "max_completion_length: expected a positive int, as the 'dr_grpo' aggregation": {
-        **CISPO, "aggregation": "dr_grpo",
-    },
-    "max_completion_length: expected a positive int, .*'dr_grpo'.*got None": {
-        "loss_type": "dr_grpo"
-    },
-    # Losses that are given as such.
-    "temperature_neg: expected a number > 0; got 0.0": {
-        "loss_type": Sapo(temperature_neg=0.0)
-    },
-    "ratio_level: expected one of token, sequence; got 'word'": {
-        "loss_type": Clip(ratio_level="word")
-    },
-    r"epsilon: expected 0.2, as loss_type=Clip\(.*\) has options of its own; got 0.3": {
-        "loss_type": Clip(), "epsilon": 0.3,
-    },
-    "delta: expected None, as loss_type=<.* has no use for it; got 1.3": {
-        "loss_type": own(), "delta": 1.3,
-    },
-    "is_correction: expected 'none', 'token_truncate' or 'token_mask'": {
+    "is_correction: expected 'none', 'token_truncate'": {
         "loss_type": Vespo(), "is_correction": "sequence_mask",
     },
-    "loss_type.aggregation: expected one of grpo, .*; got 'mean'": {
-        "loss_type": own(aggregation="mean")
+    "is_gate: expected one of ratio, binary_kl, tv; got 'kl'": {"is_gate": "kl"},
+    "is_gate: expected 'ratio', as": {"is_correction": "token_truncate", "is_gate": "tv"},
+    "is_clip_min: expected None, as the least tv": {**MASK, "is_gate": "tv", "is_clip_min": 0.1},
+    "is_clip_max: expected a bound, as is_correction": {**MASK, "is_clip_max": None},
+    "is_clip_min: expected less than is_clip_max = 3.0; got 4.0": {**MASK, "is_clip_min": 4.0},
+    "max_completion_length: expected .* as the 'dr_grpo'": {**CISPO, "aggregation": "dr_grpo"},
+    # Losses that are given as such.
+    "temperature_neg: expected a number > 0": {"loss_type": Sapo(temperature_neg=0.0)},
+    r"epsilon: expected 0.2, as loss_type=Clip\(.* of its own": {
+        "loss_type": Clip(), "epsilon": 0.3,
     },
+    "loss_type.aggregation: expected one of grpo, .*": {"loss_type": own(aggregation="mean")},
 }  # fmt: skip
 WRONG_TYPES = {
     "use_bias_correction_kl: expected a bool; got 1": {"use_bias_correction_kl": 1},
     "entropy_threshold: expected a number; got str '1'": {
         "entropy_threshold": "1", "top_entropy_quantile": 0.5,
     },
-    "beta: expected a number; got str '0.1'": {"beta": "0.1"},
-    "epsilon: expected a number; got NoneType None": {"epsilon": None},
     "entropy_coef: expected a number; got bool True": {"entropy_coef": True},
     "flag: expected a bool; got 1": {"loss_type": Checked(flag=1)},
     r"loss_type: expected an instance, Sapo\(\); got the class": {"loss_type": Sapo},
@@ -147,29 +99,22 @@ def test_refuses(error, message):
 
 
 def test_names_are_aliases():
+    sequence = {"importance_sampling_level": "sequence"}
     for options, loss in (
         ({}, Clip()),
         ({"loss_type": "grpo", "epsilon": 0.1}, Clip(aggregation="grpo", epsilon=0.1)),
-        (
-            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
-            Clip(ratio_level="sequence"),
-        ),
+        ({"loss_type": "dapo", **sequence}, Clip(ratio_level="sequence")),
         ({"loss_type": "gspo"}, Clip(aggregation="grpo", ratio_level="sequence")),
-        (
-            {"loss_type": "gspo_token", "importance_sampling_level": "sequence"},
-            Clip(aggregation="grpo", ratio_level="sequence", token_gradient=True),
-        ),
+        ({"loss_type": "gspo_token", **sequence},
+         Clip(aggregation="grpo", ratio_level="sequence", token_gradient=True)),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, Cispo(epsilon_high=5.0)),
         ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, Sapo(temperature_neg=1.2)),
         ({"loss_type": "vespo", "vespo_k_pos": 1.0}, Vespo(k_pos=1.0)),
-    ):
-        named = GRPOLossConfig(**options)
-        assert named.loss == loss
-        given = GRPOLossConfig(loss_type=loss)
-        assert given.loss is loss
-        assert given.effective_aggregation == named.effective_aggregation
-        assert given.one_pass == named.one_pass
-        assert given.needs_sequences == named.needs_sequences
+    ):  # fmt: skip
+        named, given = GRPOLossConfig(**options), GRPOLossConfig(loss_type=loss)
+        assert named.loss == loss and given.loss is loss
+        for name in ("effective_aggregation", "one_pass", "needs_sequences"):
+            assert getattr(given, name) == getattr(named, name), (name, loss)
     assert GRPOLossConfig(loss_type=Clip(), aggregation="grpo").effective_aggregation == "grpo"
 
 
@@ -190,32 +135,21 @@ def test_the_loss_goes_with_the_config():
     assert "loss" not in {field.name for field in fields(cfg)}
 
 
-def test_config_is_frozen():
-    with pytest.raises(AttributeError):
-        GRPOLossConfig().beta = 1.0
-
-
 @pytest.mark.parametrize(
     ("options", "one_pass"),
     (
-        ({}, True),
         ({"dual_clip": 3.0, "beta": 0.1, "kl_estimator": "k1+", "entropy_coef": 0.1}, True),
-        ({"is_correction": "token_truncate"}, True),
         ({"is_correction": "sequence_mask"}, True),
         ({"importance_sampling_level": "sequence"}, False),
         ({"off_policy_threshold": 0.5}, False),
         ({"top_entropy_quantile": 0.2}, False),
         ({"top_entropy_quantile": 0.2, "entropy_threshold": 1.0}, True),
         ({"top_entropy_quantile": 0.2, "entropy_threshold": 1.0, "entropy_coef": 0.1}, False),
-        pytest.param({"loss_type": own()}, False, id="own"),
-        pytest.param({"loss_type": own(token_local=True)}, True, id="own_token_local"),
-        pytest.param(
-            {"loss_type": own(token_local=True), "off_policy_threshold": 0.5}, False,
-            id="own_off_policy",
-        ),
+        ({"loss_type": own()}, False),
+        ({"loss_type": own(token_local=True)}, True),
+        ({"loss_type": own(token_local=True), "off_policy_threshold": 0.5}, False),
     ),
-    ids=str,
-)  # fmt: skip
+)
 def test_one_pass(options, one_pass):
     """Of the loss types themselves `test_objective.py` asks autograd."""
     cfg = GRPOLossConfig(**options)

@@ -45,31 +45,36 @@ def test_accuracy_by_groups():
 
 
 def test_several_samples():
-    right, wrong = "<answer>4</answer>", "<answer>5</answer>"
+    right, wrong, none = "<answer>4</answer>", "<answer>5</answer>", answer(False, "nothing")
     groups = (
         [answer(True, right)] * 3 + [answer(False, wrong)],  # all three measures
-        [answer(True, "#### 4.0")] + [answer(False, wrong)] * 2 + [answer(False, "nothing")],
-        [answer(False, "nothing")] * 4,
+        [answer(True, "#### 4.0")] + [answer(False, wrong)] * 2 + [none],
+        [none] * 4,
     )
     found = of_samples([a for group in groups for a in group], 4)
-    assert set(found) == {"accuracy", "pass@2", "pass@4", "majority@4"}
-    assert found["accuracy"][0] == pytest.approx((3 / 4 + 1 / 4) / 3)
-    assert found["pass@4"][0] == pytest.approx(2 / 3)
-    # Two of four, both wrong: 0 ways of 6, 3 ways of 6.
-    assert found["pass@2"][0] == pytest.approx((1 + 1 / 2 + 0) / 3)
-    assert found["majority@4"][0] == pytest.approx(1 / 3)
+    means = {name: mean for name, (mean, _, _) in found.items()}
+    assert means == pytest.approx({
+        "accuracy": (3 / 4 + 1 / 4) / 3, "majority@4": 1 / 3, "pass@4": 2 / 3,
+        # Two of four, both wrong: 0 ways of 6, 3 ways of 6.
+        "pass@2": (1 + 1 / 2 + 0) / 3,
+    })  # fmt: skip
     for mean, low, high in found.values():
         assert 0 <= low <= mean <= high <= 1 and low < high
-    # The same number in two ways is one answer.
-    votes = [answer(True, "#### 4"), answer(True, r"\boxed{4.0}"), answer(False, wrong)]
-    assert of_samples(votes, 3)["majority@3"][0] == 1.0
-    # The same expression, right or wrong, too.
-    right = [answer(True, rf"\boxed{{{x}}}") for x in ("x+1", "1+x")]
-    assert of_samples([answer(False, wrong), *right], 3)["majority@3"][0] == 1.0
-    wrong_ones = [answer(False, rf"\boxed{{{x}}}") for x in ("x-1", "-1+x", "(x-1)")]
-    assert of_samples([*right, *wrong_ones], 5)["majority@5"][0] == 0.0
-    zeros = [answer(False, wrong)] + [answer(True, f"#### {zero}") for zero in ("0", "0.0")]
-    assert of_samples(zeros, 3)["majority@3"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "won"),
+    (
+        # The same number, or expression, in two ways is one answer; wrong ones, too.
+        (("#### 4", r"\boxed{4.0}"), ("#### 5",), 1.0),
+        (("#### 0", "#### 0.0"), ("#### 5",), 1.0),
+        ((r"\boxed{x+1}", r"\boxed{1+x}"), ("#### 5",), 1.0),
+        (("#### 4", "#### 4"), (r"\boxed{x-1}", r"\boxed{-1+x}", r"\boxed{(x-1)}"), 0.0),
+    ),
+)
+def test_the_majority_is_of_equal_answers(right, wrong, won):
+    votes = [answer(False, text) for text in wrong] + [answer(True, text) for text in right]
+    assert of_samples(votes, len(votes))[f"majority@{len(votes)}"][0] == won
 
 
 LEVELS = {"dataset": "examples.word_problems:all_levels", "eval_size": 6, "max_prompt_length": 1000}
@@ -93,42 +98,32 @@ def test_a_run_reports_by_groups(trained):
 
 
 def test_the_command(trained, tmp_path, capsys):
-    flags = {"model": trained / "model", **LEVELS, "num_generations": 4, "output": tmp_path}
-    flags["max_completion_length"] = 6
-    for _ in range(2):  # a second one gets a folder of its own
-        evaluate.main([f"--{name}={value}" for name, value in flags.items()])
-    told = capsys.readouterr().out
-    assert "held-out accuracy" in told and "pass@4:" in told and "majority@4:" in told
-    folders = [tmp_path / "evaluation", tmp_path / "evaluation-2"]
-    texts = [(folder / "answers.jsonl").read_text() for folder in folders]
-    assert texts[0] == texts[1]
-    answers = [json.loads(line) for line in texts[0].splitlines()]
-    assert len(answers) == 6 + 24 and sum("sample" in a for a in answers) == 24
-    (row,) = [json.loads(line) for line in (folders[0] / "evaluations.jsonl").open()]
-    assert set(row["samples"]) == {"accuracy", "pass@2", "pass@4", "majority@4"}
-    page = (folders[0] / "report.html").read_text()
-    assert "pass@4" in page
-
-
-def test_a_file_is_answered_whole(trained, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}", "answer": i}) + "\n" for i in range(7)))
-    flags = {"model": trained / "model", "dataset": path, "num_generations": 2, "output": tmp_path,
-             "max_completion_length": 2}  # fmt: skip
-    for size, count, said in ((None, 7, "All 7 problems of"), (5, 5, "The first 5 problems of")):
-        given = flags | ({} if size is None else {"eval_size": size})
-        evaluate.main([f"--{name}={value}" for name, value in given.items()])
-        assert said in capsys.readouterr().out
-        folder = tmp_path / ("evaluation" if size is None else "evaluation-2")
-        answers = [json.loads(line) for line in (folder / "answers.jsonl").open()]
-        greedy = [a["answer"] for a in answers if "sample" not in a]
-        assert greedy == [str(i) for i in range(count)]
+    flags = {"model": trained / "model", "num_generations": 4, "max_completion_length": 6}
+    found = []
+    for given in (LEVELS, LEVELS, {"dataset": path}):  # each gets a folder of its own
+        options = {**flags, **given, "output": tmp_path}
+        evaluate.main([f"--{name}={value}" for name, value in options.items()])
+        folder = tmp_path / ("evaluation" + (f"-{len(found) + 1}" if found else ""))
+        found.append([json.loads(line) for line in (folder / "answers.jsonl").open()])
+    told = capsys.readouterr().out
+    assert "held-out accuracy" in told and "pass@4:" in told and "majority@4:" in told
+    assert found[0] == found[1]
+    assert len(found[0]) == 6 + 24 and sum("sample" in a for a in found[0]) == 24
+    (row,) = [json.loads(x) for x in (tmp_path / "evaluation" / "evaluations.jsonl").open()]
+    assert set(row["samples"]) == {"accuracy", "pass@2", "pass@4", "majority@4"}
+    assert "pass@4" in (tmp_path / "evaluation" / "report.html").read_text()
+    # A file is answered whole.
+    assert "All 7 problems of" in told
+    assert [a["answer"] for a in found[2] if "sample" not in a] == [str(i) for i in range(7)]
 
 
 def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tmp_path):
     options = {"eval_max_completion_length": 9, "max_completion_length": 4, "eval_size": 6}
-    trainer = trainer_of(config_of(tiny_model, tmp_path, steps=1, **options))
-    asked, own = [], trainer.rollout
+    config = config_of(tiny_model, tmp_path, steps=1, eval_temperature=0.7, **options)
+    trainer, asked = trainer_of(config), []
+    own = trainer.rollout
 
     def rollout(prompts, count, sampling):
         asked.append((sampling.max_new_tokens, sampling.temperature))
@@ -136,15 +131,9 @@ def test_evaluations_have_a_length_and_a_temperature_of_their_own(tiny_model, tm
 
     trainer.rollout = rollout
     folder = trainer.train()
-    assert asked == [(9, 0.0), (4, 1.0), (9, 0.0)]
+    assert asked == [(9, 0.7), (4, 1.0), (9, 0.7)]
     answers = [json.loads(x) for x in (folder / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 12 and all("answered" in row for row in answers)
-    warm = trainer_of(config_of(tiny_model, tmp_path / "warm", eval_temperature=0.7, **options))
-    asked.clear()
-    own, warm.rollout = warm.rollout, rollout
-    warm.run.observers.clear()
-    warm._evaluate()
-    assert asked == [(9, 0.7)]
 
 
 # Warnings

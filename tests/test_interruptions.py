@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels.head.dense import Logits
 from grpo_kernels.training import checkpoint
 from grpo_kernels.training.interruptions import RESUME, Preempted
 from grpo_kernels.training.rollout import RolloutError
@@ -48,70 +47,28 @@ def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def without_memory_at(numbers, config, what="loss"):
+def without_memory_at(numbers, config):
     trainer = same_trainer_of(config)
-    trainer.policy.forward = at_calls(numbers, out_of_memory, trainer.policy.forward, what)
+    trainer.policy.forward = at_calls(numbers, out_of_memory, trainer.policy.forward, "loss")
     return trainer
 
 
-@pytest.mark.parametrize(("where", "call"), (("forward", 6), ("backward", 8)))
-def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(
-    where, call, undisturbed, tiny_model, tmp_path
-):
-    """Here of the second update, whose micro-batches compare with log-probs; one is its last."""
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    trainer = without_memory_at({call} if where == "forward" else (), config)
-    if where == "backward":
-        backward = trainer.accelerator.backward
-        trainer.accelerator.backward = at_calls({call}, out_of_memory, backward)
-    trainer.train()
-    assert trainer.run.micro_batch_size == 2
-    rows, weights = undisturbed
-    assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
-
-
-def test_memory_that_runs_out_while_scoring(tiny_model, tmp_path, capsys):
-    config = config_of(tiny_model, tmp_path / "a", **STEPS, beta=0.1)
+def test_memory_that_runs_out_in_a_micro_batch_changes_nothing(tiny_model, tmp_path, capsys):
+    """In a forward, while the reference scores, and in the middle of an update's backwards."""
+    options = {**STEPS, "beta": 0.1, "micro_batch_size": 16}
+    config = config_of(tiny_model, tmp_path / "a", **options)
     expected = run(config)
     again = replace(config, output=str(tmp_path / "b"))
-    trainer = same_trainer_of(again)
-    reference = trainer.reference.copy
+    trainer = without_memory_at({2}, again)
+    reference, accelerator = trainer.reference.copy, trainer.accelerator
     reference.forward = at_calls({2}, out_of_memory, reference.forward, "logps")
+    accelerator.backward = at_calls({9}, out_of_memory, accelerator.backward)
     trainer.train()
+    told = capsys.readouterr().out
+    for size in (8, 4, 2):
+        assert f"memory ran out: from now on micro_batch_size is {size}" in told
     assert_same_rows(rows_of(again.folder), rows_of(config.folder))
     assert_same_weights(weights_of(trainer), weights_of(expected), 1e-4, 1e-6)
-    assert "memory ran out: from now on micro_batch_size is 2" in capsys.readouterr().out
-
-
-def test_less_memory_down_to_one_completion(undisturbed, tiny_model, tmp_path):
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    trainer = without_memory_at({1, 2}, config)
-    trainer.train()
-    rows, weights = undisturbed
-    assert [row["micro_batch_size"] for row in rows_of(config.folder)] == [1] * 3
-    assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
-
-
-def test_memory_that_runs_out_over_the_head_is_the_head_s_own_matter(
-    undisturbed, tiny_model, tmp_path, monkeypatch
-):
-    """It takes fewer rows of logits at a time, of the same micro-batch."""
-    new_rows = Logits.new_rows
-
-    def limited(self, count, dtype):
-        return out_of_memory() if count > 16 else new_rows(self, count, dtype)
-
-    config = config_of(tiny_model, tmp_path, **STEPS)
-    monkeypatch.setattr(Logits, "new_rows", limited)
-    trainer = same_trainer_of(config)
-    with pytest.warns(UserWarning, match="memory ran out over the head"):
-        trainer.train()
-    rows, weights = undisturbed
-    assert trainer.run.micro_batch_size == config.micro_batch_size
-    assert_same_rows(rows_of(config.folder), rows)
-    assert_same_weights(weights_of(trainer), weights, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(("first", "kept"), ((9, "step-000001"), (13, None)))

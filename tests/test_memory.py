@@ -61,6 +61,14 @@ def test_the_prediction_follows_the_options():
 VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
 
 
+def status_of(*argv):
+    try:
+        memory.main([*argv])
+    except SystemExit as end:  # which says whether it fits a card
+        return end.code
+    return 0
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     (
@@ -75,13 +83,9 @@ VLLM = ("--rollout", "vllm", "--gpu-gib", "1")
 )  # fmt: skip
 def test_the_command_says_whether_it_fits(flags, status, told, tmp_path, capsys):
     make_model("llama").config.save_pretrained(tmp_path)
-    ended = None
-    try:
-        memory.main(["--model", str(tmp_path), *flags])
-    except SystemExit as end:
-        ended = end.code
+    assert status_of("--model", str(tmp_path), *flags) == status
     said = capsys.readouterr()
-    assert ended == status and all(text in said.out + said.err for text in told)
+    assert all(text in said.out + said.err for text in told)
 
 
 # Recipes
@@ -122,31 +126,26 @@ def test_processes_share_state_if_it_is_sharded():
     assert eight.weights == one.weights // 8 + 2 * (V * H + layer)
 
 
-def hours(c, processes, peak, training, sampling):
-    """Of forwards of 2 FLOPs per parameter and token, and backwards of one or two such."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ("from-scratch-1.5b-8x80gb.yaml", "from-scratch-1.5b-lora-24gb.yaml")
+)
+def test_a_recipe_s_time_is_counted(name):
+    """Forwards of 2 FLOPs per parameter and token, and backwards of one or two such."""
+    header, c = (CONFIGS / name).read_text(), parse_config([str(CONFIGS / name)])
+    told = re.search(
+        r"^# time: (.*) h, predicted: .* at (.*) % of (.*) TFLOP/s .* (.*) % wh", header, re.M
+    )
+    hours, training, peak, sampling = map(float, told.groups())
+    processes = int((re.search(r"--processes (\d+)", header) or [0, 1])[1])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_of(c.model))
     tokens = c.num_generations * c.max_completion_length + c.max_prompt_length
     forward = 2 * sum(p.numel() for p in model.parameters()) * tokens
     backward = forward * ((1 if c.lora_rank else 2) + c.gradient_checkpointing)
     trained = c.epochs_per_rollout * (forward + backward) + bool(c.beta) * forward
-    of_step = c.prompts_per_step * (forward / sampling + trained / training)
-    return c.steps * of_step / (peak * processes) / 3600
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ("from-scratch-1.5b-8x80gb.yaml", "from-scratch-1.5b-lora-24gb.yaml")
-)
-def test_a_recipe_s_time_is_counted(name):
-    header, config = (CONFIGS / name).read_text(), parse_config([str(CONFIGS / name)])
-    told = re.search(
-        r"^# time: (.*) h, predicted: .* at (.*) % of (.*) TFLOP/s .* (.*) % wh", header, re.M
-    )
-    expected, training, peak, sampling = map(float, told.groups())
-    processes = int((re.search(r"--processes (\d+)", header) or [0, 1])[1])
-    found = hours(config, processes, peak * 1e12, training / 100, sampling / 100)
-    assert found == pytest.approx(expected, abs=0.05)
+    of_step = c.prompts_per_step * (forward / sampling + trained / training) * 100
+    assert c.steps * of_step / (peak * 1e12 * processes) / 3600 == pytest.approx(hours, abs=0.05)
 
 
 @pytest.mark.slow
@@ -167,11 +166,7 @@ def test_a_recipe_fits_its_card(name, capsys, tmp_path):
     shape_of(config.model).save_pretrained(tmp_path)
     with torch.device("meta"):
         assert torch.empty(0).is_meta  # or the model takes real memory
-    status = 0
-    try:
-        memory.main([str(CONFIGS / name), *flags, "--model", str(tmp_path)])
-    except SystemExit as end:  # which says whether it fits a card
-        status = end.code
+    status = status_of(str(CONFIGS / name), *flags, "--model", str(tmp_path))
     told = capsys.readouterr().out
     assert status == 0, told
     peak = float(re.search(r"^peak +([\d.]+) GiB", told, re.M)[1])

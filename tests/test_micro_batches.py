@@ -1,7 +1,6 @@
 """Gradients of the trainer: those of one call, however a batch is cut and among processes."""
 
 import random
-from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from grpo_kernels import GRPOLossConfig, grpo_loss, reference
 from grpo_kernels.integrations.hf_head import head_of
 from grpo_kernels.loss.config import AGGREGATIONS
-from grpo_kernels.training import load_model, ranks
+from grpo_kernels.training import load_model
 from grpo_kernels.training.micro_batches import (
     Size,
     config_of_part,
@@ -72,7 +71,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, monkeypatch):
+def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, max_grad_norm=1e9, **CUTS[name])
     trainer, samples, scores = sampled(config, **TURNS.get(name, {}))
     whole, metrics = updated_gradient(trainer, samples, scores, 16)
@@ -83,45 +82,10 @@ def test_any_cut_gives_the_gradient_of_the_whole(name, tiny_model, tmp_path, mon
         assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
         assert parts["tokens"] == metrics["tokens"]
         assert parts["entropy"] == pytest.approx(metrics["entropy"], rel=1e-4)
-    with monkeypatch.context() as patch:
-        # A process has a part without rows where others have more micro-batches.
-        plan = trainer.scorer.plan
-        patch.setattr(trainer.scorer, "plan", lambda *args: [*plan(*args), []])
-        assert_same_grads(updated_gradient(trainer, samples, scores, 16)[0], whole, 1e-6)
-
-    # Two processes, each with half of the groups; what they tell each other is played back.
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(ranks, "gather", lambda _, rows: rows)
-    monkeypatch.setattr(ranks, "largest", lambda _, numbers: numbers)
-    halves = [(half_of(samples, at), half_of(scores, at)) for at in (0, 8)]
-    of_halves = [None, None]
-    told = [[], []]
-    for rank in (0, 1, 0, 1):
-        # The first time round each one hears its own numbers only, and the gradient is discarded.
-        others, mine = iter([*told[1 - rank]]), told[rank]
-        mine.clear()
-
-        def over(_, value, reduce, others=others, mine=mine):
-            mine.append(value)
-            return reduce([value, next(others, value)])
-
-        monkeypatch.setattr(ranks, "reduce", over)
-        of_halves[rank], parts = updated_gradient(trainer, *halves[rank], 8)
-    average = {n: (g + of_halves[1][n]) / 2 for n, g in of_halves[0].items()}
-    assert_same_grads(average, whole, 3e-6)
-    assert parts["loss"] == pytest.approx(metrics["loss"], rel=1e-4, abs=1e-6)
-
-
-def half_of(samples, start):
-    """Of samples, or of their scores."""
-
-    def cut(x):
-        sized = isinstance(x, (list, torch.Tensor)) and (not torch.is_tensor(x) or x.ndim)
-        return x[start : start + 8] if sized else x
-
-    values = {f.name: getattr(samples, f.name) for f in fields(samples)}
-    prompts = {"problems", "prompts"}
-    return replace(samples, **{k: cut(x) for k, x in values.items() if k not in prompts})
+    # A process has a part without rows where others have more micro-batches.
+    plan = trainer.scorer.plan
+    trainer.scorer.plan = lambda *args: [*plan(*args), []]
+    assert_same_grads(updated_gradient(trainer, samples, scores, 16)[0], whole, 1e-6)
 
 
 ONE_CALL = {
@@ -166,18 +130,31 @@ def test_the_gradient_is_that_of_one_call_of_the_loss(name, tiny_model, tmp_path
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_an_empty_part_counts_for_nothing(aggregation):
-    """And an empty whole: no denominator is 0."""
+@pytest.mark.parametrize("entropy_coef", (0.0, 0.1))
+def test_losses_of_parts_add_up(entropy_coef, aggregation):
+    """In one process, or as the mean of two; those without a token count for nothing."""
     length = {"max_completion_length": 9} if aggregation == "dr_grpo" else {}
-    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=0.1, **length)
-    for whole in (Size(8, 30), Size(8, 0)):
-        part = config_of_part(config, Size(0, 0), whole, 2)
-        assert part.entropy_coef > 0  # entropies are wanted, as in the other processes
-        loss = grpo_loss(
-            -torch.ones(8, 6), torch.ones(8), torch.zeros(8, 6).bool(), entropy=torch.ones(8, 6),
-            config=part, num_items=num_items(config, whole, 2),
+    config = GRPOLossConfig(loss_type=aggregation, entropy_coef=entropy_coef, **length)
+    g = torch.Generator().manual_seed(0)
+    logps, entropy, drawn = torch.randn(3, 8, 6, generator=g)
+    advantages = torch.randn(8, generator=g)
+
+    def loss(rows, mask, whole, world):
+        part = config_of_part(config, Size(len(rows), int(mask[rows].sum())), whole, world)
+        assert (part.entropy_coef > 0) == (entropy_coef > 0)  # wanted in all processes or in none
+        return grpo_loss(
+            logps[rows], advantages[rows], mask[rows], entropy=entropy[rows], config=part,
+            num_items=num_items(config, whole, world),
         ).loss  # fmt: skip
-        assert loss == 0
+
+    mask = drawn > -0.5
+    whole, halves = Size(8, int(mask.sum())), (range(3), range(3, 8))
+    expected = grpo_loss(logps, advantages, mask, entropy=entropy, config=config).loss
+    for world in (1, 2):
+        found = sum(loss([*rows], mask, whole, world) for rows in halves) / world
+        torch.testing.assert_close(found, expected)
+        for size in (whole, Size(8, 0)):
+            assert loss([0, 1], mask & False, size, world) == 0
 
 
 # Plans

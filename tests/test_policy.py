@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
-from grpo_kernels.training import Trainer, load_model, load_problems
+from grpo_kernels.training import load_model
 from grpo_kernels.training.policy import Batch, Policy
 from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
-from tests.helpers.model_families import family_model
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
-from tests.helpers.trainer_runs import assert_same_grads, config_of, noise
+from tests.helpers.trainer_runs import assert_same_grads, config_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory", "curves")
+PROMPTS, GREEDY = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
 
 
 def random_batch(V=257, lengths=(5, 2, 6, 1, 4, 6), prompts=((7, 8, 9), (5,) * 6), seed=0):
@@ -66,38 +66,26 @@ def test_log_probs_are_the_models_own(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_goes_on_from_a_shared_prompt(family):
     model, tokenizer = make_model(family), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    together = GenerateRollout(Policy(model), tokenizer)(prompts, 3, sampling)
-    apart = GenerateRollout(Policy(model, share_prompts=False), tokenizer)(prompts, 3, sampling)
-    assert together == apart and len(together) == 6
+    shared = GenerateRollout(Policy(model), tokenizer)
+    together = shared(PROMPTS, 3, GREEDY)
+    apart = GenerateRollout(Policy(model, share_prompts=False), tokenizer)
+    assert together == apart(PROMPTS, 3, GREEDY) and len(together) == 6
     assert together[0] == together[1] == together[2] != together[3]
-    alone = [GenerateRollout(Policy(model), tokenizer)([p], 1, sampling)[0] for p in prompts]
+    alone = [shared([prompt], 1, GREEDY)[0] for prompt in PROMPTS]
     assert alone == [together[0], together[3]]
 
 
-@pytest.mark.parametrize("name", (None, "dynamic", "static", "offloaded", "quantized"), ids=str)
-@pytest.mark.parametrize("use_cache", (False, True))
-def test_a_shared_prompt_overrules_what_a_config_says_of_caches(use_cache, name):
+def test_a_shared_prompt_overrules_what_a_config_says_of_caches():
     model, tokenizer = make_model("llama"), make_tokenizer()
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    expected = GenerateRollout(Policy(model), tokenizer)(prompts, 2, sampling)
-    model.config.use_cache = model.generation_config.use_cache = use_cache
-    model.generation_config.cache_implementation = name
-    policy = Policy(model)
-    assert policy.shares_prompts
-    assert GenerateRollout(policy, tokenizer)(prompts, 2, sampling) == expected
-    assert model.generation_config.cache_implementation == name
-
-
-def test_mpt_that_keeps_no_cache_by_default():
-    model, tokenizer = family_model("mpt"), make_tokenizer()
-    assert model.generation_config.use_cache is False
-    prompts, sampling = [[7, 8, 9], [5, 6, 7, 8, 9, 10]], SamplingParams(6, temperature=0.0)
-    together, apart = (
-        GenerateRollout(Policy(model, share_prompts=share), tokenizer)(prompts, 2, sampling)
-        for share in (True, False)
-    )
-    assert together == apart
+    expected = GenerateRollout(Policy(model), tokenizer)(PROMPTS, 2, GREEDY)
+    for name in (None, "dynamic", "static", "offloaded", "quantized"):
+        for use_cache in (False, True):
+            model.config.use_cache = model.generation_config.use_cache = use_cache
+            model.generation_config.cache_implementation = name
+            policy = Policy(model)
+            assert policy.shares_prompts
+            assert GenerateRollout(policy, tokenizer)(PROMPTS, 2, GREEDY) == expected
+            assert model.generation_config.cache_implementation == name
 
 
 def test_a_model_without_a_key_value_cache_shares_no_prompts():
@@ -109,23 +97,22 @@ def test_a_model_without_a_key_value_cache_shares_no_prompts():
     assert [len(c.token_ids) for c in done] == [3, 3]
 
 
-@pytest.mark.parametrize("of_model", (None, 250, [250, 251]), ids=str)
-def test_completions_end_at_the_tokenizers_end_and_at_the_models(of_model):
+def test_completions_end_at_the_tokenizers_end_and_at_the_models():
     model, tokenizer = make_model("gpt2"), make_tokenizer()
     model.generation_config.eos_token_id = None
-    rollout, sampling = GenerateRollout(Policy(model), tokenizer), SamplingParams(6, 0.0)
-    full = rollout([[7, 8, 9]], 2, sampling)[0].token_ids
+    rollout = GenerateRollout(Policy(model), tokenizer)
+    full = rollout(PROMPTS[:1], 2, GREEDY)[0].token_ids
     at = 2
     assert full[at] not in full[:at]
-    model.generation_config.eos_token_id = of_model
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(full[at])
-    own = [] if of_model is None else [of_model] if of_model == 250 else of_model
-    assert end_tokens(model, tokenizer) == [*own, full[at]]
-    for count in (1, 2):
-        done = rollout([[7, 8, 9]], count, sampling)[0]
-        assert (done.token_ids, done.ended) == (full[: at + 1], True)
+    for of_model, own in ((None, []), (250, [250]), ([250, 251], [250, 251])):
+        model.generation_config.eos_token_id = of_model
+        assert end_tokens(model, tokenizer) == [*own, full[at]]
+        for count in (1, 2):
+            done = rollout(PROMPTS[:1], count, GREEDY)[0]
+            assert (done.token_ids, done.ended) == (full[: at + 1], True)
     tokenizer.eos_token, model.generation_config.eos_token_id = "<eos>", full[at]
-    assert rollout([[7, 8, 9]], 2, sampling)[0] == done
+    assert rollout(PROMPTS[:1], 2, GREEDY)[0] == done
 
 
 def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
@@ -140,7 +127,7 @@ def test_a_head_that_is_not_known_is_refused(tiny_model, tmp_path):
 
     model.forward = scaled
     with pytest.raises(ValueError, match="model: expected logits that are a linear layer"):
-        Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+        trainer_of(config, model, tokenizer)
 
 
 class Words:
@@ -170,11 +157,11 @@ def test_a_completion_ends_once(row, stop, expected):
 
 
 def test_stop_strings_end_generation():
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    rollout, sampling = GenerateRollout(Policy(model), tokenizer), SamplingParams(8, 0.0)
-    (full,) = rollout([[7, 8, 9]], 1, sampling)
+    tokenizer = make_tokenizer()
+    rollout = GenerateRollout(Policy(make_model("llama")), tokenizer)
+    (full,) = rollout(PROMPTS[:1], 1, GREEDY)
     string = tokenizer.decode(full.token_ids[2:3])
-    (done,) = rollout([[7, 8, 9]], 1, replace(sampling, stop=(string,)))
+    (done,) = rollout(PROMPTS[:1], 1, replace(GREEDY, stop=(string,)))
     assert done.ended and len(done.token_ids) <= 3
     assert done.token_ids == full.token_ids[: len(done.token_ids)]
 
@@ -182,16 +169,15 @@ def test_stop_strings_end_generation():
 @pytest.mark.parametrize("adapters", (False, True))
 def test_what_a_model_brings_for_generate_is_left_out(adapters):
     """Penalties and cutoffs of its own would make the samples another policy's."""
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    sampling = SamplingParams(12, temperature=0.0)
+    model = make_model("llama")
     if adapters:
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    rollout = GenerateRollout(Policy(model), tokenizer)
-    expected = rollout([[7, 8, 9]], 2, sampling)
+    rollout = GenerateRollout(Policy(model), make_tokenizer())
+    expected = rollout(PROMPTS[:1], 2, GREEDY)
     own = {
         "no_repeat_ngram_size": 1, "suppress_tokens": expected[0].token_ids[:1], "num_beams": 2,
-        "repetition_penalty": 5.0, "min_new_tokens": 12,
+        "repetition_penalty": 5.0, "min_new_tokens": 6,
     }  # fmt: skip
     model.generation_config.update(**own)
-    assert rollout([[7, 8, 9]], 2, sampling) == expected
+    assert rollout(PROMPTS[:1], 2, GREEDY) == expected
     assert model.generation_config.num_beams == 2  # and is there again

@@ -1,14 +1,13 @@
 """Runs of the trainer: what they log, their seams, LoRA, resampling."""
 
-import itertools
 import json
 import re
-import shutil
-import time
 from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from grpo_kernels.loss.losses import Sapo
 from grpo_kernels.training import (
@@ -19,10 +18,7 @@ from grpo_kernels.training import (
     load_model,
     load_problems,
     metrics,
-    ranks,
 )
-from grpo_kernels.training.observers import introduction
-from grpo_kernels.training.policy import Policy
 from tests.helpers.tiny_models import make_model, make_tokenizer
 from tests.helpers.trainer_runs import (
     FakeRollout,
@@ -49,9 +45,14 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
         def update_weights(self):
             pass
 
-    folder = trainer_of(config, rollout=lambda _: Engine(lengths=(6, 1, 3), logps=-5.5)).train()
+    trainer, seen = trainer_of(config, rollout=lambda _: Engine((6, 1, 3), logps=-5.5)), []
+    folder = trainer.train(lambda row, samples: seen.append((row, samples)))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == [row["step"] for row, _ in seen] == [1, 2]
+    row, samples = seen[0]
+    assert row["reward"] == pytest.approx(samples.totals.mean().item())
+    assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
+    assert samples.prompt_of == [i // 4 for i in range(16)]
     expected = {
         "reward", "reward/noise", "accuracy", "loss", "kl", "entropy", "completion_length",
         "truncated", "groups_equal", "grad_norm", "ratio_mean", "ratio_max", "clip_low",
@@ -81,28 +82,6 @@ def test_trains_and_reports(tiny_model, tmp_path, curves, capsys):
         assert not torch.equal(p, q), name
 
 
-def test_the_same_seed_gives_the_same_metrics(tiny_model, tmp_path):
-    first, second, other = (
-        rows_of(trainer_of(config_of(tiny_model, tmp_path, name=n, seed=s, beta=0.1)).train())
-        for n, s in (("a", 0), ("b", 0), ("c", 1))
-    )
-    assert first == second != other
-
-
-def test_without_gradient_nothing_is_encoded(tiny_model, tmp_path, monkeypatch):
-    config = config_of(tiny_model, tmp_path, steps=1, num_generations=2)
-    halves = {"noise": lambda prompts, completions, **_: [0, 1, 2, 2, 3, 3, 4, 4]}
-    trainer = trainer_of(config, rewards=halves)
-    seen = []
-    original = Policy.loss
-    monkeypatch.setattr(
-        Policy, "loss", lambda self, batch, *a, **k: seen.append(batch.mask.shape[0])
-        or original(self, batch, *a, **k),
-    )  # fmt: skip
-    folder = trainer.train()
-    assert seen == [2] and rows_of(folder)[0]["groups_equal"] == 0.75
-
-
 def test_frozen_weights_are_not_copied_for_the_reference(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path, beta=0.1, trainable=r"layers\.1\.")
     trainer = trainer_of(config)
@@ -117,106 +96,83 @@ def weights_of_copy(trainer):
 
 @pytest.mark.parametrize("alpha", (1.0, 0.25))
 def test_a_reference_that_follows(alpha, tiny_model, tmp_path):
-    config = config_of(
-        tiny_model, tmp_path, beta=0.1, steps=4, sync_ref_every=2, ref_mixup_alpha=alpha
-    )
-    trainer, seen = trainer_of(config), []
-    begin = weights_of_copy(trainer)
+    """And goes on after a stop: the checkpoint has both models."""
+    options = {"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": alpha, "save_every": 1}
+    trainer = trainer_of(config_of(tiny_model, tmp_path / "whole", steps=4, **options))
+    expected, seen = weights_of_copy(trainer), []
 
     def look(row, samples):
         policy = {n: p.detach().clone() for n, p in trainer.policy.named_parameters()}
-        seen.append((row["kl"], weights_of_copy(trainer), policy))
+        seen.append((weights_of_copy(trainer), policy))
 
-    trainer.train(look)
-    expected = begin
-    for step, (_, reference, policy) in enumerate(seen, 1):
+    rows = rows_of(trainer.train(look))
+    for step, (reference, policy) in enumerate(seen, 1):
         if step % 2 == 0:
             expected = {n: x + alpha * (policy[n] - x) for n, x in expected.items()}
-        for name, weight in expected.items():
-            torch.testing.assert_close(reference[name], weight, rtol=1e-6, atol=1e-7, msg=name)
-    kls = [kl for kl, _, _ in seen]
+        assert_same_weights(reference, expected, 1e-6, 1e-7)
     # Before the first update of the third step a copy is the policy.
-    assert kls[1] > 1e-4 and (kls[2] == pytest.approx(0, abs=1e-6)) is (alpha == 1)
+    assert rows[1]["kl"] > 1e-4
+    assert (rows[2]["kl"] == pytest.approx(0, abs=1e-6)) is (alpha == 1)
 
-
-def test_a_reference_that_follows_goes_on(tiny_model, tmp_path):
-    """The same rows and weights as without a stop, whose checkpoint has both models."""
-    options = {"beta": 0.1, "sync_ref_every": 2, "ref_mixup_alpha": 0.5, "save_every": 1}
-    whole = trainer_of(config_of(tiny_model, tmp_path / "whole", steps=5, **options))
-    rows = rows_of(whole.train())
     cut = config_of(tiny_model, tmp_path / "cut", steps=3, **options)
     trainer_of(cut).train()
-    again = trainer_of(replace(cut, steps=5, resume=True))
+    again = trainer_of(replace(cut, steps=4, resume=True))
     assert rows_of(again.train()) == rows
-    for mine, theirs in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    for name, weight in weights_of_copy(whole).items():
-        assert torch.equal(weights_of_copy(again)[name], weight)
+    assert_same_weights(weights_of(again), weights_of(trainer))
+    assert_same_weights(weights_of_copy(again), weights_of_copy(trainer))
 
 
-def test_another_model_is_the_reference(tiny_model, tmp_path):
-    other = make_model("llama")
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The folder of a model, and the model."""
+    model, folder = make_model("llama"), tmp_path_factory.mktemp("other")
     with torch.no_grad():
-        for p in other.parameters():
+        for p in model.parameters():
             p.mul_(1.5)
-    other.save_pretrained(tmp_path / "other")
-    config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=str(tmp_path / "other"))
-    trainer = trainer_of(config)
-    for name, p in trainer.reference.copy.model.named_parameters():
-        assert torch.equal(p, other.get_parameter(name)) and not p.requires_grad
-    assert rows_of(trainer.train())[0]["kl"] > 0.01
-    adapters = trainer_of(replace(config, name="lora", lora_rank=2))
-    assert rows_of(adapters.train())[0]["kl"] > 0.01
-    small = make_model("llama", vocab_size=300)
-    small.save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"ref_model: expected a vocabulary of 257, .*; got 300"):
-        trainer_of(replace(config, name="third", ref_model=str(tmp_path / "small")))
-    with pytest.raises(OSError, match=r"ref_model: '.*none' is no folder with a model"):
-        trainer_of(replace(config, name="fourth", ref_model=str(tmp_path / "none")))
+    model.save_pretrained(folder)
+    return str(folder), model
 
 
-@pytest.mark.parametrize("options", ({}, {"lora_rank": 2}, {"ref_model": "other"}), ids=str)
-def test_the_exact_kl(options, tiny_model, tmp_path):
-    """That of the two models' softmaxes over the rollout; and it holds the policy back."""
-    other = make_model("llama")
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.2)
-    other.save_pretrained(tmp_path / "other")
-    options = {k: str(tmp_path / x) if k == "ref_model" else x for k, x in options.items()}
-    found, last = [], {}
+def test_another_model_is_the_reference(other, tiny_model, tmp_path):
+    folder, model = other
+    config = config_of(tiny_model, tmp_path, beta=0.1, ref_model=folder)
+    for lora_rank in (0, 2):
+        trainer = trainer_of(replace(config, name=f"lora-{lora_rank}", lora_rank=lora_rank))
+        for name, p in trainer.reference.copy.model.named_parameters():
+            assert torch.equal(p, model.get_parameter(name)) and not p.requires_grad
+        assert rows_of(trainer.train())[0]["kl"] > 0.01
+    make_model("llama", vocab_size=300).save_pretrained(tmp_path / "small")
+    for name, error, message in (
+        ("small", ValueError, r"expected a vocabulary of 257, .*; got 300"),
+        ("none", OSError, r"'.*none' is no folder with a model"),
+    ):
+        with pytest.raises(error, match=f"ref_model: {message}"):
+            trainer_of(replace(config, ref_model=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("kind", ("copy", "lora", "other"))
+def test_the_exact_kl_holds_the_policy_back(kind, other, tiny_model, tmp_path):
+    options = {"copy": {}, "lora": {"lora_rank": 2}, "other": {"ref_model": other[0]}}[kind]
+    first, last = [], []
     for beta in (0.05, 20.0):
         config = config_of(
             tiny_model, tmp_path / str(beta), beta=beta, kl_estimator="exact", steps=4,
             learning_rate=3e-3, **options,
         )  # fmt: skip
-        trainer = trainer_of(config)
-
-        def look(row, samples, trainer=trainer, beta=beta):
-            batch, _ = samples.batch(range(len(samples.texts)), 0)
-            with torch.no_grad(), trainer.reference.active(trainer.policy) as reference:
-                t, policy = reference("as_reference", batch), trainer.policy
-                t = (t.hidden @ t.head.weight.T).log_softmax(-1)
-            with torch.no_grad():
-                s = policy("as_reference", batch)
-                s = (s.hidden @ s.head.weight.T).log_softmax(-1)
-            kl = (s.exp() * (s - t)).sum(-1)[batch.mask.bool()].mean()
-            last[beta] = kl.item()
-
-        rows = rows_of(trainer.train(look))
-        found.append([row["kl"] for row in rows])
-    if "ref_model" not in options:  # the policy itself, before its first update
-        assert found[0][0] == pytest.approx(0, abs=1e-6)
-        assert 0 < last[20.0] < last[0.05] / 2
-    else:
-        assert found[0][0] > 1e-3 and last[20.0] < last[0.05]
+        kls = [row["kl"] for row in rows_of(trainer_of(config).train())]
+        first.append(kls[0])
+        last.append(kls[-1])
+    if kind == "other":
+        assert first[0] > 1e-3 and last[1] < last[0]
+    else:  # the policy itself, before its first update
+        assert first == pytest.approx([0, 0], abs=1e-6)
+        assert 0 < last[1] < last[0] / 2
 
 
 def test_the_exact_kl_is_refused_where_heads_are_sharded(tiny_model, tmp_path, monkeypatch):
-    config = config_of(tiny_model, tmp_path, beta=0.1, kl_estimator="exact")
-    monkeypatch.setattr(ranks, "sharding", lambda accelerator: "FSDP")
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     with pytest.raises(ValueError, match="kl_estimator: expected another with FSDP or DeepSpeed"):
-        trainer_of(config)
+        trainer_of(config_of(tiny_model, tmp_path, beta=0.1, kl_estimator="exact"))
 
 
 @pytest.mark.parametrize("target", (None, r".*\.q_proj|lm_head"), ids=("layers", "head"))
@@ -244,16 +200,13 @@ def test_dropout_is_off(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=257, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
     ))  # fmt: skip
     config = config_of("m", tmp_path, beta=0.1, minibatches=2, epochs_per_rollout=2, steps=1)
     config = replace(config, learning_rate=1e-12)
-    problems = load_problems(config)[0]
-    folder = Trainer(config, model.train(), tokenizer, problems, rewards={"noise": noise}).train()
-    row = rows_of(folder)[0]
+    row = rows_of(trainer_of(config, model.train(), make_tokenizer()).train())[0]
     assert row["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert row["kl"] == pytest.approx(0, abs=1e-6)
 
@@ -278,12 +231,23 @@ def test_layers_are_checkpointed(tiny_model, tmp_path, monkeypatch):
     assert len(calls) == 4
 
 
-def test_a_metric_of_one_minibatch_is_not_lost(tiny_model, tmp_path):
+def test_a_minibatch_without_gradient_is_not_encoded_and_loses_no_metric(tiny_model, tmp_path):
     """The first one has groups of equal rewards alone, and so no log-probs at all."""
-    config = config_of(tiny_model, tmp_path, steps=1, minibatches=2)
-    halves = {"noise": lambda prompts, completions, **_: [1] * 8 + [*range(8)]}
-    row = rows_of(trainer_of(config, rewards=halves).train())[0]
-    assert row["ratio_max"] > 0 and row["entropy"] > 0 and row["groups_equal"] == 0.5
+    config = config_of(tiny_model, tmp_path, steps=1, minibatches=2, num_generations=2)
+    halves = {"noise": lambda prompts, completions, **_: [1, 1, 1, 1, 0, 1, 2, 2]}
+    trainer, seen = trainer_of(config, rewards=halves), []
+    forward = trainer.policy.forward
+
+    def counted(what, batch, *args, **options):
+        if what == "loss":
+            seen.append(len(batch.mask))
+        return forward(what, batch, *args, **options)
+
+    trainer.policy.forward = counted
+    (row,) = rows_of(trainer.train())
+    # The first has a part without rows, which a batch has one for.
+    assert seen == [1, 2] and row["groups_equal"] == 0.75
+    assert row["ratio_max"] > 0 and row["entropy"] > 0
     updates = [{"loss": 1.0, "tokens": 2}, {"loss": 3.0, "tokens": 3, "kl_max": 7.0}]
     assert metrics.merge_updates(updates) == {"loss": 2.0, "tokens": 5, "kl_max": 7.0}
 
@@ -291,11 +255,9 @@ def test_a_metric_of_one_minibatch_is_not_lost(tiny_model, tmp_path):
 def test_problems_need_what_they_are_judged_by(tiny_model, tmp_path):
     config = config_of(tiny_model, tmp_path)
     loaded, problems = load_model(config), load_problems(config)[0]
-    with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
-        Trainer(config, *loaded, problems, [{"prompt": "a"}], rewards={"noise": noise})
-    with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
-        none = [{"prompt": "a", "answer": None}]
-        Trainer(config, *loaded, problems, none, rewards={"noise": noise})
+    for without in ({"prompt": "a"}, {"prompt": "a", "answer": None}):
+        with pytest.raises(ValueError, match="held_out: expected an answer in every problem"):
+            Trainer(config, *loaded, problems, [without], rewards={"noise": noise})
     some = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None},
             *({"prompt": x} for x in "cde")]  # fmt: skip
     folder = Trainer(config, *loaded, some, rewards={"noise": noise}).train()
@@ -307,39 +269,25 @@ def test_a_tokenizer_has_a_pad_token_that_the_model_knows(pad_token, tiny_model,
     """Users add one, and no row of the embedding."""
     config = config_of(tiny_model, tmp_path)
     model, tokenizer = load_model(config)
-    problems, rewards = load_problems(config)[0], {"noise": noise}
     tokenizer.pad_token = None
-    Trainer(config, model, tokenizer, problems, rewards=rewards)
+    trainer_of(config, model, tokenizer)
     assert tokenizer.pad_token == "<eos>"
     tokenizer.eos_token = tokenizer.pad_token = None
     if pad_token is not None:
         tokenizer.add_special_tokens({"pad_token": pad_token})
-    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    model.save_pretrained(folder := tmp_path / "model")
     tokenizer.save_pretrained(folder)
-    told = rf"tokenizer: expected a pad_token, or .* 257 tokens of the model; got {pad_token!r} \("
-    told = told.replace("[", r"\[")
+    told = re.escape(f"257 tokens of the model; got {pad_token!r} (")
+    told = f"tokenizer: expected a pad_token, or .* {told}"
     with pytest.raises(ValueError, match=told):
-        Trainer(config, model, tokenizer, problems, rewards=rewards)
+        trainer_of(config, model, tokenizer)
     with pytest.raises(ValueError, match=told):
-        evaluate.main(
-            ["--model", str(folder), "--dataset", config.dataset, "--output", config.output]
-        )
-
-
-def test_parameters_in_shards_are_counted_whole(tiny_model, tmp_path, capsys):
-    trainer = trainer_of(config_of(tiny_model, tmp_path, trainable="norm"))
-    assert sum(p.requires_grad for p in trainer.policy.parameters()) == 5
-    for p in trainer.policy.parameters():  # as ZeRO-3 has them
-        p.ds_numel, p.data = 250_000, torch.empty(0)
-    (text,) = introduction(trainer.config, trainer.accelerator, trainer.policy, 1, 0)
-    assert "1.2M parameters trained; 1 problems" in text
+        evaluate.main([f"--model={folder}", f"--dataset={config.dataset}", f"--output={tmp_path}"])
 
 
 def test_trackers_get_every_step(tiny_model, tmp_path):
     from accelerate import tracking
 
-    if not hasattr(tracking, "register_tracker_class"):
-        pytest.skip("accelerate is too old")
     calls = []
 
     class Kept(tracking.GeneralTracker):
@@ -360,23 +308,6 @@ def test_trackers_get_every_step(tiny_model, tmp_path):
     assert calls == ["t", 0.01, *steps, "finished"]
     with pytest.raises(ImportError, match="trackers: aim is not installed"):
         trainer_of(config_of(tiny_model, tmp_path, name="u", trackers=["aim"]))
-
-
-def test_every_step_is_handed_out(tiny_model, tmp_path, monkeypatch):
-    jumps = itertools.cycle((1e9, 0.0, 2e9, -5.0))
-    monkeypatch.setattr(time, "time", lambda: next(jumps))  # seconds are of another clock
-    seen = []
-    config = config_of(tiny_model, tmp_path, save_every=-1, epochs_per_rollout=2)
-    folder = trainer_of(config).train(lambda row, samples: seen.append((row, samples)))
-    assert [row["step"] for row, _ in seen] == [1, 2]
-    row, samples = seen[0]
-    assert row["reward"] == pytest.approx(samples.totals.mean().item()) and row["grad_norm"] > 0
-    assert 0 <= row["seconds"] < 600
-    assert row["ratio_max"] > 1.001  # of the second update to the policy that sampled
-    assert not {"sampler_gap", "seconds/sync"} & row.keys()  # of samplers with weights of their own
-    assert len(samples.prompts) == len(samples.problems) == 4 and len(samples.texts) == 16
-    assert samples.prompt_of == [i // 4 for i in range(16)]
-    assert not (folder / "checkpoints").exists()
 
 
 def test_a_run_that_nobody_looks_at_trains_the_same(tiny_model, tmp_path):
@@ -401,7 +332,7 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model,
     )
     end = tokenizer.convert_tokens_to_ids("~")
     model.generation_config.eos_token_id = [0, end, tokenizer.convert_tokens_to_ids("!")]
-    trainer = Trainer(config, model, tokenizer, load_problems(config)[0], rewards={"noise": noise})
+    trainer = trainer_of(config, model, tokenizer)
     texts = ("^#4#2|~", "#_42#<eos>", "~42", "#a\n!", "<eos>")
     done = [Completion(tokenizer(text).input_ids, True) for text in texts]
     assert [len(one.token_ids) for one in done] == [7, 6, 3, 4, 1]
@@ -409,33 +340,28 @@ def test_special_tokens_are_text_but_for_those_that_end_begin_or_pad(tiny_model,
     assert trainer.sampler.texts(done) == ["#4#2|", "#42#", "42", "#a\n!", ""]
 
 
-def test_prompts_are_tokenized_once(tiny_model, tmp_path):
-    trainer = trainer_of(config_of(tiny_model, tmp_path, eval_size=3))
-    again = []
-    trainer.sampler.encode._encode = again.append
-    trainer.train()
-    assert again == []
-    tokenizer = trainer.tokenizer
+def test_prompts_are_tokenized_once():
+    tokenizer, asked = make_tokenizer(), []
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    template = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **k: asked.append(1) or template(*a, **k)
     encode = data.PromptEncoder(tokenizer, chat=True)
     messages = [{"role": "system", "content": "a"}]
     for prompt, text in (("hi", "<user>hi:"), (messages, "<system>a:"),
-                         (repr(messages), f"<user>{messages}:")):  # fmt: skip
+                         (repr(messages), f"<user>{messages}:")) * 2:  # fmt: skip
         assert tokenizer.decode(encode({"prompt": prompt})) == text
-
-
-def train(config):
-    return rows_of(trainer_of(config).train())
+    assert len(asked) == 3
 
 
 def test_a_loss_by_instance_is_that_of_its_name(tiny_model, tmp_path):
     """Its repr is recorded, by which a run goes on."""
     config = config_of(tiny_model, tmp_path, loss_type=Sapo(temperature_neg=1.3), beta=0.1)
-    by_instance = train(config)
     named = replace(config, name="named", loss_type="sapo", sapo_temperature_neg=1.3)
-    assert by_instance == train(named)
+    rows = [rows_of(trainer_of(one).train()) for one in (config, named)]
+    assert rows[0] == rows[1]
     recorded = json.loads((config.folder / "config.json").read_text())["loss_type"]
     assert recorded == "Sapo(temperature_pos=1.0, temperature_neg=1.3)"
-    assert len(train(replace(config, steps=3, resume=True))) == 3
+    trainer_of(replace(config, steps=3, resume=True)).train()
+    assert len(rows_of(config.folder)) == 3
     with pytest.raises(ValueError, match=r"loss_type: was 'Sapo.*1\.3.*', is 'Sapo.*1\.05"):
-        train(replace(config, steps=4, resume=True, loss_type=Sapo()))
+        trainer_of(replace(config, steps=4, resume=True, loss_type=Sapo())).train()

@@ -32,32 +32,9 @@ def test_groups_of_equal_rewards_still_learn_to_predict(ce_weight, tiny_model, t
     assert moved == (ce_weight is not None)
 
 
-def test_a_run_counts_what_the_policy_sampled(tiny_model, tmp_path):
-    seen = []
-    config = config_of(tiny_model, tmp_path, steps=1, skip_untrained=False)
-    trainer = trainer_of(config, rollout=lambda _: FakeRollout((6,), turns=True))
-    (row,) = rows_of(trainer.train(lambda _, samples: seen.append(samples)))
-    assert row["completion_length"] == 4 and row["tokens"] == 16 * 4
-    assert all(len(text) == 4 for text in seen[0].texts)
-    assert all(len(text) == 6 for text in seen[0].transcripts)
-
-
-class Told:
-    """A rollout whose tool, or whose policy, says the answer 6."""
-
-    def __init__(self, tokenizer, by_tool):
-        self.tokenizer, self.by_tool = tokenizer, by_tool
-
-    def __call__(self, prompts, count, sampling):
-        parts = [self.tokenizer.encode(text) for text in ("so ", "<answer>6</answer>", " it is")]
-        own = [x for i, part in enumerate(parts) for x in [i != self.by_tool] * len(part)]
-        one = Completion(list(chain(*parts)), True, sampled=own)
-        return [one] * (len(prompts) * count)
-
-
 @pytest.mark.parametrize("by_tool", (0, 1))
 def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
-    """People, and functions that ask for it, see the whole."""
+    """A tool, or the policy, says the answer; people and who asks for it see the whole."""
     seen, written = [], ("<answer>6</answer> it is", "so  it is")[by_tool]
 
     def noted(completions, transcripts, completion_ids, **columns):
@@ -65,13 +42,20 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
         assert "transcripts" not in columns
         return [0.0] * len(completions)
 
-    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40}
+    options = {"rewards": ["answer", "format", "noted"], "steps": 1, "max_completion_length": 40,
+               "skip_untrained": False}  # fmt: skip
     config = config_of(tiny_model, tmp_path, **options)
     problems = [{"prompt": f"{i}", "answer": "6"} for i in range(4)]
     model, tokenizer = load_model(config)
+
+    def rollout(prompts, count, sampling):
+        parts = [tokenizer.encode(text) for text in ("so ", "<answer>6</answer>", " it is")]
+        own = [x for i, part in enumerate(parts) for x in [i != by_tool] * len(part)]
+        return [Completion(list(chain(*parts)), True, sampled=own)] * (len(prompts) * count)
+
     trainer = Trainer(
         config, model, tokenizer, problems, problems, rewards={"noted": noted},
-        rollout=lambda _: Told(tokenizer, by_tool),
+        rollout=lambda _: rollout,
     )  # fmt: skip
     folder = trainer.train()
     whole = "so <answer>6</answer> it is"
@@ -79,6 +63,7 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     (row,) = rows_of(folder)
     paid = 0.0 if by_tool else 1.0
     assert (row["reward/answer"], row["accuracy"]) == (2 * paid, paid)
+    assert row["completion_length"] == len(written) and row["tokens"] == 16 * len(written)
     assert row["reward/format"] == pytest.approx(0.4 * paid)
     rows = [logs.read(folder / f"{name}.jsonl") for name in ("answers", "samples")]
     assert {row["completion"] for some in rows for row in some} == {whole}
@@ -94,7 +79,6 @@ def test_what_is_judged_is_what_the_policy_wrote(by_tool, tiny_model, tmp_path):
     (
         ("<calc>12*7</calc>", "\n<result>84</result>\n"),
         ("so <calc> 12 * 7 </calc>", "\n<result>84</result>\n"),
-        ("<calc>12*7</calc><", ""),
         ("<calc>12*7</calc> and", ""),
         ("<calc>12+7</calc>", ""),
         ("<calc>12*7", ""),

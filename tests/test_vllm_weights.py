@@ -23,20 +23,22 @@ def sent(model):
     return weights
 
 
-def adapted(model, seed=0, name="default", **options):
+def adapted(model, kind=LoraConfig, **options):
     """A PEFT model whose adapters are not those that it begins with, which add 0."""
     options = {"r": 3, "lora_alpha": 7, "target_modules": "all-linear", **options}
-    config = LoraConfig(task_type="CAUSAL_LM", **options)
-    if name == "default":
-        model = get_peft_model(model, config)
-    else:
-        model.add_adapter(name, config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if ".lora_" in parameter_name and name in parameter_name:
-                parameter.normal_(std=0.3)
+    model = get_peft_model(model, kind(task_type="CAUSAL_LM", **options))
+    shake(model)
     return model
+
+
+@torch.no_grad()
+def shake(model, seed=0, name=".default"):
+    torch.manual_seed(seed)
+    for parameter_name, parameter in model.named_parameters():
+        if ".lora_" in parameter_name and name in parameter_name:
+            parameter.normal_(std=0.3)
+        elif ".modules_to_save." in parameter_name:
+            parameter.mul_(1.3)
 
 
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
@@ -59,18 +61,13 @@ def test_names_are_those_of_a_checkpoint(family, tied, tmp_path):
         {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]},
         {"target_modules": ["embed_tokens", "q_proj"]},
         {"target_modules": ["lm_head", "q_proj"]},
+        {"kind": peft.AdaLoraConfig, "target_modules": ["q_proj"], "total_step": 9},
     ),
-    ids=("all-linear", "rslora", "modules_to_save", "embedding", "head"),
+    ids=("all-linear", "rslora", "modules_to_save", "embedding", "head", "adalora"),
 )
 def test_adapters_are_merged_as_peft_merges_them(options):
-    base = {
-        n: p.clone() for n, p in make_model("llama", tie_word_embeddings=False).named_parameters()
-    }
+    base = dict(make_model("llama", tie_word_embeddings=False).named_parameters())
     model = adapted(make_model("llama", tie_word_embeddings=False), **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".modules_to_save." in name:
-                parameter.add_(1.0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     weights = sent(model)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -85,9 +82,10 @@ def test_adapters_are_merged_as_peft_merges_them(options):
 
 def test_active_adapters_are_added_up():
     model = adapted(make_model("llama"))
-    model = adapted(model, seed=1, name="second", target_modules=["q_proj"])
-    name = "model.layers.0.self_attn.q_proj.weight"
-    seen = []
+    second = LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=7, target_modules=["q_proj"])
+    model.add_adapter("second", second)
+    shake(model, seed=1, name=".second")
+    name, seen = "model.layers.0.self_attn.q_proj.weight", []
     for active in ("default", "second", ["default", "second"]):
         model.base_model.set_adapter(active)
         seen.append(sent(model)[name].clone())
@@ -97,15 +95,31 @@ def test_active_adapters_are_added_up():
     assert not torch.equal(seen[2], seen[0]) and not torch.equal(seen[2], seen[1])
 
 
-@pytest.mark.parametrize(
-    ("option", "kind"), (("use_dora", "Dora.*|use_dora"), ("lora_bias", "lora_bias"))
-)
-def test_other_adapters_are_refused(option, kind):
+QUERY = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+NO_PRODUCTS = {
+    "TrainableTokensLayer": LoraConfig(**QUERY, trainable_token_indices=[1, 2]),
+    "ia3": peft.IA3Config(**QUERY, feedforward_modules=[]),
+    "vera": peft.VeraConfig(**QUERY),
+    "ln_tuning": peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]),
+    "PROMPT_TUNING": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "(Dora.*|use_dora) in .*q_proj": LoraConfig(**QUERY, use_dora=True),
     # LoRA's bias is added to that of a layer, which a query of Qwen2 has.
-    model = adapted(make_model("qwen2"), **{option: True}, target_modules=["q_proj"])
-    with pytest.raises(
-        ValueError, match=rf"model: expected plain LoRA, .*; got ({kind}) in .*q_proj"
-    ):
+    "lora_bias in .*q_proj": LoraConfig(**QUERY, lora_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_adapters_that_are_no_product_are_refused(name):
+    model = get_peft_model(make_model("qwen2"), NO_PRODUCTS[name])
+    with pytest.raises(ValueError, match=rf"model: expected plain LoRA, .*; got .*{name}"):
+        list(names_and_weights(model))
+
+
+def test_a_quantized_weight_is_refused_under_an_adapter():
+    model = adapted(make_model("llama"), target_modules=["q_proj"])
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"plain LoRA, .*; got a weight in torch.uint8"):
         list(names_and_weights(model))
 
 
@@ -119,28 +133,18 @@ TIED = {
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_an_adapter_on_a_tied_weight_is_refused(name):
+def test_an_adapter_on_a_tied_weight_is_refused_unless_it_is_tied(name):
     """For vLLM has one weight: the head's adapter would be lost, the embedding's doubled."""
-    model = adapted(make_model("llama", tie_word_embeddings=True), **TIED[name])
+    model = adapted(make_model("llama"), **TIED[name])
     message = "model: expected no adapter on a tied output layer or embedding .*; got one on the"
     with pytest.raises(ValueError, match=message):
         list(names_and_weights(model))
-
-
-@pytest.mark.skipif(
-    "ensure_weight_tying" not in LoraConfig.__dataclass_fields__, reason="PEFT has no such option"
-)
-@pytest.mark.parametrize("name", TIED)
-def test_adapters_that_are_tied_as_the_weights_are_sent(name):
-    tied = {"tie_word_embeddings": True}
-    model = adapted(make_model("llama", **tied), ensure_weight_tying=True, **TIED[name]).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if ".modules_to_save." in parameter_name:
-                parameter.mul_(1.3)
+    if "ensure_weight_tying" not in LoraConfig.__dataclass_fields__:
+        pytest.skip("PEFT has no such option")
+    model = adapted(make_model("llama"), ensure_weight_tying=True, **TIED[name]).eval()
     weights = sent(model)
     weights.pop("lm_head.weight", None)  # vLLM ties it again
-    sampler = make_model("llama", **tied).eval()
+    sampler = make_model("llama").eval()
     before = sampler.model.embed_tokens.weight.clone()
     sampler.load_state_dict(weights, strict=False)
     assert sampler.lm_head.weight is sampler.model.embed_tokens.weight
@@ -148,51 +152,6 @@ def test_adapters_that_are_tied_as_the_weights_are_sent(name):
     ids = torch.arange(9)[None]
     with torch.no_grad():
         torch.testing.assert_close(sampler(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-OTHERS = {
-    "TrainableTokensLayer": lambda: LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[1, 2]
-    ),
-    "ia3": lambda: peft.IA3Config(
-        task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[]
-    ),
-    "vera": lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
-    "ln_tuning": lambda: peft.LNTuningConfig(
-        task_type="CAUSAL_LM", target_modules=["input_layernorm"]
-    ),
-    "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-}
-
-
-@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
-@pytest.mark.parametrize("name", OTHERS)
-def test_adapters_that_are_no_product_are_refused(name, tied):
-    model = get_peft_model(make_model("llama", tie_word_embeddings=tied), OTHERS[name]())
-    with pytest.raises(ValueError, match=rf"model: expected plain LoRA, .*; got .*{name}"):
-        list(names_and_weights(model))
-
-
-def test_a_quantized_weight_is_refused_under_an_adapter():
-    model = adapted(make_model("llama"), target_modules=["q_proj"])
-    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"plain LoRA, .*; got a weight in torch.uint8"):
-        list(names_and_weights(model))
-
-
-def test_adalora_is_merged_and_its_ranks_stay_here():
-    config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
-    model = get_peft_model(make_model("llama"), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.3)
-    weights = sent(model)
-    expected = dict(model.merge_and_unload().named_parameters())
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
 
 
 class Packed(torch.nn.Linear):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from examples.word_problems import KINDS, LEVELS, PROMPT, _kept_apart, word_problems
+from examples.word_problems import KINDS, LEVELS, PROMPT, word_problems
 from grpo_kernels.training import TrainingConfig, load_problems
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = <<\1\2\3=(\d+)>>\4")
@@ -53,10 +53,9 @@ def test_what_is_held_out_is_not_trained_on():
         )
     ]
     assert pairs[0] and pairs[1] and not pairs[0] & pairs[1]
-    # And the prompt tells none of the held-out sums; 12 / 3 is made of 3 and 4.
+    # And the prompt tells none of the held-out sums.
     numbers = re.findall(r"(\d+) [-+*/] (\d+) =", PROMPT)
     assert numbers == [("4", "6"), ("24", "5"), ("7", "5"), ("12", "3"), ("15", "8")]
-    assert not any(_kept_apart(*x) for x in ((4, 6, 5), (7, 5, 0), (3, 4, 0), (15, 8, 0)))
 
 
 @pytest.mark.parametrize(("name", "levels"), (("easy", {1, 2}), ("all_levels", {1, 2, 3})))

@@ -77,10 +77,11 @@ def config_of(model, tmp_path, **options):
     return TrainingConfig(**{**defaults, **options})
 
 
-def trainer_of(config, **options):
+def trainer_of(config, *loaded, **options):
+    """A trainer of the model and tokenizer that the config names, or of others."""
     train, held_out = load_problems(config)
     options = {"rewards": {"noise": noise}, **options}
-    return Trainer(config, *load_model(config), train, held_out, **options)
+    return Trainer(config, *(loaded or load_model(config)), train, held_out, **options)
 
 
 # Two updates per step, of four micro-batches each.

@@ -105,21 +105,15 @@ def run_replayed(folder, **options):
     """What `trained` returns of a run with `replay_support`, and what it has sampled from.
 
     Returns:
-        The run; per token the words of its support; those that the policy's own logits keep; the
-        largest |log-prob of the policy - log-prob of vLLM| of each micro-batch.
+        The run; per token the words of its support; those that the policy's own logits keep.
     """
-    from grpo_kernels.integrations import trl as integration
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
     from tests.helpers.masked_trainer import kept_sets
     from tests.helpers.trl_runs import trained
 
-    supports, kept, gaps, made = [], [], [], []
-    own = integration._objective
+    supports, kept = [], []
 
-    def noted(*args):
-        made.append(own(*args))
-        return made[-1]
-
-    class Noting(integration.FusedGRPOTrainer):
+    class Noting(FusedGRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             for words, offsets in self._support_replay.scored_rows():
@@ -128,12 +122,6 @@ def run_replayed(folder, **options):
                 kept.extend(row.nonzero()[:, 0].tolist() for row in rows)
             return completion_ids, logps
 
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            gap = made[-1][0].output.logps - inputs["sampling_per_token_logps"]
-            gaps.append(float((gap * inputs["completion_mask"]).abs().max()))
-            return loss
-
-    with vllm_on_a_cpu(), mock.patch.object(integration, "_objective", noted):
+    with vllm_on_a_cpu():
         done = trained(Noting, folder, replay_support=True, **VLLM | options)
-    return done, supports, kept, gaps
+    return done, supports, kept

@@ -1,7 +1,5 @@
 """Tiny models that vLLM runs on a CPU, its engine, and the gap between its log-probs and theirs."""
 
-import signal
-
 import torch
 from accelerate import Accelerator
 
@@ -73,8 +71,3 @@ def gap(rollout, model, temperature=1.0, **options):
         logps = logits.log_softmax(-1)[range(len(one.token_ids)), one.token_ids]
         largest = max(largest, float((logps - torch.tensor(one.logps)).abs().max()))
     return largest
-
-
-def hears_interrupts():
-    """Lets a process be interrupted even if the tests run in the background of a shell."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

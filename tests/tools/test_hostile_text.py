@@ -1,14 +1,11 @@
 """Texts that want more than to be read: in a browser's report, in parsers, logs and options."""
 
 import contextlib
-import http.server
 import io
 import json
 import re
-import shutil
-import subprocess
-import threading
 import time
+from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
@@ -17,92 +14,60 @@ from hypothesis import strategies as st
 from examples.problems import addition
 from grpo_kernels.training import checkpoint, command_line, logs, report, rewards
 from grpo_kernels.training.config import TrainingConfig
-from tests.helpers.trainer_runs import config_of, trainer_of
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-# What asks for {url}, or changes the page, where a browser takes it for more than text.
+# What asks for something, or changes the page, where it is taken for more than text.
 HOSTILE = (
-    "<script>document.title='TAKEN'; fetch('{url}/script')</script>",
-    "</pre></td></table></body><script src='{url}/src'></script>",
-    "<img src='{url}/image' onerror=\"document.title='TAKEN'\">",
-    "<svg onload=\"fetch('{url}/svg'); document.title='TAKEN'\"><use href='{url}/use#a'/></svg>",
-    "<iframe src='{url}/frame'></iframe><object data='{url}/object'></object>",
-    "<style>@import url('{url}/style'); body {{ background: url('{url}/background') }}</style>",
-    "<link rel='stylesheet' href='{url}/link'>",
-    "<meta http-equiv='refresh' content='0;url={url}/meta'>",
-    "\" onmouseover=\"fetch('{url}/attribute')\" style=\"background:url({url}/inline)",
-    "<a href=\"javascript:alert()\" autofocus onfocus=\"document.title='TAKEN'\">x</a>",
-    "<base href='{url}/'><form action='{url}/form'><input autofocus onfocus=fetch('{url}/focus')>",
+    "<script>document.title='TAKEN'; fetch('/script')</script>",
+    "</pre></td></table></body><script src='/src'></script>",
+    "<img src='/image' onerror=\"document.title='TAKEN'\">",
+    "<svg onload=\"fetch('/svg')\"><use href='/use#a'/></svg>",
+    "<style>@import url('/style'); body { background: url('/background') }</style>",
+    "<meta http-equiv='refresh' content='0;url=/meta'>",
+    '" onmouseover="fetch(\'/attribute\')" style="background:url(/inline)',
+    '<a href="javascript:alert()" autofocus onfocus="document.title=\'TAKEN\'">x</a>',
     "--><![CDATA[<script>document.title='TAKEN'</script>]]><!--",
-    "&lt;script&gt; &#x3c;script&#x3e; \ud800 \x00 \u202e {title} {{body}} $\\frac{{1}}$",
-)  # fmt: skip
+    "&lt;script&gt; &#x3c;script&#x3e; \ud800 \x00 \u202e {title} {body} $\\frac{1}{2}$",
+)
 
 
-@pytest.fixture
-def canary():
-    """A server that nobody should ask, and what it was asked."""
-    asked = []
+class Structure(HTMLParser):
+    """All of a page but its text."""
 
-    class Canary(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
 
-        do_POST = do_GET
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, attrs))
 
-        def log_message(self, *_):
-            pass
+    def handle_endtag(self, tag):
+        self.found.append(tag)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canary) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
+    handle_comment = handle_decl = unknown_decl = handle_pi = handle_endtag
 
 
-def hostile_run(folder, tiny_model, url):
-    """A run in whose every text something hostile stands."""
-    texts = [text.replace("{url}", url) for text in HOSTILE]
-    run = trainer_of(config_of(tiny_model, folder, steps=2, eval_size=3, save_every=-1)).train()
-    for name in ("samples.jsonl", "answers.jsonl", "metrics.jsonl"):
-        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
-        if name != "metrics.jsonl":
-            rows = [{**rows[-1]} for _ in texts]
-        for row, text in zip(rows, texts, strict=False):
-            row |= {key: text for key in ("prompt", "completion", "answer", "level") if key in row}
-            row |= {"warnings": texts} if name == "metrics.jsonl" else {}
-        (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stored = json.loads((run / "config.json").read_text())
-    stored |= {"name": texts[0], "dataset": texts[2], "rewards": texts}
-    (run / "config.json").write_text(json.dumps(stored))
-    return run, texts
+def structure_of_report(folder, text):
+    """That of a run in whose every text this one stands."""
+    accuracy = {"problems": 3, "accuracy": 0.5, "low": 0.1, "high": 0.9}
+    shown = {"prompt": text, "completion": text, "answer": text, "ended": True, "advantage": 0.0}
+    for name, row in (
+        ("metrics", {"reward": 0.5, "seconds": 1, "peak_memory_gib": 1, "warnings": [text]}),
+        ("evaluations", {**accuracy, "by": {"level": {text: accuracy}}}),
+        ("samples", {**shown, "reward": 0.5}),
+    ):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
+    options = {"model": text, "name": text, "dataset": text, "rewards": [text]}
+    (folder / "config.json").write_text(json.dumps(options))
+    return Structure(report.write(folder)[0].read_text()).found
 
 
-def shown(page, folder):
-    """The page as a browser has it after all its scripts, if any, have run."""
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
-        "--virtual-time-budget=4000", "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.usefixtures("real_memory", "curves")
-def test_a_report_runs_no_script_and_asks_nobody(canary, tiny_model, tmp_path):
-    url, asked = canary
-    run, texts = hostile_run(tmp_path, tiny_model, url)
-    dom = shown(report.write(run)[0], tmp_path / "profile")
-    assert "<title>TAKEN" not in dom and "<script" not in dom and "<iframe" not in dom
-    assert "<img" not in dom and "onload=" not in dom.replace("&lt;svg onload=", "")
-    assert asked == []
-    # The browser does ask, where it is let.
-    bad = tmp_path / "bad.html"
-    bad.write_text("<!doctype html>" + texts[0] + texts[2])
-    assert "<title>TAKEN" in shown(bad, tmp_path / "profile")
-    assert "/script" in asked and "/image" in asked
+@pytest.mark.usefixtures("curves")
+def test_a_report_has_texts_as_text_alone(tmp_path):
+    expected = structure_of_report(tmp_path, "text")
+    assert expected.count("td") > 20
+    for text in HOSTILE:
+        assert structure_of_report(tmp_path, text) == expected, text
 
 
 LONG = 200_000

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from grpo_kernels.training import load_model
 from grpo_kernels.training.rollout import RolloutError, SamplingParams
+from grpo_kernels.training.vllm_rollout import TESTED
 from tests.helpers.vllm_runs import (
     PROMPT,
     gap,
     prompts,
     rollout_of,
-    sample,
     shake,
     vllm_config,
     vllm_model,
@@ -26,12 +26,11 @@ pytestmark = pytest.mark.usefixtures("real_memory")
 MOVE, CLOSE = 0.02, 2e-4
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """A rollout by a model with a tied head, and the model."""
-    folder = vllm_model(tmp_path_factory.mktemp("tied"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    return rollout_of(vllm_config(folder, folder), model), model
+def test_its_version_is_one_that_is_tested():
+    import vllm
+
+    version = tuple(map(int, vllm.__version__.split(".")[:2]))
+    assert TESTED[0] <= version <= TESTED[1]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,7 @@ def tied(tmp_path_factory):
 def test_new_weights_arrive(family, is_tied, tmp_path):
     folder = vllm_model(tmp_path, family, tied=is_tied)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    rollout = rollout_of(vllm_config(folder, tmp_path), model)
-    assert_follows(rollout, model)
+    assert_follows(rollout_of(vllm_config(folder, tmp_path), model), model)
 
 
 def assert_follows(rollout, model):
@@ -53,19 +51,6 @@ def assert_follows(rollout, model):
     rollout.update_weights()
     assert gap(rollout, model) < CLOSE
     assert gap(rollout, model, temperature=0.7) < CLOSE
-
-
-def test_the_likeliest_tokens_are_those_of_generate(tied):
-    rollout, model = tied
-    rollout.update_weights()
-    done = sample(rollout, count=2, temperature=0.0)
-    assert done[0] == done[1] and done[2] == done[3] and done[0].logps is None
-    ids = torch.tensor(prompts())
-    expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
-    )[:, ids.shape[1] :]
-    for one, row in zip(done[::2], expected.tolist(), strict=True):
-        assert one.token_ids == row[: len(one.token_ids)]
 
 
 def test_adapters_arrive(tmp_path):
@@ -114,9 +99,6 @@ def test_what_vllm_cannot_do_is_said(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(RolloutError, match=r"replay_support wants the sets .*--no_replay_support"):
         rollout_of(vllm_config(folder, tmp_path, top_p=0.9), model)
-    other = AutoModelForCausalLM.from_pretrained(vllm_model(tmp_path / "qwen", "qwen2"))
-    with pytest.raises(RolloutError, match="expected model_type 'qwen2'; got 'llama'"):
-        rollout_of(vllm_config(folder, tmp_path), other)
 
 
 def test_after_weights_that_did_not_fit_vllm_takes_no_others(tmp_path):
