@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import soak
+from grpo_kernels.training import checkpoint
+from tests.helpers import faulty_runs
 from tests.helpers.trainer_runs import config_of, no_curves, rows_of, trainer_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -70,17 +73,28 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
         assert (folder / log).read_text() == (expected / log).read_text()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_twenty_kills(tiny_model, tmp_path):
-    """At moments that are drawn, half of them while a checkpoint gets its name."""
-    faults = soak.faults_at(44, 2, ("kill", "rename"))
-    options = soak.options_of(str(tiny_model), 44) | {"save_every": 1, "learning_rate": 1e-3}
-    soak.soak(options | {"name": "whole"}, {}, tmp_path)
-    codes = soak.soak(options | {"name": "faulty"}, faults, tmp_path)
-    met = soak.rows_of(tmp_path / "faulty" / "faults.jsonl")
-    assert len(met) == len(faults) == codes.count(-signal.SIGKILL) == 21
-    same = soak.compare(tmp_path / "whole", tmp_path / "faulty")
-    assert same == {"rows": True, "weights": True}
+@pytest.mark.skipif(sys.platform != "linux", reason="forks the runs' processes")
+def test_faults_of_every_kind(tiny_model, tmp_path):
+    """Kills at moments that are drawn and while a checkpoint gets its name, signals, errors."""
+    faults, met = faulty_runs.faults_at(24, 2), tmp_path / "met.jsonl"
+    options = {
+        "model": str(tiny_model), "output": str(tmp_path), "dataset": "examples.problems:additions",
+        "rewards": ["noise"], "steps": 24, "prompts_per_step": 2, "num_generations": 2,
+        "max_completion_length": 4, "micro_batch_size": 2, "epochs_per_rollout": 2, "eval_size": 4,
+        "eval_every": 15, "save_every": 1, "learning_rate": 1e-3, "save_model": False,
+        "show_every": 10**6,
+    }  # fmt: skip
+    assert faulty_runs.run_through(options | {"name": "whole"}, {}, met) == [0]
+    codes = faulty_runs.run_through(options | {"name": "faulty"}, faults, met)
+    found = Counter(fault["kind"] for fault in faulty_runs.faults_met(met))
+    assert found == Counter(faults.values()) and len(faults) == 11
+    assert codes.count(-signal.SIGKILL) == found["kill"] + found["rename"]
+    whole, faulty = tmp_path / "whole", tmp_path / "faulty"
+    assert rows_of(whole) == rows_of(faulty)
+    own, other = (
+        torch.load(checkpoint.latest(x) / "trained.pt", weights_only=True) for x in (whole, faulty)
+    )
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
 
 
 def count(folder):
