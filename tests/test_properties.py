@@ -7,6 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_kernels import grpo_loss
 from grpo_kernels.loss.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
 from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
 
@@ -97,3 +98,15 @@ def test_fused_equals_reference(problem, backend, rows):
             out.metrics.pop("zero_gradient", None)
     # Logits of -60 are known to 4e-6; with H = 1 or V = 2 a gradient cancels far below them.
     assert_matches(actual, expected, 5e-4, logps=1e-4, floor=1e-2)
+
+
+def test_an_entropy_bonus_without_a_mask():
+    """Found by calls drawn at random: an expanded gradient was scaled in place."""
+    logps, entropy = -torch.rand(4, 2) - 1, torch.rand(4, 2)
+    grads = []
+    for masked in ({}, {"mask": torch.ones(4, 2, dtype=torch.bool)}):
+        leaf = entropy.clone().requires_grad_()
+        bonus = config(entropy_coef=0.5)
+        (2 * grpo_loss(logps, torch.ones(4), entropy=leaf, config=bonus, **masked).loss).backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads) and (grads[0] < 0).all()
