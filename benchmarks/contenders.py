@@ -5,8 +5,7 @@ its backward leaves gradients in the hidden states and the head. A peer that com
 is completed with the reference's loss.
 
 No peer takes a support. Trainers that score the policy which acted set the logits of all other ids
-to -inf; a peer's head could do so in its chunks. Workloads with a support have contenders of their
-own, where these two ways stand for every peer.
+to -inf, as eager does here; it stands for every peer.
 """
 
 from __future__ import annotations
@@ -14,21 +13,18 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
 from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs, reference
 
 # Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
-MASKED_CHUNK = 256
 
 
 class Contender(NamedTuple):
@@ -48,62 +44,21 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
 
 
 def eager(w: Workload) -> Tensor:
-    """Materializes the logits; log_softmax, gather."""
-    logps = (w.hidden @ w.weight.T).float().log_softmax(-1).gather(-1, w.targets[..., None])
-    return _loss_of(w, logps.squeeze(-1))
-
-
-def eager_unpadded(w: Workload) -> Tensor:
-    """Drops masked tokens, then works as `eager`: the gain of that alone."""
-    assert w.mask is not None
-    logps = _logps(w.hidden[w.mask], w.weight, w.targets[w.mask])
-    return _loss_of(w, torch.zeros_like(w.old_logps).masked_scatter(w.mask, logps))
-
-
-def eager_logsumexp(w: Workload) -> Tensor:
-    """Materializes the logits; target logit minus logsumexp, as some trainers write it."""
+    """Materializes the logits, -inf for what sampling left out; log_softmax, gather."""
     logits = (w.hidden @ w.weight.T).float()
-    return _loss_of(w, logits.gather(-1, w.targets[..., None]).squeeze(-1) - logits.logsumexp(-1))
+    if w.support is not None:
+        ids, offsets = w.support
+        rows = torch.arange(len(offsets) - 1, device=ids.device)
+        outside = torch.ones_like(logits, dtype=torch.bool).flatten(0, -2)
+        outside[rows.repeat_interleave(offsets.diff(), output_size=len(ids)), ids] = False
+        # In place: the product's backward needs no logits.
+        logits.masked_fill_(outside.view_as(logits), -torch.inf)
+    return _loss_of(w, logits.log_softmax(-1).gather(-1, w.targets[..., None]).squeeze(-1))
 
 
 def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     logits = (hidden @ weight.T).float()
     return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-
-
-def _masked_logps(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, sizes: Tensor
-) -> Tensor:
-    logits = (hidden @ weight.T).float()
-    rows = torch.arange(len(sizes), device=sizes.device)
-    outside = torch.ones_like(logits, dtype=torch.bool)
-    outside[rows.repeat_interleave(sizes, output_size=len(ids)), ids] = False
-    # In place: the products' backward needs no logits.
-    log_p = logits.masked_fill_(outside, -torch.inf).log_softmax(-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1)
-
-
-def eager_masked(w: Workload) -> Tensor:
-    """Materializes the logits; -inf for the ids that sampling left out, log_softmax, gather."""
-    assert w.support is not None
-    ids, offsets = w.support
-    hidden, targets = _rows(w)
-    return _loss_of(w, _masked_logps(hidden, w.weight, targets, ids, offsets.diff()))
-
-
-def eager_masked_chunks(w: Workload) -> Tensor:
-    """Works as `eager_masked` on 256 rows at a time, whose logits the backward makes again."""
-    assert w.support is not None
-    ids, offsets = w.support
-    hidden, targets = (x.split(MASKED_CHUNK) for x in _rows(w))
-    sizes = offsets.diff().split(MASKED_CHUNK)
-    ends = [*offsets[::MASKED_CHUNK].tolist()[: len(sizes)], len(ids)]
-    parts = ids.tensor_split(ends[1:-1])
-    logps = [
-        checkpoint(_masked_logps, h, w.weight, *others, use_reentrant=False)
-        for h, *others in zip(hidden, targets, parts, sizes, strict=True)
-    ]
-    return _loss_of(w, torch.cat(logps))
 
 
 @cache
@@ -138,11 +93,6 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
     return grpo_loss(logps, w.advantages, w.mask, old_logps=w.old_logps).loss
 
 
-def without_support(loss: Callable[..., Tensor], w: Workload, **execution: Any) -> Tensor:
-    """Scores the policy over the whole vocabulary: another objective, to compare its cost."""
-    return loss(replace(w, support=None), **execution)
-
-
 def trl_chunked(w: Workload) -> Tensor:
     """Runs TRL's chunked head, with Triton on the unmasked tokens only, as TRL does."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
@@ -169,20 +119,11 @@ def liger_fused_linear(w: Workload) -> Tensor:
     # By default a chunk is one sequence; those of the workloads are too short to be fast.
     chunk_size = max(1, LIGER_CHUNK // w.targets.shape[1])
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0,
-        use_ref_model=False,
-        loss_type="dapo",
-        chunk_size=chunk_size,
+        beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
-    )
-    return loss(
-        w.hidden,
-        w.weight,
-        w.targets,
-        _liger_mask(w),
-        w.advantages,
-        old_per_token_logps=w.old_logps,
-    )[0]
+    )  # fmt: skip
+    given = w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages
+    return loss(*given, old_per_token_logps=w.old_logps)[0]
 
 
 def liger_triton(w: Workload) -> Tensor:
@@ -190,21 +131,16 @@ def liger_triton(w: Workload) -> Tensor:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     logits = F.pad(w.hidden, (0, 0, 0, 1)) @ w.weight.T
-    loss, _ = triton_grpo_loss(
-        logits,
-        w.old_logps,
-        None,
-        w.targets,
-        w.advantages,
-        _liger_mask(w),
-        temperature=1.0,
-        beta=0.0,
-        eps_low=0.2,
-        eps_high=0.2,
-        loss_type="dapo",
-        reduce=True,
-    )
-    return loss
+    return triton_grpo_loss(
+        logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
+        beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
+    )[0]  # fmt: skip
+
+
+def _labelled(w: Workload) -> tuple[Tensor, Tensor]:
+    """Rows with the targets of a cross-entropy, which ignores -100."""
+    hidden, targets = _rows(w)
+    return hidden, targets if w.mask is None else targets.masked_fill(~w.mask.flatten(), -100)
 
 
 def liger_scaled_cross_entropy(w: Workload) -> Tensor:
@@ -212,9 +148,7 @@ def liger_scaled_cross_entropy(w: Workload) -> Tensor:
         LigerFusedLinearScaledCrossEntropyFunction as Function,
     )
 
-    hidden, targets = _rows(w)
-    if w.mask is not None:
-        targets = targets.masked_fill(~w.mask.flatten(), -100)
+    hidden, targets = _labelled(w)
     out: Any = Function.apply(hidden, w.weight, targets, 1.0)
     return _loss_of(w, -(out[0] if isinstance(out, tuple) else out))
 
@@ -223,9 +157,7 @@ def cut_cross_entropy(w: Workload) -> Tensor:
     """Runs with the default filter, which drops small gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
-    hidden, targets = _rows(w)
-    if w.mask is not None:
-        targets = targets.masked_fill(~w.mask.flatten(), -100)
+    hidden, targets = _labelled(w)
     return _loss_of(w, -linear_cross_entropy(hidden, w.weight, targets, reduction="none"))
 
 
@@ -248,15 +180,13 @@ def _linear_cross_entropy_absent(_: torch.device) -> str | None:
     return None if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has none"
 
 
-BASELINE, UNPADDED = "eager, log_softmax", "eager, counted only"
+BASELINE = "eager, log_softmax"
 OURS = ("ours, one pass", "ours, two passes")
 # In the order in which they are measured: a run may end early, and what compiles is slow to begin.
 CONTENDERS: dict[str, Contender] = {
     BASELINE: Contender(eager),
     OURS[0]: Contender(one_pass),
     OURS[1]: Contender(two_passes),
-    UNPADDED: Contender(eager_unpadded),
-    "eager, logsumexp": Contender(eager_logsumexp),
     "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
     "TRL chunked head": Contender(trl_chunked, _needs("trl")),
     "Liger scaled CE": Contender(liger_scaled_cross_entropy, _needs("liger_kernel")),
@@ -265,19 +195,5 @@ CONTENDERS: dict[str, Contender] = {
     "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel")),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
-MASKED = "eager, masked"
-NO_SUPPORT = "ours, no support"
-# Those of a workload that has a support.
-REPLAYS: dict[str, Contender] = {
-    MASKED: Contender(eager_masked),
-    "eager, masked in chunks": Contender(eager_masked_chunks),
-    **{name: CONTENDERS[name] for name in OURS},
-    NO_SUPPORT: Contender(partial(without_support, one_pass)),
-}
 # What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
-TRUSTED = (BASELINE, *OURS, UNPADDED, "eager, logsumexp", "torch linear CE", *REPLAYS)
-
-
-def contender(name: str) -> Contender:
-    """Returns a contender of workloads with a support or without."""
-    return (REPLAYS | CONTENDERS)[name]
+TRUSTED = (BASELINE, *OURS, "torch linear CE")

@@ -1,7 +1,7 @@
 """Predicts milliseconds per step of the head with its loss on GPUs, from bytes, FLOPs and launches.
 
     python -m benchmarks.cost_model [--device H200 A100] [--shapes 16384,151936,896] [--terms]
-    python -m benchmarks.cost_model [--ranks 8] --markdown benchmarks/results/predicted.md
+    python -m benchmarks.cost_model --markdown benchmarks/results/predicted.md
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
 of named terms, so that a run on a GPU (`benchmarks/on_gpu.sh`) refutes terms and not one total. The
@@ -26,7 +26,6 @@ from benchmarks.gpu_costs import (
     HOPPER_ONLY,
     LIKELY,
     METHODS,
-    MOVES,
     WORST,
     Device,
     Guesses,
@@ -36,13 +35,10 @@ from benchmarks.gpu_costs import (
     eager,
     entries_like_exact,
     exact,
-    gathered,
     in_place_ce,
     liger_flce,
     liger_scaled_ce,
     replay,
-    states_pass,
-    whole_on_every_rank,
 )
 
 Shape = tuple[int, int, int]  # N, V, H
@@ -53,14 +49,8 @@ SHAPES = [
 ]
 # Tokens, vocabulary and hidden size of support replay, and the entries of a token's kept set.
 REPLAY, ENTRIES = (16_384, 151_936, 4096), (8, 64)
-# Tokens per rank, vocabulary and hidden size of a head on several ranks, and where predicted.
-RANKS, ON_RANKS = [(N, 151_936, 4096) for N in (2048, 4096, 8192, 16_384)], ("H200", "A100")
-WAYS = {
-    "whole on every rank, dW added up": whole_on_every_rank,
-    "gathered, dW scattered": gathered,
-    'states gathered, `VocabRanks(hidden="partial")`': states_pass,
-}
-BEGIN = "<!-- begin: python -m benchmarks.cost_model {} -->\n"
+COMMAND = "python -m benchmarks.cost_model --markdown benchmarks/results/predicted.md"
+BEGIN = f"<!-- begin: {COMMAND} -->\n"
 END = "<!-- end of the cost model's tables -->\n"
 
 
@@ -188,35 +178,13 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
     return lines
 
 
-def render_ranks(ranks: int) -> str:
-    """Returns the table of a head on so many ranks: milliseconds, and those of communication."""
-    lines = [
-        f"**{ranks} GPUs of a machine, V = {RANKS[0][1]:,}, H = {RANKS[0][2]:,}, bf16, predicted "
-        "ms of the head per step; in brackets those in which data moves.** "
-        f"{error_of_the_model()} None of these has several GPUs; speeds of links are guesses.",
-        "",
-        f"| tokens per rank | {' | '.join(f'{N:,}' for N, *_ in RANKS)} |",
-        "|---" * (len(RANKS) + 1) + "|",
-    ]
-    for name in ON_RANKS:
-        device = DEVICES[name]
-        for title, way in WAYS.items():
-            cells = []
-            for shape in RANKS:
-                terms = way(Step(device, *shape), ranks)
-                moved = sum(ms for name, ms in terms.items() if name in MOVES)
-                cells.append(f"{sum(terms.values()):.0f} ({moved:.1f})")
-            lines.append(f"| {name}: {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_section(page: Path, begin: str, end: str, text: str) -> None:
+def write_section(page: Path, text: str) -> None:
     """Replaces what stands between the two marks of a page."""
-    before, _, rest = page.read_text().partition(begin)
-    _, found, after = rest.partition(end)
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, found, after = rest.partition(END)
     if not found:
-        raise SystemExit(f"{page}: expected {begin.strip()} and {end.strip()}; got none")
-    page.write_text(before + begin + text + end + after)
+        raise SystemExit(f"{page}: expected {BEGIN.strip()} and {END.strip()}; got none")
+    page.write_text(before + BEGIN + text + END + after)
 
 
 def shape(text: str) -> Shape:
@@ -238,15 +206,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--terms", action="store_true", help="print the terms of each step, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE",
                         help="write the tables into this page, between its marks")  # fmt: skip
-    parser.add_argument("--ranks", type=int, metavar="R",
-                        help="the ways to have a head on so many GPUs, instead")  # fmt: skip
     args = parser.parse_args(argv)
-    text, arguments = render(args.device, args.shapes, terms=args.terms), "--markdown"
-    if args.ranks:
-        text, arguments = render_ranks(args.ranks), f"--ranks {args.ranks} --markdown"
+    text = render(args.device, args.shapes, terms=args.terms)
     if args.markdown:
-        begin = BEGIN.format(f"{arguments} benchmarks/results/{args.markdown.name}")
-        write_section(args.markdown, begin, END, text)
+        write_section(args.markdown, text)
     else:
         print(text, end="")
 

@@ -51,7 +51,6 @@ BEST = Guesses(0.3, 0.95, 0.7, 0.96, 1.0, 0.0, 5.0)
 WORST = Guesses(0.55, 0.8, 0.5, 0.8, 0.88, 0.2, 43.0)
 OF_COPY, SCATTERED = LIKELY.of_copy, 0.6  # of gathers and scatters of whole rows, of a copy
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
-COLLECTIVE_US = 25.0  # of a small collective among eight GPUs
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 27,
@@ -74,21 +73,19 @@ class Device:
     sms: int
     ghz: float  # boost clock
     gib: float
-    link_gb_per_s: float  # what a collective of large tensors gets per GPU, in each direction
     launch_us: float = 2.5  # of a small kernel, on the GPU
 
 
 # H200: 770 to 790 TFLOP/s on an 8,192^3 product and 4.3 TB/s on a copy, published. H100 and A100:
 # the best products of "mamf-finder" reach 794 and 271. Where nothing is published: FLOPs are the
 # data sheet's times 0.87 (the A100's share), on Blackwell times 0.79 (the H200's); bandwidth is the
-# data sheet's times 0.9 (the H200's share). Links: NVLink's, or PCIe 4.0's, of the data sheet times
-# 0.8, a guess. B200 is here for the calibration alone.
+# data sheet's times 0.9 (the H200's share). B200 is here for the calibration alone.
 DEVICES = {
-    "H200": Device(780, 4.3, 132, 1.98, 139, 0.8 * 450),
-    "H100": Device(780, 0.9 * 3.35, 132, 1.98, 79, 0.8 * 450),
-    "A100": Device(270, 0.9 * 2.04, 108, 1.41, 79, 0.8 * 300),
-    "RTX 4090": Device(0.87 * 165, 0.9 * 1.008, 128, 2.52, 23.5, 0.8 * 32),
-    "B200": Device(0.79 * 2250, 0.9 * 8.0, 148, 1.96, 179, 0.8 * 900),
+    "H200": Device(780, 4.3, 132, 1.98, 139),
+    "H100": Device(780, 0.9 * 3.35, 132, 1.98, 79),
+    "A100": Device(270, 0.9 * 2.04, 108, 1.41, 79),
+    "RTX 4090": Device(0.87 * 165, 0.9 * 1.008, 128, 2.52, 23.5),
+    "B200": Device(0.79 * 2250, 0.9 * 8.0, 148, 1.96, 179),
 }
 TILES = ((128, 256), (256, 128), (128, 128))
 
@@ -292,41 +289,6 @@ def entries_like_exact(d: Device, N: int, V: int, H: int) -> float:
         slower = sum(replay(Step(d, N, V, H), middle).values()) > goal
         low, high = (low, middle) if slower else (middle, high)
     return low
-
-
-# The terms of the next three in which data moves between ranks.
-MOVES = (
-    "all-reduce of dW", "gather of W", "scatter of dW", "gather of states", "scatter of dH",
-    "statistics and calls",
-)  # fmt: skip
-
-
-def whole_on_every_rank(s: Step, ranks: int) -> dict[str, float]:
-    """`exact` of this rank's tokens; then dW is added up over the ranks, in float32."""
-    terms = exact(s)
-    return terms | {"all-reduce of dW": _link_ms(s.d, 8 * s.V * s.H, ranks)}
-
-
-def gathered(s: Step, ranks: int) -> dict[str, float]:
-    """`exact` of this rank's tokens, between a gather of W in bf16 and the scatter of dW."""
-    terms = exact(s)
-    of_head = {"gather of W": 2, "scatter of dW": 4}
-    return terms | {k: _link_ms(s.d, n * s.V * s.H, ranks) for k, n in of_head.items()}
-
-
-def states_pass(s: Step, ranks: int) -> dict[str, float]:
-    """This rank's columns for the tokens of all ranks: states are gathered, dH is scattered."""
-    terms = exact(Step(s.d, s.N * ranks, s.V // ranks, s.H))
-    calls = 2 + math.ceil(s.N * ranks / (CHUNK_BYTES / (2 * s.V // ranks)))  # states, dH; chunks
-    of_states = {"gather of states": 2, "scatter of dH": 2}
-    moved = {k: _link_ms(s.d, n * s.N * ranks * s.H, ranks) for k, n in of_states.items()}
-    numbers = _link_ms(s.d, 12 * ranks * s.N * ranks, ranks)
-    return terms | moved | {"statistics and calls": numbers + calls * COLLECTIVE_US / 1e3}
-
-
-def _link_ms(d: Device, whole: float, ranks: int) -> float:
-    """Returns the time in which each rank gets the bytes that the others have of a whole."""
-    return whole * (ranks - 1) / ranks / (1e6 * d.link_gb_per_s)
 
 
 def trl(s: Step) -> dict[str, float]:

@@ -8,7 +8,7 @@
 - scoring: `linear_logprobs` without a gradient, in turns with its one GEMM;
 - graph: a step captured in a CUDA graph and replayed, in turns with the same step as it is;
 - sweep: the kernel that reads logits and leaves their exponentials, on as many rows as the library
-  launches it with, in turns with a copy of as many bytes.
+  launches it with, at this and other block sizes, in turns with a copy of as many bytes.
 
 V = 151,936, in bf16, the most telling shape first. Every row is compared with a reference first,
 and one that is wrong has no times. On a GPU that the cost model knows, its prediction stands
@@ -18,7 +18,6 @@ there a captured step is one that is called again.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -37,19 +36,20 @@ from benchmarks.gpu_costs import bare_gemms as bare_cost
 from benchmarks.gpu_costs import exact as exact_cost
 from benchmarks.measure import (
     PeakMemory,
-    add_device_option,
     bare_gemms,
     header,
-    print_header,
+    new_result,
+    parser_of,
     reason,
     spread,
-    time_once,
+    timed,
     with_grad,
     write_json,
 )
 from benchmarks.workloads import Workload, make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.kernels import LogitTransform, select_backend
+from grpo_kernels.kernels.triton_common import Launch
 
 V = 151_936
 # N and H: the first two tell most.
@@ -57,6 +57,7 @@ SHAPES = ((16_384, 2048), (4096, 2048), (16_384, 896), (4096, 896), (16_384, 409
 GRAPHS = ((512, 896), (4096, 2048))
 # A strip's rows now, twice as many, and a whole chunk's.
 SWEPT = ((512, V), (1024, V), (4096, V))
+OTHER_LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps
 TINY, TINY_V = ((64, 16),), 601
 CHECKED = 64  # tokens whose log-probs are compared with float64
 # A wrong kernel is off by far more than the budget of 1e-4, which stands in the row.
@@ -82,8 +83,9 @@ class Bench:
         return make("dense", (N, vocabulary, H), self.device).to(dtype)
 
     def execution(self, **options: Any) -> Execution:
-        """The kernels, in Triton's interpreter where there is no GPU."""
-        return Execution(backend="triton", **options)
+        """The kernels; in Triton's interpreter only what needs them, as that takes its time."""
+        needed = self.large or options.get("exp_gemm") is not None
+        return Execution(backend="triton" if needed else "torch", **options)
 
     def in_turns(self, repeat: int = 1, **runs: Run) -> Row:
         """Seconds per call of each, which take turns, after a round that is not counted."""
@@ -91,9 +93,9 @@ class Bench:
         for counted in range(self.rounds + 1):
             for name, run in runs.items():
                 several = partial(_repeated, run, repeat)
-                seconds = time_once(several, self.device) / repeat
+                seconds, _ = timed(several, self.device)
                 if counted:
-                    taken[name].append(seconds)
+                    taken[name].append(seconds / repeat)
         return taken
 
     def peak(self, run: Run) -> int | None:
@@ -253,6 +255,8 @@ def sweep(b: Bench, rows: int, V: int) -> Row:
     exps = torch.empty_like(logits, dtype=torch.bfloat16)
     stats = select_backend("triton", b.device).token_stats
     run = partial(stats, logits, targets, LogitTransform(), entropy=True, exps=exps)
+    launches = (Launch(*sizes) for sizes in OTHER_LAUNCHES)
+    others = {f"{x.block} x {x.num_warps}": partial(run, launch=x) for x in launches}
     few = slice(CHECKED)
     true = logits[few].double().log_softmax(1).gather(1, targets[few, None])[:, 0]
     moved = 6 * rows * V  # four bytes of a logit are read, two are written
@@ -261,7 +265,7 @@ def sweep(b: Bench, rows: int, V: int) -> Row:
 
     def take() -> Row:
         # Many at a time, as a launch takes the CPU a good part of a strip's time.
-        row: Row = {"seconds": b.in_turns(repeat=20 if b.large else 1, floor=copy, call=run)}
+        row: Row = {"seconds": b.in_turns(20 if b.large else 1, floor=copy, call=run, **others)}
         rates = {k: moved / statistics.median(x) / 1e9 for k, x in row["seconds"].items()}
         row |= {"bytes": moved, "gb_per_s": rates}
         if b.model:
@@ -269,7 +273,8 @@ def sweep(b: Bench, rows: int, V: int) -> Row:
             row["predicted_ms"] = {"call": ms}
         return row
 
-    return checked((rows, V), float((run().logps[few] - true).abs().max()), LOGPS, take)
+    off = [float((x().logps[few] - true).abs().max()) for x in (run, *others.values())]
+    return checked((rows, V), max(off), LOGPS, take)
 
 
 class Part(NamedTuple):
@@ -314,7 +319,7 @@ def told(row: Row, names: dict[str, str]) -> str:
         lines[0] += f", peak {row['extra_bytes'] / 2**20:,.0f} MiB beyond the inputs"
     for name, seconds in row.get("seconds", {}).items():
         median, low, high = (1e3 * x for x in spread(seconds))
-        line = f"  {names[name]:30} {median:9.4g} ms {f'[{low:.4g}, {high:.4g}]':>18}"
+        line = f"  {names.get(name, name):30} {median:9.4g} ms {f'[{low:.4g}, {high:.4g}]':>18}"
         line += f" {median / (1e3 * statistics.median(row['seconds']['floor'])):7.3f} x first"
         if name in row.get("gb_per_s", {}):
             rate = row["gb_per_s"][name]
@@ -327,18 +332,12 @@ def told(row: Row, names: dict[str, str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_times", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = parser_of("benchmarks.gpu_times", __doc__, rounds=9)
     parser.add_argument("part", choices=PARTS, help="what is measured")
-    add_device_option(parser)
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds (default: 9)")
     parser.add_argument("--choose", action="store_true", help="of exp_gemm: keep the choice")
-    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     args = parser.parse_args(argv)
     b = Bench(args.device, args.rounds)
-    result: Row = {**header(args.device), "part": args.part, "rows": []}
-    print_header(result)
+    result: Row = new_result(args.device, part=args.part)
     if b.model:
         print(f"x model: the time over the predicted one. {error_of_the_model()}")
     part = PARTS[args.part]
@@ -346,7 +345,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             row = part.measure(b, *shape)
         except Exception as error:  # the next one may well fit, or be right
-            row = {"shape": shape, "status": reason(args.part, error)}
+            row = {"shape": shape, "status": reason(error)}
         result["rows"].append(row)
         print(told(row, part.names), flush=True)
         write_json(args.json, result)  # after each row: an interrupted run keeps its results

@@ -7,16 +7,14 @@ Every contender gets the same inputs. Its loss and gradients are first compared 
 few sequences; in every timed step, its loss and the norms of its gradients are compared with those
 of the others. A contender that is wrong or not installed gets a row that says so, and no time.
 
-Time: contenders take turns. A turn is a warm-up step, the forward alone, and forward with backward.
-The table has the median [20th, 80th percentile] over rounds (of three rounds these are the smallest
-and the largest). On a CPU each contender runs in a process of its own, whose allocator keeps its
-memory during a turn, as PyTorch's does on a GPU; with --fresh-memory each step has to ask the
-system for memory anew. On a GPU, eager and this library go first, in one process; then each peer
-has a process of its own, which is ended after a quarter of --limit-s.
+Time: contenders take turns. A turn is a warm-up step and a step of forward and backward. The table
+has the median [20th, 80th percentile] over rounds (of three rounds these are the smallest and the
+largest). On a CPU each contender runs in a process of its own, whose allocator keeps its memory
+during a turn, as PyTorch's does on a GPU. On a GPU, eager and this library go first, in one
+process; then each peer has a process of its own, which is ended after a quarter of --limit-s.
 
 `--workload support` stands for the demo model's samples under top-p, top-k and min-p. Their loss
-is over the ids that sampling kept; eager masks all others. "no support" is the loss over the
-whole vocabulary, which is compared with that in float64, and with nobody else's.
+is over the ids that sampling kept; eager masks all others.
 
 Memory: "extra" is the peak beyond the inputs, in a fresh process per contender. "workspace" is the
 part of it that is neither the gradient of the hidden states nor a float32 gradient of the head.
@@ -42,33 +40,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import (
-    BASELINE,
-    CONTENDERS,
-    MASKED,
-    NO_SUPPORT,
-    OURS,
-    REPLAYS,
-    TRUSTED,
-    UNPADDED,
-    contender,
-)
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED
 from benchmarks.cost_model import error_of_the_model, predict, shape
 from benchmarks.gpu_costs import METHODS, device_of
 from benchmarks.measure import (
     FLOOR,
+    Found,
     Loss,
-    add_head_options,
-    default_dtype,
     extra_memory,
     header,
     load,
     loss_of,
-    print_header,
+    new_result,
+    parser_of,
     reason,
     release,
     run_alone,
     spread,
+    step,
     stored,
     times,
     with_grad,
@@ -76,11 +65,12 @@ from benchmarks.measure import (
 )
 from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
 from grpo_kernels import reference
+from grpo_kernels.kernels import BACKENDS
 
 CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
 # Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
 # inputs, that of the loss to the mean size of its terms, which is 1.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 ERRORS = ("loss", "d_hidden", "d_weight")
 # Contenders, and the methods of the cost model that stand for them.
 PREDICTED_BY = {
@@ -102,25 +92,15 @@ class Truth(NamedTuple):
     d_weight: Tensor
 
 
-def truth_of(w: Workload, *, replayed: bool = True) -> Truth:
-    """Picks a few sequences that have a gradient and computes their loss in float64.
-
-    With a support the loss is over its entries, unless it is not to be `replayed`.
-    """
+def truth_of(w: Workload) -> Truth:
+    """Picks a few sequences that have a gradient and computes their loss in float64."""
     trained = torch.arange(len(w.advantages), device=w.advantages.device)
     if w.mask is not None:
         trained = trained[(w.advantages != 0) & w.mask.any(1)]
     w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
     exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
-    loss = reference.fused_grpo_loss(
-        exact.hidden,
-        exact.weight,
-        exact.targets,
-        exact.advantages,
-        exact.mask,
-        old_logps=exact.old_logps,
-        support=exact.support if replayed else None,
-    ).loss
+    given = exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask
+    loss = reference.fused_grpo_loss(*given, old_logps=exact.old_logps, support=exact.support).loss
     loss.backward()
     assert exact.hidden.grad is not None and exact.weight.grad is not None
     return Truth(w, loss.item(), exact.hidden.grad, exact.weight.grad)
@@ -129,8 +109,7 @@ def truth_of(w: Workload, *, replayed: bool = True) -> Truth:
 def errors(loss: Loss, truth: Truth) -> dict[str, float]:
     """Returns the absolute error of the loss and the relative errors of the gradients."""
     w = with_grad(truth.w.each(Tensor.detach))
-    value = loss(w)
-    value.backward()
+    value = step(loss, w)
     assert w.hidden.grad is not None and w.weight.grad is not None
     return {
         "loss": abs(value.item() - truth.loss),
@@ -146,32 +125,24 @@ def _relative_error(grad: Tensor, expected: Tensor) -> float:
     return squares**0.5 / float(expected.norm())
 
 
-Found = dict[str, dict[str, Any]]
-
-
 class Results:
     """What has been found out about a workload's contenders so far, saved whenever it grows."""
 
     def __init__(
-        self,
-        w: Workload,
-        names: list[str],
-        args: argparse.Namespace,
-        save: Callable[[list[dict[str, Any]]], None],
+        self, w: Workload, names: list[str], device: str, save: Callable[[list[Any]], None]
     ) -> None:
-        self.workload, self.names, self.save = w.describe(), names, save
-        self.dtype = w.hidden.dtype
+        self.workload, self.save, self.dtype = w.describe(), save, w.hidden.dtype
         # Over the entries of a support the FLOPs are others.
         self.flop = 6 * w.tokens * w.weight.numel() if w.support is None else None
         self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
-        self.found: Found = {name: {"status": "not measured"} for name in (*self.names, FLOOR)}
+        self.found: Found = {name: {"status": "not measured"} for name in (*names, FLOOR)}
         self.predicted: dict[str, float] = {}
-        device = device_of(header(args.device)["device"])
+        model = device_of(header(device)["device"])
         # The model is of bfloat16 where every token counts.
-        if device and w.mask is None and w.support is None and self.dtype == torch.bfloat16:
+        if model and w.mask is None and w.support is None and self.dtype == torch.bfloat16:
             V, H = w.weight.shape
             self.predicted = {
-                name: predict(device, (w.tokens, V, H), METHODS[method]) / 1e3
+                name: predict(model, (w.tokens, V, H), METHODS[method]) / 1e3
                 for name, method in PREDICTED_BY.items()
             }
 
@@ -182,39 +153,52 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per contender, the bare GEMMs last; times only where all is right."""
-        timed = {n: x for n, x in self.found.items() if x["status"] == "ok" and "results" in x}
-        wrong = wrong_in_full(timed, self.dtype) if timed else set()
-        rows = []
-        for name, known in self.found.items():
-            row = {"workload": self.workload, "name": name, **known}
-            if name in wrong:
-                row["status"] = "wrong in full"
-            elif row["status"] == "ok" and "seconds" not in row:
-                row["status"] = "not timed"
-            if row["status"] != "ok":
-                row = {k: x for k, x in row.items() if not k.endswith("seconds")}
-            else:
-                if self.flop is not None:
-                    row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
-                if name in self.predicted:
-                    row["predicted_seconds"] = self.predicted[name]
-                if "extra_bytes" in row:
-                    row["workspace_bytes"] = row["extra_bytes"] - self.gradient_bytes
-            rows.append(row)
-        return rows
+        wrong = wrong_in_full(self.found, self.dtype)
+        return [self._row(name, known, name in wrong) for name, known in self.found.items()]
+
+    def _row(self, name: str, known: dict[str, Any], wrong: bool) -> dict[str, Any]:
+        row = {"workload": self.workload, "name": name, **known}
+        if wrong:
+            row["status"] = "wrong in full"
+        elif row["status"] == "ok" and "seconds" not in row:
+            row["status"] = "not timed"
+        if row["status"] != "ok":
+            return {k: x for k, x in row.items() if not k.endswith("seconds")}
+        if self.flop is not None:
+            row["tflops"] = self.flop / statistics.median(row["seconds"]) / 1e12
+        if name in self.predicted:
+            row["predicted_seconds"] = self.predicted[name]
+        if "extra_bytes" in row:
+            row["workspace_bytes"] = row["extra_bytes"] - self.gradient_bytes
+        return row
+
+
+def wrong_in_full(found: Found, dtype: torch.dtype) -> set[str]:
+    """Returns those whose loss or gradient norms are not the median of all."""
+    results = {k: x["results"] for k, x in found.items() if x["status"] == "ok" and "results" in x}
+    expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
+    wrong = set()
+    for name, steps in results.items():
+        for loss, *norms in steps:
+            off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
+            # Written so that NaN is wrong.
+            if not all(x <= TOLERANCE[dtype] for x in (abs(loss - expected[0]), *off)):
+                wrong.add(name)
+    return wrong
 
 
 def run_workload(
     workload: str,
     args: argparse.Namespace,
-    save: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+    save: Callable[[list[Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Returns one row per contender; its `status` is "ok", "wrong" or why it has no times."""
     deadline = time.monotonic() + args.limit_s
-    w = make(workload, args.shapes, args.device).to(getattr(torch, args.dtype))
+    cuda = torch.device(args.device).type == "cuda"
+    w = make(workload, args.shapes, args.device).to(torch.bfloat16 if cuda else torch.float32)
     print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
-    names = args.contenders if w.support is None else [*REPLAYS]
-    results = Results(w, names, args, save)
+    names = args.contenders if w.support is None else [BASELINE, *OURS]
+    results = Results(w, names, args.device, save)
     # On a GPU, a peer that takes too long or ends its process shall not take the others with it.
     alone = [n for n in names if args.isolate and n not in TRUSTED]
     with stored(w) as path:
@@ -245,7 +229,7 @@ def measure_alone(
     except BrokenProcessPool:
         return {"status": "its process ended"}
     except Exception as error:
-        return {"status": reason(name, error)}
+        return {"status": reason(error)}
     return {**found[name], "floor_seconds": found[FLOOR].get("seconds", [])}
 
 
@@ -261,81 +245,52 @@ def measure_together(
     `tell` gets what is known after each of these, and after each round.
     """
     warnings.filterwarnings("ignore", category=UserWarning)
-    device, backend = torch.device(args.device), args.backend
-    w = load(path, device, shared=True)
-    truth, masked = truth_of(w), w.mask is not None
-    dense = truth if w.support is None else truth_of(w, replayed=False)
-    del w
-    found: Found = {}
+    device, found = torch.device(args.device), Found()
+    truth = truth_of(load(path, device, shared=True))
     for name in names:
-        row: dict[str, Any] = {}
-        idle = name == UNPADDED and not masked
-        absent = "every token counts" if idle else contender(name).absent(device)
-        sought = dense if name == NO_SUPPORT else truth
-        row["status"] = absent or check(name, sought, row, backend=backend)
-        found[name] = row
+        absent = CONTENDERS[name].absent(device)
+        found[name] = {"status": absent} if absent else check(name, truth, args.backend)
         tell(found)
-    del truth, dense, sought
+    del truth
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
     correct = [name for name in names if found[name]["status"] == "ok"]
     found[FLOOR] = {"status": "ok"}
 
-    def tell_times(taken: dict[str, dict[str, list[Any]]]) -> None:
+    def tell_times(taken: Found) -> None:
         for name, timing in taken.items():
-            failed = {"status": timing["status"][0]} if "status" in timing else {}
-            found[name] |= timing | failed
+            found[name] |= timing
         tell(found)
 
-    options = {"fresh_memory": args.fresh_memory, "deadline": deadline, "backend": backend}
-    tell_times(times(correct, path, device, args.rounds, each_round=tell_times, **options))
+    tell_times(times(correct, path, device, args.rounds, args.backend, deadline, tell_times))
     for name in correct:
         row = found[name]
         if row["status"] == "ok":
             try:
-                row["extra_bytes"] = extra_memory(name, path, device, backend=backend)
+                row["extra_bytes"] = extra_memory(name, path, device, args.backend)
             except Exception as error:
-                row["status"] = reason(name, error)
+                row["status"] = reason(error)
             tell(found)
     return found
 
 
-def check(name: str, truth: Truth, row: dict[str, Any], **options: Any) -> str:
-    """Fills in the errors of a row and returns its status, also if a peer raises an exception."""
+def check(name: str, truth: Truth, backend: str) -> dict[str, Any]:
+    """Returns the errors of a contender and its status, also if it raises an exception."""
     try:
-        row |= errors(loss_of(name, options), truth)
+        row = errors(loss_of(name, backend), truth)
     except Exception as error:
-        return reason(name, error)
-    allowed = TOLERANCE[truth.w.hidden.dtype]
-    return "ok" if all(row[key] <= allowed for key in ERRORS) else "wrong"
-
-
-def wrong_in_full(taken: dict[str, dict[str, list[Any]]], dtype: torch.dtype) -> set[str]:
-    """Returns those whose loss or gradient norms are not the median of all with their objective."""
-    results = {name: timing["results"] for name, timing in taken.items() if "results" in timing}
-    medians = []
-    for other in (False, True):
-        steps = [x for name, x in results.items() if (name == NO_SUPPORT) == other]
-        medians.append([statistics.median(x) for x in zip(*chain(*steps), strict=True)])
-    wrong = set()
-    for name, steps in results.items():
-        expected = medians[name == NO_SUPPORT]
-        for loss, *norms in steps:
-            off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
-            # Written so that NaN is wrong.
-            if not all(x <= TOLERANCE[dtype] for x in (abs(loss - expected[0]), *off)):
-                wrong.add(name)
-    return wrong
+        return {"status": reason(error)}
+    right = all(row[key] <= TOLERANCE[truth.w.hidden.dtype] for key in ERRORS)
+    return {**row, "status": "ok" if right else "wrong"}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    eager = (BASELINE, MASKED)
-    base = next((r for r in rows if r["name"] in eager and r["status"] == "ok"), None)
+    base = next((r for r in rows if r["name"] == BASELINE and r["status"] == "ok"), None)
     predicted = any("predicted_seconds" in row for row in rows)
     floor = statistics.median(rows[-1]["seconds"])
     print(
-        f"{'':27}{'seconds':>8} {'[p20, p80]':>15} {'x eager':>8} {'x GEMMs':>8} {'forward':>8}"
-        f" {'TFLOP/s':>8} {'extra MiB':>10} {'x eager':>8} {'workspace':>10} {'loss err':>8}"
-        f" {'dH err':>8} {'dW err':>8}{' x model' if predicted else ''}"
+        f"{'':27}{'seconds':>8} {'[p20, p80]':>15} {'x eager':>8} {'x GEMMs':>8} {'TFLOP/s':>8} "
+        f"{'extra MiB':>10} {'x eager':>8} {'workspace':>10} {'loss err':>8} {'dH err':>8} "
+        f"{'dW err':>8}{' x model' if predicted else ''}"
     )
     for row in rows:
         if row["status"] != "ok":
@@ -347,70 +302,45 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         line = f"{row['name']:27}{median:8.3g} {f'[{low:.3g}, {high:.3g}]':>15}"
         line += f" {median / spread(base['seconds'])[0]:8.3f}" if base else f"{'':9}"
         line += f" {median / floor:8.3f}"
-        if row.get("forward_seconds"):
-            line += f" {statistics.median(row['forward_seconds']):8.3g}"
-        else:
-            line += f"{'':9}"
         line += f" {row['tflops']:8.3g}" if "tflops" in row else f"{'':9}"
-        if row.get("extra_bytes") is not None:
-            share = row["extra_bytes"] / base["extra_bytes"] if base else math.nan
+        if "extra_bytes" in row:
+            share = row["extra_bytes"] / base.get("extra_bytes", math.nan) if base else math.nan
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
             line += f" {row['workspace_bytes'] / 2**20:10,.0f}"
             line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
         if "predicted_seconds" in row:
-            line += " " * (155 - len(line)) + f"{median / row['predicted_seconds']:8.2f}"
+            line = f"{line:146}{median / row['predicted_seconds']:8.2f}"
         print(line, flush=True)
-    if any(row["name"] == NO_SUPPORT for row in rows):
-        print('"no support": another objective, for its cost. No peer takes a support: see eager.')
     if predicted:
         print(f"x model: the time over that of benchmarks/cost_model.py. {error_of_the_model()}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.head", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = parser_of("benchmarks.head", __doc__, rounds=5)
     default = ["smollm", "rollout", "flat", "qwen05"]
     parser.add_argument(
-        "--workload",
-        nargs="+",
-        choices=(*WORKLOADS, "support"),
-        default=default,
-        metavar="NAME",
+        "--workload", nargs="+", choices=(*WORKLOADS, "support"), default=default, metavar="NAME",
         help=f"batches to measure, among {', '.join(WORKLOADS)}; benchmarks/workloads.py describes "
         f"them; support: the last {len(TRUNCATED)} (default: {' '.join(default)})",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--shapes",
-        type=shape,
-        metavar="N,V,H",
+        "--shapes", type=shape, metavar="N,V,H",
         help="tokens, vocabulary and hidden size of synthetic workloads (default: their own)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--peers",
-        nargs="*",
-        metavar="NAME",
+        "--peers", nargs="*", metavar="NAME",
         help="measure only peers whose name begins with NAME, beside eager and this library "
         "(default: all; without NAME: none)",
-    )
-    add_head_options(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    )  # fmt: skip
     parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
+        "--backend", choices=BACKENDS, default="auto", help="of this library (default: auto)"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, metavar="SECONDS",
         help="start no further round of a workload after this time; on a GPU, end a peer after a "
         "quarter of it (default: no limit)",
-    )
-    parser.add_argument(
-        "--fresh-memory",
-        action="store_true",
-        help="on a CPU: each step asks the system for memory anew, as by default with glibc",
-    )
-    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or default_dtype(args.device)
     args.isolate = torch.device(args.device).type == "cuda"
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1; got {args.rounds}")
@@ -420,23 +350,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     fixed = [name for name in args.workload if name not in SYNTHETIC]
     if args.shapes and fixed:
         parser.error(f"--shapes: expected synthetic workloads only; got {', '.join(fixed)}")
-    always = (BASELINE, *OURS)
-    peers = [""] if args.peers is None else args.peers
+    peers = tuple(peer.lower() for peer in ([""] if args.peers is None else args.peers))
     for peer in peers:
-        if not any(name.lower().startswith(peer.lower()) for name in CONTENDERS):
+        if not any(name.lower().startswith(peer) for name in CONTENDERS):
             parser.error(f"--peers: expected the beginning of {', '.join(CONTENDERS)}; got {peer}")
-    begins = tuple(peer.lower() for peer in peers)
-    args.contenders = [n for n in CONTENDERS if n in always or n.lower().startswith(begins)]
+    always = (BASELINE, *OURS)
+    args.contenders = [n for n in CONTENDERS if n in always or n.lower().startswith(peers)]
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     # Peers warn of the way in which they are called here.
     warnings.filterwarnings("ignore", category=UserWarning)
-    result = {**header(args.device), "backend": args.backend, "rows": []}
-    result["fresh_memory"] = args.fresh_memory
-    print_header(result)
+    result = new_result(args.device, backend=args.backend)
     done: list[dict[str, Any]] = []
 
     def save(rows: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -30,23 +30,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.contenders import contender
-from benchmarks.cost_model import shape
+from benchmarks.contenders import CONTENDERS
 from benchmarks.workloads import Workload
-from grpo_kernels.kernels import BACKENDS
 
 FLOOR = "bare GEMMs"
 # The GPU's memory is exhausted, or the system killed the process for want of memory.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# A step with more page faults than this had to ask the system for memory, and is taken again, up
-# to so many times in all.
+# Now and then kept memory is too fragmented to serve a step. One with more page faults than this is
+# taken again, up to so many times in all.
 _FEW_FAULTS, _TRIES = 5_000, 4
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 Loss = Callable[[Workload], Tensor]
+Found = dict[str, dict[str, Any]]  # what is known of each contender
 T = TypeVar("T")
 
 
@@ -69,12 +68,10 @@ class PeakMemory:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
-        elif _CLEAR_REFS.exists():
-            try:
+        else:
+            with suppress(OSError):  # a system that does not tell, or does not let it be reset
                 _CLEAR_REFS.write_text("5")
                 self._start = _peak_resident_bytes()
-            except OSError:  # a sandbox that does not let a process reset its own mark
-                pass
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,9 +119,9 @@ def with_grad(w: Workload) -> Workload:
     return w
 
 
-def loss_of(name: str, options: dict[str, Any]) -> Loss:
-    """Returns a contender's loss, with `options` if it is one of this library's."""
-    return partial(contender(name).loss, **(options if name.startswith("ours") else {}))
+def loss_of(name: str, backend: str) -> Loss:
+    """Returns a contender's loss, with `backend` if it is one of this library's."""
+    return partial(CONTENDERS[name].loss, **({"backend": backend} if "ours" in name else {}))
 
 
 def step(loss: Loss, w: Workload) -> Tensor:
@@ -132,11 +129,6 @@ def step(loss: Loss, w: Workload) -> Tensor:
     value = loss(w)
     value.backward()
     return value.detach()
-
-
-def time_once(run: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds that one call takes."""
-    return timed(run, device)[0]
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
@@ -155,13 +147,10 @@ def times(
     path: Path,
     device: torch.device,
     rounds: int,
-    *,
-    forward: bool = True,
-    fresh_memory: bool = False,
+    backend: str = "auto",
     deadline: float = math.inf,
-    each_round: Callable[[dict[str, dict[str, list[Any]]]], None] = lambda _: None,
-    **options: Any,
-) -> dict[str, dict[str, list[Any]]]:
+    each_round: Callable[[Found], None] = lambda _: None,
+) -> Found:
     """Times forward and backward of the bare GEMMs and each contender, in turns.
 
     On a CPU each contender has a process of its own, which waits while others run. In a shared one
@@ -172,22 +161,18 @@ def times(
         path: the file of a stored workload.
         device: where to load the workload.
         rounds: how many times each contender is measured.
-        forward: whether to time the forward alone, too.
-        fresh_memory: on a CPU, whether each step asks the system for its memory anew.
+        backend: of this library's contenders.
         deadline: a value of `time.monotonic()` after which no further round begins.
         each_round: called after each round with what has been taken so far.
-        options: keyword arguments for this library's contenders.
 
     Returns:
-        For each name lists of `seconds`, `forward_seconds` and `results` (the loss and the norms of
-        the gradients), one entry per round; for one that failed, `status` with the reason.
+        For each name lists of `seconds` and `results` (the loss and the norms of the gradients),
+        one entry per round; for one that failed, `status` with the reason.
     """
-    taken: dict[str, dict[str, list[Any]]] = {name: {} for name in (FLOOR, *names)}
+    taken: Found = {name: {} for name in (FLOOR, *names)}
     with ExitStack() as stack:
-        pools = {
-            name: stack.enter_context(fresh_process())
-            for name in (() if device.type == "cuda" else taken)
-        }
+        own_process = () if device.type == "cuda" else taken
+        pools = {name: stack.enter_context(fresh_process()) for name in own_process}
         bar = stack.enter_context(tqdm(total=rounds * len(taken), desc="timing", disable=None))
         for done in range(rounds):
             if done and time.monotonic() > deadline:
@@ -196,12 +181,13 @@ def times(
                 bar.update()
                 if "status" in mine:
                     continue
-                turn = (name, path, device, forward, fresh_memory, options)
+                turn, pool = (name, path, device, backend), pools.get(name)
                 try:
-                    pool = pools.get(name)
                     result = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
                 except Exception as error:
-                    taken[name] = {"status": [reason(name, error)]}
+                    if name == FLOOR:  # without which nothing can be told
+                        raise
+                    taken[name] = {"status": reason(error)}
                     continue
                 for key, value in result.items():
                     mine.setdefault(key, []).append(value)
@@ -210,10 +196,8 @@ def times(
     return taken
 
 
-def reason(name: str, error: Exception) -> str:
-    """Returns the text for a contender's error; without the bare GEMMs nothing can be told."""
-    if name == FLOOR:
-        raise error
+def reason(error: Exception) -> str:
+    """Returns the text of an error, on a line."""
     if isinstance(error, OUT_OF_MEMORY):
         return "out of memory"
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:90]
@@ -235,7 +219,7 @@ def fresh_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=context)
 
 
-def run_alone(run: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+def run_alone(run: Callable[..., T], *arguments: Any, limit_s: float = math.inf) -> T:
     """Returns the result of a function that runs in a process of its own, for a time at most.
 
     Raises:
@@ -275,25 +259,17 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def take_turn(
-    name: str,
-    path: Path,
-    device: torch.device,
-    forward: bool,
-    fresh_memory: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
+def take_turn(name: str, path: Path, device: torch.device, backend: str) -> dict[str, Any]:
     """Runs a warm-up step and a timed one, then returns the memory to the system."""
     w = load(path, device, shared=True)
-    kept = device.type == "cpu" and not fresh_memory
-    if kept:
-        keep_memory()
+    if device.type == "cpu":
+        keep_memory()  # as PyTorch does on a GPU
     try:
         if name == FLOOR:
             run = bare_gemms(w)
             run()
-            return {"seconds": time_once(run, device)}
-        return _turn(loss_of(name, options), w, forward, kept)
+            return {"seconds": timed(run, device)[0]}
+        return time_step(loss_of(name, backend), w)
     finally:
         with_grad(w)
         give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -301,25 +277,18 @@ def take_turn(
             give_back(0)  # the other processes need it
 
 
-def _turn(loss: Loss, w: Workload, forward: bool, kept: bool) -> dict[str, Any]:
-    measured: dict[str, Any] = {}
-    device, tries = w.hidden.device, _TRIES if kept else 1
+def time_step(loss: Loss, w: Workload) -> dict[str, Any]:
+    """Times a step, after one that is not counted."""
     step(loss, w)
-    with_grad(w)
-    if forward:
-        with torch.no_grad():
-            measured["forward_seconds"] = time_once(partial(loss, w), device)
-    for left in reversed(range(tries)):
-        faults = _page_faults()
-        measured["seconds"], value = timed(partial(step, loss, w), device)
-        # Now and then kept memory is too fragmented to serve the step, which then is taken again.
-        if not left or _page_faults() - faults < _FEW_FAULTS:
-            break
+    for left in reversed(range(_TRIES)):
         with_grad(w)
+        before = _page_faults()
+        seconds, value = timed(partial(step, loss, w), w.hidden.device)
+        if not left or _page_faults() - before < _FEW_FAULTS:
+            break
     gradients = [x.grad for x in (w.hidden, w.weight)]
     norms = [0.0 if x is None else float(x.float().norm()) for x in gradients]
-    measured["results"] = (float(value), *norms)
-    return measured
+    return {"seconds": seconds, "results": (float(value), *norms)}
 
 
 def _page_faults() -> int:
@@ -336,37 +305,24 @@ def stored(w: Workload) -> Iterator[Path]:
         yield path
 
 
-def extra_memory(name: str, path: Path, device: torch.device, **options: Any) -> int:
+def extra_memory(name: str, path: Path, device: torch.device, backend: str = "auto") -> int:
     """Returns the peak memory of forward and backward beyond the inputs, in bytes.
 
-    On a CPU this runs in a fresh process, as `PeakMemory` needs.
-
-    Args:
-        name: the contender.
-        path: the file of a stored workload.
-        device: where to load the workload.
-        options: keyword arguments for this library's contenders.
-
-    Raises:
-        BrokenProcessPool: the process was killed for want of memory.
+    On a CPU this runs in a fresh process, as `PeakMemory` needs, and raises `BrokenProcessPool` if
+    that is killed for want of memory.
     """
-    if device.type == "cuda":
-        return measure_memory(name, path, device, options)
-    with fresh_process() as pool:
-        return pool.submit(measure_memory, name, path, device, options).result()
+    given = (name, path, device, backend)
+    return measure_memory(*given) if device.type == "cuda" else run_alone(measure_memory, *given)
 
 
-def measure_memory(name: str, path: Path, device: torch.device, options: dict[str, Any]) -> int:
-    loss, w = loss_of(name, options), load(path, device, shared=False)
+def measure_memory(name: str, path: Path, device: torch.device, backend: str) -> int:
+    loss, w = loss_of(name, backend), load(path, device, shared=False)
     # The first call loads libraries and starts thread pools: make it a tiny one. torch.compile
     # compiles for the shapes, so its first call has to be of full size.
-    if "compiled" in name:
-        step(loss, w)
-        with_grad(w)
-    else:
-        step(loss, with_grad(w.tiny()))
+    step(loss, w if "compiled" in name else with_grad(w.tiny()))
+    with_grad(w)
     with PeakMemory(w.hidden.device) as memory:
-        step(loss, with_grad(w))
+        step(loss, w)
     if memory.extra_bytes is None:
         raise OSError(f"this system does not report peak memory for {w.hidden.device}")
     return memory.extra_bytes
@@ -402,6 +358,14 @@ def header(device: str) -> dict[str, Any]:
     }
 
 
+def new_result(device: str, **more: Any) -> dict[str, Any]:
+    """Prints what `header` describes, on one line; returns it with an empty list of rows."""
+    result = {**header(device), **more, "rows": []}
+    values = {**result, **result["peers"]}
+    print(" | ".join(f"{k}: {v}" for k, v in values.items() if isinstance(v, str)))
+    return result
+
+
 def write_json(path: Path | None, result: Any) -> None:
     """Writes a file atomically, as a run may be stopped at any time; None writes nothing."""
     if path is not None:
@@ -409,12 +373,6 @@ def write_json(path: Path | None, result: Any) -> None:
         scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps(result, indent=1) + "\n")
         scratch.replace(path)
-
-
-def print_header(result: dict[str, Any]) -> None:
-    """Prints what `header` describes, on one line."""
-    values = {**result, **result["peers"]}
-    print(" | ".join(f"{k}: {v}" for k, v in values.items() if isinstance(v, str)))
 
 
 def _output_of(*command: str) -> str:
@@ -425,43 +383,21 @@ def _output_of(*command: str) -> str:
     return run.stdout.strip()
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --device."""
+def parser_of(module: str, doc: str | None, *, rounds: int = 0) -> argparse.ArgumentParser:
+    """Returns a parser with --device and --json and, with a default for it, --rounds."""
+    about = (doc or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu or cuda (default: cuda if there is one)",
     )
-
-
-def add_dense_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --shapes, of one batch of synthetic states, --device and --rounds."""
-    parser.add_argument(
-        "--shapes",
-        type=shape,
-        default=(2048, 49_152, 576),
-        metavar="N,V,H",
-        help="tokens, vocabulary and hidden size (default: 2048,49152,576)",
-    )
-    add_device_option(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
-
-
-def add_head_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype (its default is `default_dtype`) and --backend."""
-    add_device_option(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of hidden states and head (default: bfloat16 on cuda, else float32)",
-    )
-    parser.add_argument(
-        "--backend", choices=BACKENDS, default="auto", help="of this library (default: auto)"
-    )
-
-
-def default_dtype(device: str) -> str:
-    return "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    parser.add_argument("--json", type=Path, help="also write every measurement to this file")
+    if rounds:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help=f"measured rounds (default: {rounds})"
+        )
+    return parser
 
 
 def version(package: str) -> str:

@@ -64,11 +64,9 @@ def steps(out: Path, dry_run: bool) -> list[Step]:
         timing("exp_gemm", 30),
         timing("scoring", 30),
         timing("graph", 30),
-        timing("sweep", 25),
-        step("gemms", 30, "benchmarks.gemms"),
+        timing("sweep", 35),
         Step("tests", 45, _tests(dry_run)),
-        step("tune", 25, "benchmarks.tune", tiny="--tokens 4 --vocabulary 300"),
-        step("peers", 50, "benchmarks.head", *head, tiny="--rounds 1 --peers"),
+        step("peers", 50, "benchmarks.head", *head, tiny="--rounds 1 --peers --backend torch"),
     ]
     if not dry_run:
         training = [sys.executable, "examples/train_additions.py", "--name", "training"]

@@ -9,7 +9,6 @@ first step. A step is timed from the end of the one before to its own end.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
@@ -18,10 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import header, spread, write_json
+from benchmarks.measure import new_result, parser_of, spread, write_json
 from examples.demo_model import MODEL, model_path, resolved, upper_half
 from grpo_kernels.training import (
     Trainer,
@@ -145,18 +143,14 @@ def in_a_process(contender: Any, task: str, steps: int) -> list[dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trainers", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = parser_of("benchmarks.trainers", __doc__, rounds=2)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=int, default=4, help="of each trainer, in each round")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: expected at least 2, as the first is not counted")
     model_path()  # made before anything is timed
-    result: dict[str, Any] = {**header("cpu"), "tasks": {}}
+    result = new_result("cpu", tasks={})
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as output:
             config = config_of(task, args.steps, output)

@@ -57,10 +57,6 @@ class Workload:
     mask: Tensor | None = None  # [B, T], bool
     support: Support | None = None  # what sampling kept for each token
 
-    def __post_init__(self) -> None:
-        if self.support is not None:
-            self.support = Support(*self.support)  # older files have a plain pair
-
     @property
     def tokens(self) -> int:
         """The number of positions that count."""

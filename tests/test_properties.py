@@ -7,6 +7,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_kernels import grpo_loss
 from grpo_kernels.loss.config import AGGREGATIONS, IS_CORRECTIONS, KL_ESTIMATORS, LOSS_TYPES
 from tests import test_pairs as pairs
 from tests.helpers.batches import Batch, assert_matches, config, make_batch, packed, run_fused
@@ -114,3 +115,15 @@ def option_sets(draw) -> tuple[tuple[str, ...], str]:
 def test_any_options_go_together_or_are_refused(case, seed):
     """More of them than the two of `test_pairs.py`."""
     pairs.check(*case, floor=1e-3, B=6, T=11, seed=seed)
+
+
+def test_an_entropy_bonus_without_a_mask():
+    """Found by calls drawn at random: an expanded gradient was scaled in place."""
+    logps, entropy = -torch.rand(4, 2) - 1, torch.rand(4, 2)
+    grads = []
+    for masked in ({}, {"mask": torch.ones(4, 2, dtype=torch.bool)}):
+        leaf = entropy.clone().requires_grad_()
+        bonus = config(entropy_coef=0.5)
+        (2 * grpo_loss(logps, torch.ones(4), entropy=leaf, config=bonus, **masked).loss).backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads) and (grads[0] < 0).all()

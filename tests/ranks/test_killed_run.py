@@ -2,27 +2,40 @@
 
 import signal
 import sys
+from collections import Counter
 
 import pytest
+import torch
 
-from benchmarks import soak
+from grpo_kernels.training import checkpoint
+from tests.helpers import faulty_runs
+from tests.helpers.trainer_runs import rows_of
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tiny_model, tmp_path):
-    """Killed at moments that are drawn, half of them while a checkpoint gets its name."""
-    faults = soak.faults_at(20, 2, ("kill", "rename"))
-    options = soak.options_of(str(tiny_model), 20) | {
-        "save_every": 1, "learning_rate": 1e-3, "beta": 0.05, "eval_every": 4,
+@pytest.mark.skipif(sys.platform != "linux", reason="forks the runs' processes")
+def test_a_run_with_faults_goes_on_as_if_it_had_none(tiny_model, tmp_path):
+    """Kills at moments that are drawn and while a checkpoint gets its name, signals, errors."""
+    faults, met = faulty_runs.faults_at(24, 2), tmp_path / "met.jsonl"
+    options = {
+        "model": str(tiny_model), "output": str(tmp_path), "dataset": "examples.problems:additions",
+        "rewards": ["noise"], "steps": 24, "prompts_per_step": 2, "num_generations": 2,
+        "max_completion_length": 4, "micro_batch_size": 2, "epochs_per_rollout": 2, "eval_size": 4,
+        "eval_every": 15, "save_every": 1, "learning_rate": 1e-3, "save_model": False, "beta": 0.05,
         "schedule": "linear",
+        "show_every": 10**6,
     }  # fmt: skip
-    soak.soak(options | {"name": "whole"}, {}, tmp_path)
-    codes = soak.soak(options | {"name": "killed"}, faults, tmp_path)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    met = soak.rows_of(killed / "faults.jsonl")
-    assert len(met) == len(faults) == codes.count(-signal.SIGKILL) == 9
-    assert soak.compare(whole, killed) == {"rows": True, "weights": True}
+    assert faulty_runs.run_through(options | {"name": "whole"}, {}, met) == [0]
+    codes = faulty_runs.run_through(options | {"name": "faulty"}, faults, met)
+    found = Counter(fault["kind"] for fault in faulty_runs.faults_met(met))
+    assert found == Counter(faults.values()) and len(faults) == 11
+    assert codes.count(-signal.SIGKILL) == found["kill"] + found["rename"]
+    whole, faulty = tmp_path / "whole", tmp_path / "faulty"
+    assert rows_of(whole) == rows_of(faulty)
+    own, other = (
+        torch.load(checkpoint.latest(x) / "trained.pt", weights_only=True) for x in (whole, faulty)
+    )
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     for log in ("evaluations.jsonl", "answers.jsonl"):
-        assert (killed / log).read_text() == (whole / log).read_text()
+        assert (faulty / log).read_text() == (whole / log).read_text()

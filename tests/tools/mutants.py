@@ -3,7 +3,6 @@
     python -m tests.tools.mutants                 every damage; exit status 1 if one goes unseen
     python -m tests.tools.mutants --only softcap  those with the word in description or path
     python -m tests.tools.mutants --kernels       those of the kernels, by tests that run their PTX
-    python -m tests.tools.mutants --write         puts the table into mutants.md, too
 
 Each damage is made in a copy of the tree. The test modules that are named with it run first, those
 of several ranks among them; the whole fast tier, if these saw nothing. Undamaged, the tests must be
@@ -26,11 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.tools.damages import DAMAGES, Damage
-from tests.tools.kernel_damages import KERNEL_DAMAGES
+from tests.tools.damages import DAMAGES, KERNEL_DAMAGES, Damage
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "tests" / "tools" / "mutants.md"
 COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
@@ -130,16 +127,6 @@ def undamaged_is_green(workers: int, chosen: list[Damage], kernels: bool) -> boo
     return done.returncode == PASSED
 
 
-def write_table(results: Iterable[Result]) -> None:
-    """Puts the results into the page, between the comments that name their place."""
-    rows = [(r.damage.what, r.damage.path, r.seen_by or NOT_SEEN) for r in results]
-    lines = [("damage", "in", "seen first by"), ["---"] * 3, *rows]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    before, rest = PAGE.read_text().split("<!-- mutants -->\n")
-    after = rest.split("<!-- end of mutants -->")[1]
-    PAGE.write_text(f"{before}<!-- mutants -->\n{table}\n<!-- end of mutants -->{after}")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.tools.mutants", description=(__doc__ or "").split("\n")[0]
@@ -147,7 +134,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a word of the description or of the path")
     parser.add_argument("--kernels", action="store_true", help="damages of the kernels instead")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="their table into mutants.md")
     args = parser.parse_args(argv)
     damages = KERNEL_DAMAGES if args.kernels else DAMAGES
     chosen = [damage for damage in damages if args.only in damage.what + damage.path]
@@ -163,8 +149,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
     seen = sum(bool(result.seen_by) for result in results)
     print(f"{seen} of {len(results)} damages were seen")
-    if args.write and not args.kernels:
-        write_table(results)
     return 0 if seen == len(results) else 1
 
 

@@ -3,6 +3,7 @@
 In processes of their own, as the kernels of this one are the interpreter's.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -54,71 +55,96 @@ def test_table(tmp_path):
     assert f"## Triton {triton.__version__}\n" in page and tables in page
 
 
-# id: (what is changed, what is said)
+# id: (a report that finds something wrong, what it says)
 FAILURES = {
-    "uncovered": ("few.remove(of['sum_parts'])", "sum_parts_kernel: no launch covered it"),
+    "uncovered": ("problems(['policy_loss'])", "sum_parts_kernel: no launch covered it"),
     "no_fusion": (
-        "few.append(replace(of['policy_loss'], fp_fusion=None))",
+        "problems([replace(of['policy_loss'], fp_fusion=None)])",
         "policy_loss_kernel: a launch left to Triton whether products and sums are one instruction",
     ),
     "shared_memory": (
-        "chip = replace(report.ARCHITECTURES['sm_90'], shared_kib=0)\n"
-        "report.ARCHITECTURES['sm_90'] = chip",
+        "problems(['logit_grads'], items=(report.ARCHITECTURES, 'sm_90', tiny_chip))",
         "bytes of shared memory, of 0",
     ),
     "threads": (
-        "few.append(replace(of['policy_loss'], num_warps=64))",
+        "problems([replace(of['policy_loss'], num_warps=64)])",
         "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
     ),
-    # Far more than the registers hold.
-    "spills": (
-        "constants = dict(of['logit_grads'].constants) | {'BLOCK_V': 32768}\n"
-        "constants = tuple(constants.items())\n"
-        "few.append(replace(of['logit_grads'], num_warps=4, constants=constants))",
-        "bytes of stack",
-    ),
+    "spills": ("problems([replace(of['logit_grads'], maxnreg=24)])", "bytes of stack"),
     # What comes of loads one by one.
     "vectors": (
-        "judged = report.judged\n"
-        "report.judged = lambda *args: judged(*args[:3], args[3].replace('.v4', ''))",
+        "problems(['token_stats'], names=(report, 'judged', without_vectors))",
         "token_stats_kernel on sm_90: no vector loads",
     ),
     "sample": (
-        "report.sample = lambda launches: [of['token_stats']]",
+        "problems(['token_stats', 'logit_grads'],"
+        " names=(report, 'sample', lambda launches: launches[:1]))",
         "logit_grads_kernel on sm_90: 0 registers in the sample",
     ),
-    "budget": ("sass.BUDGETS['one sweep'] = 1.0", "one sweep (token_stats_kernel): 9."),
-    "budget_of_sums": (
-        "sass.BUDGETS['segment_sums'] = 1.0", "segment_sums (segment_sums_kernel): 5.1"
+    "budget": (
+        "problems(budget='one sweep', items=(sass.BUDGETS, 'one sweep', 1.0))",
+        "one sweep (token_stats_kernel): 9.",
     ),
     # Two bf16 of each product.
     "bytes_of_dots": (
-        "sass.LOADED['entry_dots_kernel'] = 5",
+        "problems(budget='entry_dots', items=(sass.LOADED, 'entry_dots_kernel', 5))",
         "entry_dots (entry_dots_kernel): logits that are not loaded in vectors, on sm_90",
     ),
     "barrier": (
-        "loops = sass.innermost_loops\n"
-        "sass.innermost_loops = lambda text: [x._replace(barriers=6) for x in loops(text)]",
+        "problems(budget='one sweep', names=(sass, 'innermost_loops', with_barriers))",
         "one sweep (token_stats_kernel): 6 barriers and 0 shuffles in its loop, on sm_90",
     ),
     "no_loop": (
-        "sass.budgeted = lambda: {'one sweep': of['policy_loss']}",
+        "problems(budgeted={'one sweep': of['policy_loss']})",
         "one sweep (policy_loss_kernel): no loop found, on sm_90",
     ),
-    # A sweep over rows of any width.
-    "loads_in_loop": (
-        "for name, launch in (budgeted := sass.budgeted()).items():\n"
-        "    budgeted[name] = replace(launch, divisible=())\n"
-        "sass.budgeted = lambda: budgeted",
-        "logit_grads (logit_grads_kernel): logits that are not loaded in vectors, on sm_90",
-    ),
 }  # fmt: skip
+FINDING = """
+import json
+from contextlib import ExitStack
+from unittest import mock
+
+budgets, judged, loops = sass.budgeted(), report.judged, sass.innermost_loops
+tiny_chip = replace(report.ARCHITECTURES["sm_90"], shared_kib=0)
+
+def without_vectors(usage, arch, launch, ptx):
+    return judged(usage, arch, launch, ptx.replace(".v4", ""))
+
+def with_barriers(text):
+    return [x._replace(barriers=6) for x in loops(text)]
+
+def problems(launches=(), budget=None, budgeted=None, names=None, items=None):
+    launches = [of[x] if isinstance(x, str) else x for x in launches]
+    budgeted = {budget: budgets[budget]} if budget else budgeted or {}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sass, "budgeted", lambda: budgeted))
+        if names:
+            stack.enter_context(mock.patch.object(*names))
+        if items:
+            stack.enter_context(mock.patch.dict(items[0], {items[1]: items[2]}))
+        return report.report(["sm_90"], launches, in_full=True)[1]
+
+print(json.dumps({name: eval(code) for name, code in json.loads(sys.argv[1]).items()}))
+sys.exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The problems of each report, all from one process: some thirty builds."""
+    codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
+    return json.loads(run(FINDING, codes).stdout)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_fails(failure):
-    damage, message = FAILURES[failure]
-    assert message in run(damage, "--arch", "sm_90", "--full", fails=True).stderr
+def test_finds(failure, found):
+    assert FAILURES[failure][1] in "\n".join(found[failure])
+
+
+def test_what_is_found_fails():
+    code = "few[:] = [of['policy_loss']]\nsass.budgeted = dict"
+    done = run(code, "--arch", "sm_90", fails=True)
+    assert "FAILED sum_parts_kernel: no launch covered it" in done.stderr
 
 
 def test_innermost_loops_are_read():
@@ -244,33 +270,6 @@ for divisible in (of["token_stats"].divisible, ()):
 aligned, unaligned = names.values()
 assert "logits_ptr" in aligned and not aligned & {"targets_ptr", "logps_ptr", "N"}, aligned
 assert not unaligned
-sys.exit(0)
-"""
-    run(code)
-
-
-def test_what_is_compiled_where():
-    code = """
-def counts(archs, **options):
-    found = {}
-    for launch, arch in report.builds(launches, archs, **options):
-        if launch in launches and not launch.archs:  # not its unaligned and mixed variants
-            found[launch.kernel, arch] = found.get((launch.kernel, arch), 0) + 1
-    return found
-
-every, few = (
-    {name: sum(x.kernel == name for x in some) for name in report.kernels()}
-    for some in (launches, report.sample(launches))
-)
-archs = list(report.ARCHITECTURES)
-full = counts(archs, in_full=True)
-for (kernel, arch), count in counts(archs, in_full=False).items():
-    assert count == few[kernel]
-    whole = arch in ("sm_90", "gfx942") and (kernel, arch) != ("policy_loss_kernel", "gfx942")
-    assert full[kernel, arch] == (every if whole else few)[kernel], (kernel, arch)
-named = {x.kernel for x in launches if x.archs}
-assert named == {"exp_gemm_kernel", "exp_stats_kernel", "far_rows_kernel"}
-assert len(full) == len(every.keys() - named) * len(archs)
 sys.exit(0)
 """
     run(code)

@@ -30,24 +30,9 @@ def code_blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-# The pages with code, and how many blocks they have at least.
-BLOCKS = {
-    "README.md": 1, "docs/guide.md": 4, "docs/design.md": 1, "docs/objectives.md": 5,
-    "docs/support.md": 4, "docs/training.md": 1,
-    "docs/integrations.md": 3, "docs/distributed.md": 2, "docs/tutorials.md": 1,
-    "docs/distillation.md": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("page", BLOCKS)
+@pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)], ids=str)
 def test_code_runs(page):
-    blocks = code_blocks(page)
-    assert len(blocks) >= BLOCKS[page]
-    exec("\n".join(blocks), {"__name__": "docs"})
-
-
-def test_every_page_with_code_is_run():
-    assert {page for page in map(str, PAGES) if code_blocks(page)} == set(BLOCKS)
+    exec("\n".join(code_blocks(page)), {"__name__": "docs"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -38,7 +38,10 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel) -> Path:
-    """The interpreter of an environment into which the wheel was installed, as README says."""
+    """The interpreter of an environment into which the wheel was installed, as README says.
+
+    With torch, which takes half a minute.
+    """
     folder = wheel.parent / "bare"
     _done(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"

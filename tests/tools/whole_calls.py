@@ -9,11 +9,9 @@ the next one follows; the exit status is then 1. With TRITON_INTERPRET=1 it runs
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from benchmarks.measure import add_device_option, header, print_header, write_json
+from benchmarks.measure import new_result, parser_of, write_json
 from grpo_kernels import Execution, GRPOLossConfig, LMHead, reference
 from tests.helpers.batches import Batch, config, make_batch, relative_error
 from tests.helpers.supports import make_support
@@ -187,15 +185,10 @@ def is_right(row: dict[str, float], dtype: torch.dtype) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.whole_calls", description=(__doc__ or "").split("\n")[0]
-    )
-    add_device_option(parser)
+    parser = parser_of("tests.tools.whole_calls", __doc__)
     parser.add_argument("--large", type=int, default=LARGE, help=f"vocabulary (default: {LARGE})")
-    parser.add_argument("--json", type=Path, help="also write the errors to this file")
     args = parser.parse_args(argv)
-    result: dict[str, Any] = {**header(args.device), "rows": []}
-    print_header(result)
+    result = new_result(args.device)
     # In the interpreter every row takes its time.
     sizes = {"large": args.large, "tokens": 5 if args.device == "cpu" else 64}
     for name, (dtype, _) in CASES.items():
