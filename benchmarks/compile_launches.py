@@ -37,12 +37,9 @@ from grpo_kernels.kernels.pair_stats import KINDS, PairStats
 # The modules whose kernels are compiled.
 MODULES = (triton_logits, triton_pairs, triton_exp_gemm, triton_entries, triton_policy_loss)
 DTYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
     torch.bool: "i1",
-}
+}  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 GEMM_ARCHS = {
     (8,): ("sm_80",), (8, 6): ("sm_86",), (8, 9): ("sm_89",), (9,): ("sm_90",),
@@ -73,15 +70,9 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
     launches: set[KernelLaunch] = set()
 
     def record(
-        self: Any,
-        *args: Any,
-        grid: Any,
-        warmup: bool,
-        num_warps: int,
-        enable_fp_fusion: bool | None = None,
-        maxnreg: int | None = None,
-        **flags: Any,
-    ) -> None:
+        self: Any, *args: Any, grid: Any, warmup: bool, num_warps: int,
+        enable_fp_fusion: bool | None = None, maxnreg: int | None = None, **flags: Any,
+    ) -> None:  # fmt: skip
         params = [p for p in self.params if not p.is_constexpr]
         kinds, divisible = [], []
         for param, value in zip(params, args, strict=True):
@@ -97,17 +88,8 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
                 kinds.append((param.name, "fp32" if number else "i32"))
                 divides = not number and value % 16 == 0
                 divisible += [param.name] if specialized and divides else []
-        launches.add(
-            KernelLaunch(
-                self.__name__,
-                tuple(kinds),
-                tuple(divisible),
-                tuple(sorted(flags.items())),
-                num_warps,
-                enable_fp_fusion,
-                maxnreg,
-            )
-        )
+        names = self.__name__, tuple(kinds), tuple(divisible), tuple(sorted(flags.items()))
+        launches.add(KernelLaunch(*names, num_warps, enable_fp_fusion, maxnreg))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -236,22 +218,11 @@ def policy_launches() -> None:
         for flags in (drawn, [not flag for flag in drawn], *everything):
             masked, old, scaled, bonus, grad = flags
             triton_policy_loss.policy_loss(
-                tokens,
-                tokens,
-                advantages=tokens,
-                weights=tokens,
-                count=count,
-                mask=tokens > 0 if masked else None,
-                old_logps=tokens if old else None,
-                ref_logps=tokens if kl else None,
-                scale=tokens if scaled else None,
-                grad=grad,
-                surrogate=surrogate,
-                low=0.8,
-                high=1.2,
-                entropy_coef=0.1 * bonus,
-                **kl,
-            )
+                tokens, tokens, advantages=tokens, weights=tokens, count=count,
+                mask=tokens > 0 if masked else None, old_logps=tokens if old else None,
+                ref_logps=tokens if kl else None, scale=tokens if scaled else None, grad=grad,
+                surrogate=surrogate, low=0.8, high=1.2, entropy_coef=0.1 * bonus, **kl,
+            )  # fmt: skip
 
 
 def all_launches() -> list[KernelLaunch]:

@@ -317,24 +317,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile_report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        choices=ARCHITECTURES,
-        default=list(ARCHITECTURES),
-        help="architectures to compile for (default: all)",
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="compile every configuration for sm_90 and gfx942"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help=f"fail if the tables differ from {STORED.name}, which --markdown can write anew",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, help="write the tables to this file, beside other versions'"
-    )
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES),
+                        help="architectures to compile for (default: all)")  # fmt: skip
+    parser.add_argument("--full", action="store_true",
+                        help="compile every configuration for sm_90 and gfx942")  # fmt: skip
+    parser.add_argument("--check", action="store_true",
+                        help=f"fail if the tables differ from {STORED.name}")  # fmt: skip
+    parser.add_argument("--markdown", type=Path,
+                        help="write the tables here, beside other versions'")  # fmt: skip
     args = parser.parse_args(argv)
     if args.full and (args.check or args.markdown):
         parser.error("--full: expected neither --check nor --markdown, as a sample is stored")

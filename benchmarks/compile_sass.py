@@ -25,15 +25,11 @@ from grpo_kernels.kernels import (
 from grpo_kernels.kernels.pair_stats import PairStats
 
 # Instructions per logit, rounded up from what is known to be possible.
+# Those of pairs are of either model's logits.
 BUDGETS = {
-    "one sweep": 16.0,
-    "token_stats": 12.0,
-    "logit_grads": 16.0,
-    "pair_stats": 24.0,  # of either model's
-    "pair_grads": 16.0,
-    "entry_dots": 8.0,
-    "segment_sums": 8.0,
-}
+    "one sweep": 16.0, "token_stats": 12.0, "logit_grads": 16.0, "pair_stats": 24.0,
+    "pair_grads": 16.0, "entry_dots": 8.0, "segment_sums": 8.0,
+}  # fmt: skip
 # Bytes loaded for each: of a logit in float32, of the two or one bf16 that is multiplied.
 LOADED = {"entry_dots_kernel": 4, "segment_sums_kernel": 2}
 

@@ -305,7 +305,7 @@ PARTS = {
         {"floor": "capturable", "call": "replayed", "plain": "not capturable"},
     ),
     "sweep": Part(
-        sweep, SWEPT, ((8, TINY_V),), {"floor": "copy", "call": "token_stats with exps"}
+        sweep, SWEPT, ((2, TINY_V),), {"floor": "copy", "call": "token_stats with exps"}
     ),
 }  # fmt: skip
 

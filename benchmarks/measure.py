@@ -383,15 +383,15 @@ def _output_of(*command: str) -> str:
     return run.stdout.strip()
 
 
-def parser_of(module: str, doc: str | None, *, rounds: int = 0) -> argparse.ArgumentParser:
-    """Returns a parser with --device and --json and, with a default for it, --rounds."""
+def parser_of(
+    module: str, doc: str | None, *, rounds: int = 0, cpu: bool = False
+) -> argparse.ArgumentParser:
+    """Returns a parser with --json, with --device but on a `cpu`, and --rounds with a default."""
     about = (doc or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu or cuda (default: cuda if there is one)",
-    )
+    if not cpu:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        parser.add_argument("--device", default=default, help=f"cpu or cuda (default: {default})")
     parser.add_argument("--json", type=Path, help="also write every measurement to this file")
     if rounds:
         parser.add_argument(

@@ -175,18 +175,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks/on_gpu.sh", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="walk through all steps at tiny sizes on a CPU, with Triton's interpreter",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="output folder (default: benchmarks/results/<gpu>-<date>)"
-    )
+    parser.add_argument("--dry-run", action="store_true",
+                        help="all steps at tiny sizes, in Triton's interpreter")  # fmt: skip
+    parser.add_argument("--out", type=Path,
+                        help="(default: benchmarks/results/<gpu>-<date>)")  # fmt: skip
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to be used besides")
-    parser.add_argument(
-        "--minutes", type=float, default=8, help="time limit of all steps together (default: 8)"
-    )
+    parser.add_argument("--minutes", type=float, default=8,
+                        help="time limit of all steps together (default: 8)")  # fmt: skip
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device was found; --dry-run walks through all steps on a CPU")

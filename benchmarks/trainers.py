@@ -143,7 +143,7 @@ def in_a_process(contender: Any, task: str, steps: int) -> list[dict[str, float]
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.trainers", __doc__, rounds=2)
+    parser = parser_of("benchmarks.trainers", __doc__, rounds=2, cpu=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=int, default=4, help="of each trainer, in each round")
     args = parser.parse_args()
