@@ -277,7 +277,7 @@ def test_operands_of_two_dtypes_are_warned_of_once(monkeypatch):
         assert [said in str(x.message) for x in warned].count(True) == expected
 
 
-# What counts sees what it is there to see.
+# The counts see what they are there to see.
 
 
 @triton.jit
@@ -309,14 +309,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_reads_are_seen(name):
-    refused = False
+    said = ""
     with CountedCUDA() as gpu:
         x, ids = torch.empty(8, 5, device=CUDA), torch.arange(4, device=CUDA)
         try:
             BAD[name](x, ids)
-        except (RuntimeError, AssertionError):
-            refused = True
-    assert refused or len(gpu.transfers) == 1
+        except (RuntimeError, AssertionError) as error:
+            said = str(error)
+    assert len(gpu.transfers) == 1 or "meta" in said or "on the CPU" in said
 
 
 def test_nothing_else_is_a_read():

@@ -84,12 +84,8 @@ class OnCUDA(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         places = [x for x in (*args, *kwargs.values()) if isinstance(x, (str, torch.device))]
-        if any(torch.device(x).type == "cpu" for x in places):
-            moved = self.cpu()
-            rest = [x for x in args if isinstance(x, torch.dtype)]
-            rest += [kwargs["dtype"]] if "dtype" in kwargs else []
-            return moved.to(*rest) if rest else moved
-        return super().to(*args, **kwargs)
+        to_cpu = any(torch.device(x).type == "cpu" for x in places)
+        return (self.cpu() if to_cpu else super()).to(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnCUDA({self.held!r})"
