@@ -60,23 +60,8 @@ def by_hand(rewards, ids, scale, weights, aggregation, baseline, lengths):
     return result
 
 
-@given(
-    rows=st.lists(
-        st.tuples(
-            st.integers(0, 3),
-            st.integers(1, 90),
-            st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, NAN)),
-            st.sampled_from((0.0, 0.3, -1.0, NAN)),
-        ),
-        min_size=1,
-        max_size=14,
-    ),
-    scale=st.sampled_from(("group", "batch", "none", "mean")),
-    weights=st.sampled_from((None, [0.3, 2.0])),
-    way=st.sampled_from(("mean", "length", "runner_up", "normalize_then_sum")),
-)
-def test_groups_of_any_size_in_any_order(rows, scale, weights, way):
-    """A function that did not apply to a completion, or to a group, has NaN."""
+def compare(rows, scale, weights, way):
+    """Rows of a group, a length and rewards; `way`: a baseline, or how rewards are added up."""
     ids, lengths, *rewards = zip(*rows, strict=True)
     rewards = [list(row) for row in zip(*rewards, strict=True)]
     normalized = way == "normalize_then_sum"
@@ -91,6 +76,44 @@ def test_groups_of_any_size_in_any_order(rows, scale, weights, way):
     assert actual.dtype == torch.float32
     # What by hand is rounding over 1e-4 is exactly 0 here.
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    return actual
+
+
+SCALES = ("group", "batch", "none", "mean")
+WAYS = ("mean", "length", "runner_up", "normalize_then_sum")
+
+
+@pytest.mark.parametrize("weights", (None, [0.3, 2.0]))
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way(way, scale, weights):
+    g = torch.Generator().manual_seed(2)
+    rows = torch.cat([torch.randint(0, 5, (24, 1), generator=g),
+                      torch.randint(1, 90, (24, 1), generator=g),
+                      torch.randint(0, 3, (24, 2), generator=g)], 1).tolist()  # fmt: skip
+    rows[5][2:], rows[7][2] = [NAN, NAN], NAN
+    rows = [[*row[:2], *map(float, row[2:])] for row in rows]
+    assert compare(rows, scale, weights, way).abs().max() > 0
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(1, 90),
+            st.sampled_from((0.0, 0.1, 0.5, 1.0, 2.0, NAN)),
+            st.sampled_from((0.0, 0.3, -1.0, NAN)),
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    scale=st.sampled_from(SCALES),
+    weights=st.sampled_from((None, [0.3, 2.0])),
+    way=st.sampled_from(WAYS),
+)
+def test_groups_of_any_size_in_any_order(rows, scale, weights, way):
+    """A function that did not apply to a completion, or to a group, has NaN."""
+    compare(rows, scale, weights, way)
 
 
 @pytest.mark.parametrize("reward", (0.1, 1 / 3, 1e6, 0.0))

@@ -207,7 +207,6 @@ def test_correctness_as_from_scratch_pays_it(text, paid):
 def test_answers_and_tags_are_looked_for_as_the_options_say():
     twice = "<reasoning>a</reasoning><answer>1</answer><answer>2</answer>"
     for options, paid in (
-        ({}, (0.0, 0.0, 0.0)),
         ({"think_tag": "reasoning"}, (0.0, 0.4, 0.0)),
         ({"think_tag": "reasoning", "last_answer": True}, (2.0, 0.8, 2.0)),
         ({"last_answer": True}, (2.0, 0.4, 2.0)),
@@ -216,9 +215,9 @@ def test_answers_and_tags_are_looked_for_as_the_options_say():
         given = {"prompts": ["q"], "completions": [twice], "answer": ["2"]}
         found = [ours[name](**given)[0] for name in ("answer", "format", "math_equal")]
         assert found == pytest.approx(paid), options
-    assert rewards.is_marked_correct(twice, "2", last=True)
-    assert rewards.is_marked_correct("#### 1\n#### 2", "2", last=True)
-    assert not rewards.is_marked_correct(twice, "2")
+    for text in (twice, "#### 1\n#### 2"):
+        assert rewards.is_marked_correct(text, "2", last=True)
+        assert not rewards.is_marked_correct(text, "2")
 
 
 # Time

@@ -27,6 +27,7 @@ def config_of(**options):
     return trainer_runs.config_of("m", "runs", **options)
 
 
+SYNCED = {"beta": 0.1, "sync_ref_every": 2}
 VALUES = {
     "steps: expected at least 1; got 0": {"steps": 0},
     "num_generations: expected at least 2": {"num_generations": 1},
@@ -48,15 +49,9 @@ VALUES = {
     "lora_alpha: expected 32 where lora_rank is 0": {"lora_alpha": 8},
     "sync_ref_every: expected 0 where beta is 0": {"sync_ref_every": 2},
     "ref_model: expected None where beta is 0": {"ref_model": "m"},
-    "kl_estimator: expected another with replay_support": {
-        "beta": 0.1, "kl_estimator": "exact", "top_k": 5,
-    },
-    "sync_ref_every: expected 0 with lora_rank": {
-        "beta": 0.1, "sync_ref_every": 2, "lora_rank": 2,
-    },
-    "sync_ref_every: expected 0 with ref_model": {
-        "beta": 0.1, "sync_ref_every": 2, "ref_model": "m",
-    },
+    "kl_estimator: expected another with": {"beta": 0.1, "kl_estimator": "exact", "top_k": 5},
+    "sync_ref_every: expected 0 with lora_rank": {**SYNCED, "lora_rank": 2},
+    "sync_ref_every: expected 0 with ref_model": {**SYNCED, "ref_model": "m"},
     "ref_mixup_alpha: expected 1.0 where sync_ref": {"beta": 0.1, "ref_mixup_alpha": 0.5},
     "entropy_coef: expected 0": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
     "vllm_dtype: expected 'auto' with rollout generate": {"vllm_dtype": "bf16"},

@@ -172,8 +172,7 @@ def test_adapters_that_vllm_cannot_have_are_refused_before_it_starts(make, engin
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"),
-    (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("1.0.0", True)),
+    ("version", "warned"), (("0.28.0", False), ("0.32.1", False), ("0.27.4", True), ("1.0.0", True))
 )
 def test_an_untried_version_is_told(version, warned, make, engine, capsys):
     engine.about = {"vllm": version}

@@ -66,6 +66,8 @@ def structure_of_report(folder, text):
 def test_a_report_has_texts_as_text_alone(tmp_path):
     expected = structure_of_report(tmp_path, "text")
     assert expected.count("td") > 20
+    policy = ("content", "default-src 'none'; style-src 'unsafe-inline'")
+    assert any(policy in entry[1] for entry in expected if entry[0] == "meta")
     for text in HOSTILE:
         assert structure_of_report(tmp_path, text) == expected, text
 
