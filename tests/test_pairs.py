@@ -415,6 +415,8 @@ def name_of(value):
     ids=name_of,
 )
 def test_pair(pair, call):
+    if INTERPRETED and call == "entries" and set(pair) == {"triton", "logits_dtype"}:
+        pytest.skip("the interpreter cuts digits off where bfloat16 is stored")
     check(pair, call)
 
 
