@@ -102,10 +102,8 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
         given |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
     if not exact and not dtensors:
         given["ranks"] = on_rank(options)["ranks"]
-    module, tensors = (
-        flat_calls.reference if exact else flat_calls,
-        (head["hidden"], head["weight"]),
-    )
+    module = flat_calls.reference if exact else flat_calls
+    tensors = head["hidden"], head["weight"]
     if call == "loss":
         advantages = batch.advantages.to(dtype)
         out = module.fused_grpo_loss(*tensors, targets, advantages, **given)
