@@ -12,7 +12,7 @@ import transformers
 from grpo_kernels import GRPOLossConfig, grpo_loss
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head, detach_fused_head
-from tests.helpers.model_families import FAMILIES, LORAS, family_model, llava, with_lora
+from tests.helpers.model_families import COMMON, FAMILIES, LORAS, family_model, llava, with_lora
 from tests.helpers.tiny_models import V, make_model
 
 pytestmark = pytest.mark.usefixtures("real_memory")
@@ -298,10 +298,22 @@ def test_bf16_with_a_float32_head():
     torch.testing.assert_close(out.logps.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-def virtual_tokens(model):
-    from peft import PromptTuningConfig, get_peft_model
+def test_a_body_by_another_name_than_the_model_says():
+    from transformers.models.mllama.modeling_mllama import MllamaForCausalLM, MllamaTextConfig
 
-    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**COMMON, cross_attention_layers=[], rope_parameters=rope)
+    torch.manual_seed(0)
+    model = MllamaForCausalLM(config).float().eval()
+    assert model.base_model is model
+    check_scores(model)
+
+
+def virtual_tokens(kind, model):
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    config = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}[kind]
+    return get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def encoder_and_decoder():
@@ -348,8 +360,8 @@ NOT_ATTACHED = {
     "twice": (lambda: with_head()[0], {}, "without a fused head"),
     "no model": (lambda: torch.nn.Linear(2, 2), {}, "expected a model of transformers"),
     "encoder": (encoder_and_decoder, {}, "expected a decoder-only model"),
-    "prompt": (lambda: virtual_tokens(family_model("llama")), {},
-               "virtual tokens before the prompt"),
+    **{kind: (lambda kind=kind: virtual_tokens(kind, family_model("llama")), {},
+              "virtual tokens before the prompt") for kind in ("prompt", "prefix")},
     "dora": (lambda: with_lora(family_model("qwen2"), target_modules=["lm_head"], use_dora=True),
              {}, "without variants such as DoRA"),
     "adalora": (adalora, {}, r"without variants such as DoRA; got .*adalora\.layer\.SVDLinear"),
@@ -409,7 +421,7 @@ def test_calls_that_are_refused(given, message):
 def test_virtual_tokens_around_a_fused_head():
     model, inputs, labels = with_head(family_model("llama"))
     with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):
-        virtual_tokens(model)(**inputs, labels=labels, fused_head=True)
+        virtual_tokens("prompt", model)(**inputs, labels=labels, fused_head=True)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_kernels import gather_tokens, grpo_loss
-from tests.helpers.batches import Result, make_batch, with_cross_entropy
+from tests.helpers.batches import Result, make_batch, packed, with_cross_entropy
 from tests.helpers.flat_calls import linear_logprobs
 from tests.ranks.shard_jobs import Traffic
 
@@ -32,7 +32,29 @@ def losses(cuts, cases):
     return [loss(part_of(batch_of(options), cuts), dict(options)) for options in cases]
 
 
-def loss(part, options):
+PER_SEQUENCE = (
+    "hidden", "targets", "mask", "old_logps", "ref_logps", "sampling_logps", "temperature",
+    "advantages", "ce_weights",
+)  # fmt: skip
+
+
+def sequences_of(batch, places):
+    """Some sequences of a batch."""
+    parts = {n: x[list(places)] for n in PER_SEQUENCE if (x := getattr(batch, n)) is not None}
+    return replace(batch, **parts)
+
+
+def whole_sequences(options):
+    """The same where every rank has sequences of its own, packed: the last one some tokens less."""
+    batch, rank = make_batch(), dist.get_rank()
+    flat = packed(
+        replace(sequences_of(batch, (2 * rank, 2 * rank + 1)), advantages=batch.advantages)
+    )
+    counts = gather_tokens(flat.cu_seqlens.diff(), dist.group.WORLD)
+    return loss(flat, dict(options), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+
+
+def loss(part, options, cu_seqlens=None):
     """Scores this rank's tokens, joins those of all ranks, and computes the loss on every rank."""
     group = dist.group.WORLD
     head = [x.clone().requires_grad_() for x in (part.hidden, part.weight, part.bias)]
@@ -49,7 +71,9 @@ def loss(part, options):
         name: gather_tokens(getattr(part, name), group)
         for name in CONSTANTS if options.pop(name, False)
     }  # fmt: skip
-    out = grpo_loss(logps, part.advantages, mask, entropy=entropy, **given, **options)
+    out = grpo_loss(
+        logps, part.advantages, mask, entropy=entropy, cu_seqlens=cu_seqlens, **given, **options
+    )
     out.loss.backward()
     names = ("hidden", "weight", "bias")
     gradients = {

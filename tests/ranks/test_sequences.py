@@ -12,7 +12,7 @@ HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
 CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 
 
-def joined(results):
+def joined(results, dim=1):
     """The result of all ranks: their gradients of the head add up; all else is the same on each."""
     first = results[0]
     for other in results[1:]:
@@ -20,11 +20,11 @@ def joined(results):
         for name, value in first.metrics.items():
             assert torch.equal(value, other.metrics[name]), name
     gradients = {
-        "hidden": torch.cat([r.gradients["hidden"] for r in results], 1),
+        "hidden": torch.cat([r.gradients["hidden"] for r in results], dim),
         **{k: None if first.gradients[k] is None else sum(r.gradients[k] for r in results)
            for k in ("weight", "bias")},
     }  # fmt: skip
-    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], 1), gradients)
+    return Result(first.loss, first.metrics, torch.cat([r.logps for r in results], dim), gradients)
 
 
 @CUTS
@@ -62,6 +62,20 @@ def test_the_backward_is_a_slice_and_says_nothing(ranks, sizes):
     (first, said), (second, said_too) = ranks("tests.ranks.sequence_jobs:gradient", sizes)
     assert torch.equal(torch.cat([first, second], 1), torch.arange(8.0).view(2, 4))
     assert said == said_too == 0
+
+
+@pytest.mark.parametrize("name", ("gspo", "everything"))
+def test_packed_sequences(ranks, name):
+    """Ranks that have sequences of their own: the joined tokens are packed, too."""
+    options, batch = objective_options(name), sequence_jobs.batch_of({})
+    results = ranks("tests.ranks.sequence_jobs:whole_sequences", options)
+    actual, expected = joined(results, 0), run_fused(batch, exact=True, scale=1.0, **options)
+    # Rows of the padded batch that are packed away have no gradient.
+    ends = (batch.mask * torch.arange(1, 10)).amax(1)
+    keep = torch.arange(9) < ends[:, None]
+    expected.logps = expected.logps[keep]
+    expected.gradients["hidden"] = expected.gradients["hidden"][keep]
+    assert_matches(actual, expected, 3e-5, logps=1e-4)
 
 
 def test_refused_on_all_ranks(ranks):
