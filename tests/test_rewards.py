@@ -292,6 +292,7 @@ def test_many_blocks_in_a_bounded_block_of_a_thread():
 @pytest.fixture
 def rang():
     """When the alarm of a caller rang."""
+    rewards.equal("x+1", "1+x")  # the first time imports what takes seconds
     found = []
     before = signal.signal(signal.SIGALRM, lambda *_: found.append(time.monotonic()))
     yield found
