@@ -100,7 +100,9 @@ def assert_exps_are_the_gradient(logits, targets, transform):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("banned", (False, True), ids=("free", "banned"))
 @pytest.mark.parametrize("option", TRANSFORMS)
-@pytest.mark.parametrize("V", cases((5, 128, 1003, 4097, 8193), fast=lambda V: V < 8193))
+@pytest.mark.parametrize(
+    "V", cases((5, 128, 1003, 4097, 8193), fast=lambda V: V in (5, 1003, 4097))
+)
 def test_transforms(V, option, banned, device):
     """A raw logit of -inf has probability 0 and gradient 0; what pads a row is not read."""
     logits, targets, transform = tile(6, V, device, pad=8 * banned, options=TRANSFORMS[option])
@@ -151,7 +153,7 @@ def test_where_the_gradient_goes(backend, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", (0, 1, 2, 3, "target"))
-@pytest.mark.parametrize("far", cases((50.0, 70.0, 500.0, 3e3), fast=lambda far: far in (70, 3e3)))
+@pytest.mark.parametrize("far", cases((50.0, 70.0, 500.0, 3e3), fast=lambda far: far == 70))
 def test_an_anchor_that_is_far_below(far, place, device):
     """The maximum in every block in turn, out of the reach of what was known before the sweep."""
     V = 3 * 2048 + 900

@@ -195,7 +195,7 @@ def expect_one_graph(model, step, *inputs, backend="aot_eager"):
         assert relative_error(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("fused_head", ("loss", "logps"))
+@pytest.mark.parametrize("fused_head", cases(("loss", "logps"), fast="loss".__eq__))
 @pytest.mark.parametrize("backend", cases(("aot_eager", "inductor"), fast="aot_eager".__eq__))
 def test_a_model_with_a_fused_head(backend, fused_head):
     model = family_model("qwen2")
@@ -368,6 +368,7 @@ def test_double_backward_is_refused(backend):
         gradient.sum().backward()
 
 
+@pytest.mark.slow
 def test_two_copies(tmp_path):
     """An installed package and one of a hub or inside another, whose operators are their own."""
     name = "third.party.grpo_kernels"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_kernels
 from grpo_kernels import batch_support
@@ -109,6 +110,17 @@ def test_states_without_gradient_stay_out(backend, loss_type, softcap):
     for poisoned in gradients[1:]:
         for actual, expected in zip(poisoned, gradients[0], strict=True):
             assert expected.any() and torch.equal(actual, expected)
+
+
+def test_a_token_with_a_set_has_no_row_of_logits(batch):
+    kept = make_support(batch, without=0.0)
+    given = (batch.hidden, batch.weight, batch.targets, batch.mask)
+    rows = []
+    for support in (kept, None):
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            linear_logprobs(*given, support=support)
+        rows.append(counted.get_total_flops() / (2 * batch.weight.numel()))
+    assert rows == [0, int(batch.mask.sum())]
 
 
 def test_same_bits_twice(batch):

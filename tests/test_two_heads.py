@@ -67,7 +67,7 @@ def logits(apart, rows=6, V=1203, seed=0):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("apart", [3.0, 0.3, 1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("apart", [3.0, 1e-2, 1e-4])
 def test_models_that_agree_keep_their_digits(kind, apart, backend):
     z, t = logits(apart)
     divergence, gradient = truth(z, t, kind, 0.3)
