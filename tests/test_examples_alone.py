@@ -76,7 +76,7 @@ def test_the_minimal_one_learns(tiny_model, capsys):
     assert "ratio_max" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("signal", cases(("full", "top", "sampled"), fast="full".__eq__))
+@pytest.mark.parametrize("signal", ("full", pytest.param("top", marks=pytest.mark.slow), "sampled"))
 def test_the_distilling_one_comes_closer(signal, tiny_model, capsys):
     """A model that sees solved sums before a question, and one that does not."""
     path = ROOT / "examples" / "distill.py"

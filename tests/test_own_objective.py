@@ -10,6 +10,7 @@ from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo
 from grpo_kernels.training import parse_config
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
 from tests.helpers.head_options import BACKENDS, expect_equal
+from tests.helpers.tiers import in_turn
 from tests.helpers.trainer_runs import config_of, rows_of, trainer_of
 
 
@@ -152,10 +153,10 @@ class OfTheCall(Clip):
         return super().per_token(tokens) * tokens.log_ratio.exp().mean()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("beta", (0.0, 0.2))
-@pytest.mark.parametrize("level", ("token", "sequence"))
-@pytest.mark.parametrize("own", (OwnRatio, Mixed, OfTheCall))
+@pytest.mark.parametrize(
+    ("own", "level", "beta", "backend"),
+    in_turn((OwnRatio, Mixed, OfTheCall), ("token", "sequence"), (0.0, 0.2), BACKENDS),
+)
 def test_a_subclass_has_its_own_formula(own, level, beta, backend):
     """On both backends, whatever chunks there are; its gradient is autograd's, its KL's too."""
     batch = make_batch(B=6, T=11)

@@ -26,7 +26,7 @@ from tests.helpers.batches import (
     with_cross_entropy,
 )
 from tests.helpers.supports import make_support, with_logps_of
-from tests.helpers.tiers import INTERPRETED
+from tests.helpers.tiers import INTERPRETED, in_turn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 V, R = 211, 4
@@ -376,7 +376,7 @@ PAIRS_OF_HEADS = [pair for pair in PAIRS_OF_HEAD if "support" not in pair]
 # The calls, the pairs that they take, and of how many one is in the fast tier.
 CALLS = {
     "loss": (PAIRS, 1),
-    "logps": (PAIRS_OF_HEAD, 2),
+    "logps": (PAIRS_OF_HEAD, 3),
     "targets": (PAIRS_OF_HEAD, 3),
     "entries": (PAIRS_OF_HEADS, 3),
     "frozen logps": (PAIRS_OF_HEAD, 3),
@@ -423,7 +423,7 @@ def test_pair(pair, call):
 # What an objective can be at odds with: other terms, the sets of its softmax, its sequences; and
 # of how many one is in the fast tier.
 BESIDE = {
-    "chunk_bytes": 1, "packed": 2, "triton": 2, "support": 3, "ce_weights": 3, "reference": 4,
+    "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
     "exact_kl": 4, "capturable": 6, "compiled": 15,
 }  # fmt: skip
 
@@ -463,9 +463,10 @@ def test_half_precision(names, dtype, call):
     check(names, call, dtype)
 
 
-@pytest.mark.parametrize("call", WHOLE)
-@pytest.mark.parametrize("names", (EVERYTHING, (*EVERYTHING, "triton")), ids=("torch", "triton"))
-def test_everything(names, call):
+@pytest.mark.parametrize(
+    ("call", "names"), in_turn(WHOLE, (EVERYTHING, (*EVERYTHING, "triton"))), ids=name_of
+)
+def test_everything(call, names):
     check(names, call)
 
 

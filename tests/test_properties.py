@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_kernels import grpo_loss
@@ -111,6 +111,7 @@ def option_sets(draw) -> tuple[tuple[str, ...], str]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=option_sets(), seed=st.integers(0, 10_000))
 def test_any_options_go_together_or_are_refused(case, seed):
     """More of them than the two of `test_pairs.py`."""

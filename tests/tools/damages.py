@@ -26,11 +26,11 @@ def damages_in(path: str, tests: str, *damages: tuple[str, str, str]) -> list[Da
 DAMAGES = [
     # A row of logits: its columns, its transform, its target.
     *damages_in(
-        "kernels/torch_backend.py", "test_fused_grpo_loss",
+        "kernels/torch_backend.py", "test_pairs",
         ("the softcap's slope is left out", "d_logits.mul_(chain)", "pass"),
     ),
     *damages_in(
-        "kernels/__init__.py", "test_linear_logprobs",
+        "kernels/__init__.py", "test_pairs",
         ("no entropy gradient at the target",
          "at_target -= stats.logps.exp() * d_entropy", "at_target -= 0 * d_entropy"),
     ),
@@ -51,12 +51,12 @@ DAMAGES = [
          "    for side in (-1, 1):", "    for side in ():"),
     ),
     *damages_in(
-        "head/two_heads.py", "test_two_heads",
+        "head/two_heads.py", "test_pairs",
         ("the reference's logits are scaled as the policy's",
          "self.reference.transform.at", "self.call.transform.at"),
     ),
     *damages_in(
-        "loss/grpo_loss.py", "test_two_heads",
+        "loss/grpo_loss.py", "test_pairs",
         ("the exact KL has no gradient",
          "return config.beta * inputs.weights if", "return 0.0 * inputs.weights if"),
     ),
@@ -80,7 +80,7 @@ DAMAGES = [
          "exps, factors * (d_loss / scale))", "exps, factors / scale)"),
     ),
     *damages_in(
-        "kernels/__init__.py", "test_linear_logprobs",
+        "kernels/__init__.py", "test_pairs",
         ("the gradient of logsumexp has its sign flipped",
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
     ),
