@@ -392,13 +392,17 @@ CALLS = {
 def one_in(cases, counts):
     """Leaves to the slow tier all cases of a kind but one in `counts[kind]`.
 
-    A case is its names, whatever else, and last its kind; each kind begins with another one.
+    A case is its names, whatever else, and last its kind; each kind begins with another one. Two
+    thirds of what is compiled, where only the operators around a call are new, are nightly.
     """
     seen, marked = {}, []
     for case in cases:
         kind = case[-1]
         place = seen[kind] = seen.get(kind, len(seen)) + 1
-        marked.append(pytest.param(*case, marks=pytest.mark.slow if place % counts[kind] else ()))
+        marks = [pytest.mark.slow] if place % counts[kind] else []
+        if marks and "compiled" in kind and place % 3:
+            marks.append(pytest.mark.nightly)
+        marked.append(pytest.param(*case, marks=marks))
     return marked
 
 
