@@ -5,11 +5,13 @@ import inspect
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLossConfig, grpo_loss, selective_log_softmax
+from grpo_kernels import GRPOLossConfig, Reference, grpo_loss, selective_log_softmax
 from tests.helpers import flat_calls
 from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS, fused_grpo_loss
+from tests.helpers.quantised import Quantised
 
 B, T, H, V = 2, 3, 4, 7
 NAN, INF = float("nan"), float("inf")
@@ -56,6 +58,24 @@ WRONG_TYPES = {
     "hidden: expected a tensor; got list": {"hidden": [1.0]},
     "hidden: expected dtype float32, bfloat16, float16; got float64; float64 is for grpo_ker": {
         "hidden": torch.zeros(B, T, H, dtype=torch.float64)
+    },
+    **{
+        f"{name}: expected a dense tensor that is not quantised; got Quantised": {key: given}
+        for name, key, given in (
+            ("weight", "weight", Quantised(torch.ones(V, H))),
+            ("bias", "bias", Quantised(torch.ones(V))),
+            (r"low_rank\[1\]", "low_rank", (A, Quantised(LORA_B))),
+            ("hidden", "hidden", Quantised(torch.ones(B, T, H))),
+        )
+    },
+    r"weight: expected a dense .*; got Quantised \(torch.strided\): dequantise it": {
+        "reference": Reference(torch.zeros(B, T, H), Quantised(torch.ones(V, H)))
+    },
+    r"weight: expected a dense .*; got Tensor \(torch.sparse_coo\)": {
+        "weight": torch.ones(V, H).to_sparse()
+    },
+    r"hidden: expected a dense .*; got Tensor \(torch.strided\)": {
+        "hidden": torch.nested.nested_tensor([torch.ones(T, H)] * B)
     },
     "targets: expected dtype int64, .*; got float32": {"targets": torch.zeros(B, T)},
     "mask: expected a tensor; got list": {"mask": [[1] * T] * B},
@@ -207,6 +227,20 @@ def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="backend: 'triton' needs a GPU, or TRITON_INTERPRET=1"):
         grpo_loss(torch.zeros(B, T), torch.ones(B), backend="triton")
+
+
+class Plain(torch.Tensor):
+    """A subclass whose operators are those of torch."""
+
+
+@pytest.mark.parametrize(
+    "kind", (Plain, torch.nn.Parameter, torch.nn.Buffer, lambda x: TwoTensor(x, x.clone()))
+)
+def test_subclasses_that_compute_as_tensors_do(kind):
+    given = arguments_of("linear_logprobs")
+    expected = flat_calls.linear_logprobs(**given).logps
+    given["weight"] = kind(given["weight"])
+    assert torch.equal(torch.Tensor(flat_calls.linear_logprobs(**given).logps.detach()), expected)
 
 
 def test_masked_targets_may_be_anything():

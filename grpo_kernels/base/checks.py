@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# Modules of subclasses of torch.Tensor whose operators are those of their values.
+_AS_TENSORS = ("torch.distributed.", "torch._subclasses.", "torch.testing.")
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (*HEAD_DTYPES, torch.float64)
@@ -40,6 +42,11 @@ def check_tensor(
     """Returns `x`, a tensor of this shape, one of these dtypes and on this device, or raises."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(x).__name__}")
+    if not is_dense(x):
+        raise TypeError(
+            f"{name}: expected a dense tensor that is not quantised; got {type(x).__name__} "
+            f"({x.layout}): dequantise it, or make it dense"
+        )
     if shape is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {list(shape)}; got {list(x.shape)}")
     if dtypes is not None and x.dtype not in dtypes:
@@ -50,6 +57,17 @@ def check_tensor(
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
     return x
+
+
+def is_dense(x: Tensor) -> bool:
+    """Returns False for a sparse or nested tensor, and for a subclass with operators of its own.
+
+    Quantised weights are such subclasses: they claim a floating-point dtype.
+    """
+    cls = type(x)
+    is_plain = cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    known = is_plain or cls.__module__.startswith(_AS_TENSORS)
+    return known and x.layout == torch.strided and not x.is_nested
 
 
 def check_bool(name: str, value: object) -> None:

@@ -49,6 +49,9 @@ _FREE = {
 class OnCUDA(Tensor):
     """A tensor that says that it is on CUDA; `held` has its values, on the CPU, or on "meta"."""
 
+    # A subclass of others that has operators of its own is refused as quantised.
+    __module__ = "torch.testing._internal.on_cuda"
+
     held: Tensor
     gpu: EmulatedCUDA
 
