@@ -9,8 +9,8 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_replay.py`, `trl_exact_kl.py` and
-`trl_versions.py` alone depend on private parts of TRL:
+TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_loss.py`, `trl_replay.py`,
+`trl_exact_kl.py` and `trl_versions.py` alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
 - `GRPOTrainer._get_per_token_logps_and_entropies`, which calls `model(..., fused_lm_head=True)`, or
@@ -41,8 +41,6 @@ from ..head.execution import Execution
 from ..head.lm_head import Support
 from ..head.support import batch_support
 from ..loss.advantages import apply_is_weights
-from ..loss.config import GRPOLossConfig
-from ..loss.losses import Loss
 from .hf_head import head_of, is_prompt_learning
 from .patching import Patch, Replacement
 from .reused import Reused
@@ -55,6 +53,14 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from . import trl_exact_kl
 from .transformers import Objective, attach_fused_head, has_fused_head
+from .trl_loss import (
+    OwnLossType,
+    check_own,
+    config_of,
+    divides_by_tokens,
+    is_token_local,
+    own_of,
+)
 from .trl_replay import KEY, SupportReplay, masks_of_vllm
 
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
@@ -64,14 +70,6 @@ _KEYWORD = "fused_lm_head"  # TRL's, too
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
 # The first micro-batches whose loss is compared with TRL's, and then one in so many.
 _FIRST_CHECKS, _CHECK_EVERY = 20, 100
-# Loss types that divide by the tokens of the whole optimizer step.
-_STEP_WIDE = ("dapo", "cispo")
-_TOKEN_LOCAL = ("grpo", "bnpo", "dr_grpo", "luspo", "sapo", *_STEP_WIDE)
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "luspo", "dapo")
-
-
-# What `GRPOLossConfig.loss_type` takes beside a name.
-OwnLossType = Loss | Callable[[Any], Tensor]
 # `attach_fused_head` with what a trainer's models have in common.
 _Attach = Callable[..., None]
 
@@ -88,7 +86,8 @@ class FusedGRPOTrainer(GRPOTrainer):
             those of the truncated policy, which is the one that acted.
         loss: trained in the place of TRL's: an instance of a class of `grpo_kernels.loss.losses`,
             or a callable (`docs/objectives.md`). `beta`, the entropy bonus and TRL's metrics stay;
-            `epsilon`, say, is the class's own.
+            other options of TRL's loss (`loss_type`, `epsilon`) are refused, as the class has its
+            own.
         exact_kl: the KL that `beta` weighs is that over the whole vocabulary, for which the
             reference's layers run beside each micro-batch. Logged as `kl_exact`; TRL's `kl` stays
             its estimate.
@@ -244,39 +243,15 @@ def _prepare(
             _attach(attach, inner, trainer.temperature, float32)
     trainer._own_loss, trainer._exact_kl = loss, exact_kl
     if exact_kl:
-        token_local = loss is not None or _is_token_local(trainer)
+        token_local = loss is not None or is_token_local(trainer)
         trl_exact_kl.check(trainer, token_local, replay_support)
+        if trainer.ref_model is not None:
+            trainer.ref_model.requires_grad_(False)  # of a trained head each reference is a copy
     if loss is not None:
-        if isinstance(loss, str):
-            raise TypeError(
-                f"loss: expected a loss or a callable, as TRL's go by loss_type; got {loss!r}"
-            )
-        _refuse_with_own_loss(trainer)
-    if loss is not None or _is_token_local(trainer):
-        _loss_config(trainer, 1)  # raises now what would be raised in the first step
+        check_own(trainer, loss)
+    if loss is not None or is_token_local(trainer):
+        config_of(trainer, 1)  # raises now what would be raised in the first step
     trainer._support_replay = SupportReplay(trainer) if replay_support else None
-
-
-def _refuse_with_own_loss(trainer: Any) -> None:
-    """Refuses options of TRL's loss that a loss of one's own would leave out, or twist."""
-    for name, expected in (
-        ("importance_sampling_level", "token"), ("off_policy_mask_threshold", None),
-        ("top_entropy_quantile", 1.0),
-    ):  # fmt: skip
-        if (given := getattr(trainer, name)) != expected:
-            raise ValueError(
-                f"{name}: expected {expected!r} with a loss of your own; got {given!r}"
-            )
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        raise ValueError(
-            "vllm_importance_sampling_correction: expected False with a loss of your own, which "
-            "need not be linear in the advantage; got True"
-        )
-
-
-def _own_loss(trainer: Any) -> OwnLossType | None:
-    """The caller's own; None without, and in a trainer made before the patch."""
-    return getattr(trainer, "_own_loss", None)
 
 
 def _replay(trainer: Any) -> SupportReplay | None:
@@ -381,13 +356,13 @@ def _compute_loss(
 
     Or the caller's own, beside which TRL computes what it logs.
     """
-    own = _own_loss(trainer)
+    own = own_of(trainer)
     in_the_model = (
         not isinstance(model, _Call)
         and (
             own is not None
             or trl_exact_kl.wanted(trainer)
-            or (torch.is_grad_enabled() and _is_token_local(trainer))
+            or (torch.is_grad_enabled() and is_token_local(trainer))
         )
         and has_fused_head(extract_model_from_parallel(model))
     )
@@ -422,50 +397,9 @@ def _compute_loss(
     return value + (loss - loss.detach())
 
 
-def _is_token_local(trainer: Any) -> bool:
-    loss_type = trainer.loss_type
-    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and trainer._entropy_bonus_enabled:
-        return False
-    return (
-        loss_type in _TOKEN_LOCAL
-        and trainer.importance_sampling_level == "token"
-        and trainer.off_policy_mask_threshold is None
-        and trainer.top_entropy_quantile == 1.0
-    )
-
-
 def _accumulation_steps(trainer: Any) -> int:
     """Returns the micro-batches per optimizer step; 0 in evaluation."""
     return trainer.current_gradient_accumulation_steps if trainer.model.training else 0
-
-
-def _loss_config(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
-    """Translates TRL's options; multiplies the entropy coefficient by `entropy_scale`."""
-    args, own = trainer.args, _own_loss(trainer)
-    loss_type = trainer.loss_type if own is None else getattr(own, "aggregation", "dapo")
-    options: dict[str, Any] = {
-        "loss_type": loss_type if own is None else own,
-        "beta": trainer.beta,
-        "use_bias_correction_kl": args.use_bias_correction_kl,
-        "kl_estimator": "exact" if trl_exact_kl.wanted(trainer) else "k3",
-    }
-    if own is not None:
-        pass  # which has its options
-    elif loss_type in _CLIPPED:
-        options |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
-        options["delta"] = args.delta
-    elif loss_type == "cispo":
-        options["epsilon_high"] = trainer.epsilon_high
-    elif loss_type == "sapo":
-        options["sapo_temperature_pos"] = args.sapo_temperature_pos
-        options["sapo_temperature_neg"] = args.sapo_temperature_neg
-    if loss_type == "dr_grpo":
-        options["max_completion_length"] = trainer.max_completion_length
-    if trainer._entropy_bonus_enabled:
-        adaptive = trainer.use_adaptive_entropy
-        if not adaptive or trainer._last_world_entropy <= args.entropy_target:
-            options["entropy_coef"] = trainer.entropy_coef * entropy_scale
-    return GRPOLossConfig(**options)
 
 
 def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float | Tensor]:
@@ -479,11 +413,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
     accumulation = _accumulation_steps(trainer)
     scale = 1 / max(1, accumulation)
     num_items = None
-    own = _own_loss(trainer)
-    by_tokens = trainer.loss_type in _STEP_WIDE
-    if own is not None:
-        by_tokens = getattr(own, "aggregation", "dapo") == "dapo"
-    if by_tokens:
+    if divides_by_tokens(trainer):
         # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
         # the device, where they are not read.
         tokens = torch.as_tensor(inputs["num_items_in_batch"], device=mask.device).float()
@@ -492,7 +422,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
             tokens *= accumulation / trainer.args.steps_per_generation
         num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
-    config = _loss_config(trainer, 1 / max(1, accumulation) / scale)
+    config = config_of(trainer, 1 / max(1, accumulation) / scale)
     has_estimate = trainer.beta and not trl_exact_kl.wanted(trainer)
     objective = Objective(
         advantages.float(),

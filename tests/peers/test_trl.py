@@ -1,7 +1,10 @@
 """TRL's trainer and the drop-in from the same seed: the same losses, norms, metrics, weights."""
 
+import inspect
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -12,13 +15,14 @@ from tests.helpers.model_families import LORAS
 
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations import trl_exact_kl
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+from grpo_kernels.integrations.trl_loss import OF_TRLS_LOSS, check_own
 from grpo_kernels.integrations.trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, check_version
 from grpo_kernels.loss.losses import Clip
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
@@ -160,15 +164,16 @@ def test_a_loss_of_one_s_own_that_is_trls(name, tmp_path):
     if DIVIDES_BY_BATCH and name != "dr_grpo":
         pytest.skip("TRL divides by the batch")
     options, loss = OWN_LOSSES[name]
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **options, **TWICE)
+    mine = {**options, "loss_type": "dapo", "loss": loss}  # TRL's default, which is left out
+    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **mine, **TWICE)
     assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
 
 
 def test_a_loss_of_one_s_own_that_is_another(tmp_path):
     """Of sequences, in two passes: TRL trains the same by another option, and logs its own."""
-    options = {"loss_type": "grpo", **TWICE}
     loss = Clip(aggregation="grpo", ratio_level="sequence")
-    losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **options)
+    losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **TWICE)
+    options = {"loss_type": "grpo", **TWICE}
     of_sequences = {**options, "importance_sampling_level": "sequence"}
     expected = trained(GRPOTrainer, tmp_path / "theirs", **of_sequences)
     torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-5)
@@ -341,13 +346,9 @@ REFUSED = {
         {"exact_kl": True, "beta": 0.1, "replay_support": True, "top_k": 5},
         "exact_kl: expected False with replay_support",
     ),
-    "own loss of sequences": (
-        {"loss": Clip(), "importance_sampling_level": "sequence"},
-        "importance_sampling_level: expected 'token'",
-    ),
-    "own loss of some": (
-        {"loss": Clip(), "top_entropy_quantile": 0.4},
-        "top_entropy_quantile: expected 1.0 with a loss of your own",
+    "own loss with options of TRL's": (
+        {"loss": Clip(), "delta": 1.5},
+        "delta: expected None, TRL's default, with a loss of your own",
     ),
     "a name": ({"loss": "dapo"}, "loss: expected a loss or a callable"),
     # Of old versions of TRL alone: newer ones leave padding out, and deprecate the other head.
@@ -370,6 +371,30 @@ def test_what_is_refused(case, tmp_path):
     if case in OF_HEAD:
         with pytest.raises((TypeError, ValueError), match=message):
             patch_trl(**options)
+
+
+# What `_compute_loss` reads beside the options of a loss; all but the first are TRL's to act on.
+NOT_OF_A_LOSS = {
+    "beta", "use_bias_correction_kl", "max_completion_length", "entropy_coef", "entropy_coef_delta",
+    "entropy_coef_max", "entropy_coef_min", "entropy_target", "use_adaptive_entropy",
+    "router_aux_loss_coef", "steps_per_generation", "use_vllm",
+    "vllm_importance_sampling_correction",
+}  # fmt: skip
+
+
+def test_options_that_a_loss_of_one_s_own_leaves_out_are_refused():
+    defaults = {option.name: option.default for option in fields(GRPOConfig)}
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    read = {name for name in defaults if re.search(rf"self\.(args\.)?{name}\b", source)}
+    assert read - NOT_OF_A_LOSS <= OF_TRLS_LOSS.keys()
+    assert {"epsilon", "delta", "loss_type", "sapo_temperature_neg"} <= OF_TRLS_LOSS.keys()
+    for name in OF_TRLS_LOSS:
+        args = SimpleNamespace(**{x: defaults[x] for x in OF_TRLS_LOSS})
+        trainer = SimpleNamespace(args=args, use_vllm=False)
+        check_own(trainer, Clip())
+        setattr(args, name, 0.5)
+        with pytest.raises(ValueError, match=f"{name}: expected .* TRL's default, .*; got 0.5"):
+            check_own(trainer, Clip())
 
 
 def test_other_versions():
