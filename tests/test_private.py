@@ -11,10 +11,12 @@ from grpo_kernels.base import private
 
 def test_hooks_of_a_layer():
     layer = torch.nn.Linear(2, 2)
-    assert private.forward_hooks(layer) == []
+    assert private.hooks_of(layer) == []
+    layer.register_full_backward_hook(str)
+    layer.register_full_backward_pre_hook(len)
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(repr)
-    assert private.forward_hooks(layer) == [repr, print]
+    assert private.hooks_of(layer) == [repr, print, len, str]
 
 
 def test_views_share_a_storage_without_memory():
@@ -30,7 +32,7 @@ def test_views_share_a_storage_without_memory():
         ("forget_forward", SimpleNamespace(reducer=object()), "reducer._reset_state"),
         ("is_unit_within", SimpleNamespace(), "_get_fsdp_state"),
         ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
-        ("forward_hooks", SimpleNamespace(), "_forward_pre_hooks"),
+        ("hooks_of", SimpleNamespace(), "_forward_pre_hooks"),
     ),
 )
 def test_a_torch_without_it_is_named(function, without, name):

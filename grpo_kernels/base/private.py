@@ -48,10 +48,10 @@ def is_unit_within(layer: Any) -> bool:
     return _private(_private(layer, "_get_fsdp_state")(), "_is_root") is False
 
 
-def forward_hooks(layer: nn.Module) -> list[Any]:
-    """What runs before and after the layer's forward."""
-    names = ("_forward_pre_hooks", "_forward_hooks")
-    return [hook for name in names for hook in _private(layer, name).values()]
+def hooks_of(layer: nn.Module) -> list[Any]:
+    """The hooks that run with the layer's forward and with its backward."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for kind in kinds for hook in _private(layer, kind).values()]
 
 
 def without_memory() -> AbstractContextManager[Any]:

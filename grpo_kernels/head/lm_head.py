@@ -191,6 +191,7 @@ class Reference(NamedTuple):
     """Another model on the same tokens: a reference policy, or a teacher. Constants.
 
     Its hidden size, dtype and options of the head may be others; its vocabulary is the same one.
+    Pass a copy of a weight that an optimizer changes before the call.
     """
 
     hidden: Tensor  # [B, T, H'] or [N, H'], laid out as the policy's

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..base.private import forward_hooks, is_unit_within
+from ..base.checks import is_dense
+from ..base.private import hooks_of, is_unit_within
 from ..head.lm_head import LMHead
 from ..reference import linear_logits
 
@@ -75,7 +76,7 @@ class Head(NamedTuple):
         low_rank = None
         if self.adapters:
             a_out = torch.cat([adapter.lora_a_out(hidden) for adapter in self.adapters], -1)
-            lora_b = torch.cat([full_tensor(adapter.lora_b) for adapter in self.adapters], 1)
+            lora_b = torch.cat([full_tensor(adapter.lora_b.weight) for adapter in self.adapters], 1)
             low_rank = (a_out, lora_b)
         return LMHead(
             full_tensor(self.weight),
@@ -89,12 +90,17 @@ class Head(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A LoRA, which adds `scaling * lora_a(dropout(hidden)) @ lora_b.T` to the logits."""
+    """A LoRA, which adds `scaling * lora_b(lora_a(dropout(hidden)))` to the logits."""
 
     lora_a: nn.Module  # [..., H] -> [..., r]
-    lora_b: Tensor  # [V, r]
+    lora_b: nn.Linear  # [..., r] -> [..., V]
     scaling: float
     dropout: nn.Module
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that PEFT calls."""
+        return self.dropout, self.lora_a, self.lora_b
 
     def lora_a_out(self, hidden: Tensor) -> Tensor:
         """Returns `scaling * lora_a(dropout(hidden))`, `[..., r]`."""
@@ -144,31 +150,40 @@ def head_of(model: Any) -> Head:
     config = model.config.get_text_config()
     outer = model.get_output_embeddings()
     layer, adapters = _split_adapters(outer)
-    if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
-        raise ValueError(
-            "model: expected an output layer that is a torch.nn.Linear with floating-point "
-            f"weights; got {type(layer).__name__}"
-        )
-    _check_forward(outer)
-    _check_forward(layer)
+    weight = _weight_of(layer)
+    for part in (outer, layer, *(part for adapter in adapters for part in adapter.modules)):
+        _check_forward(part)
     softcaps = (getattr(config, name, None) for name in SOFTCAP_FIELDS)
     softcap = next((cap for cap in softcaps if cap is not None), None)
-    return Head(layer.weight, layer.bias, softcap, _logit_scale(config), adapters)
+    return Head(weight, layer.bias, softcap, _logit_scale(config), adapters)
+
+
+def _weight_of(layer: Any) -> Tensor:
+    found, weight = type(layer).__name__, layer.weight if isinstance(layer, nn.Linear) else None
+    if weight is not None and weight.is_floating_point() and is_dense(weight):
+        return weight
+    if weight is not None:
+        found += f" with a {type(weight).__name__}: leave the output layer out of the quantisation"
+    raise ValueError(
+        "model: expected an output layer that is a torch.nn.Linear with floating-point weights; "
+        f"got {found}"
+    )
 
 
 def _check_forward(layer: nn.Module) -> None:
     """Refuses what would run in a call of the layer, as its weight is used without one."""
-    found = forward_hooks(layer)
+    found = hooks_of(layer)
     if "forward" in vars(layer):
         found.append(vars(layer)["forward"])
     for function in found:
         function = getattr(function, "func", function)  # of a partial
         module, name = (str(getattr(function, x, "")) for x in ("__module__", "__qualname__"))
         if not module.startswith(_KNOWN_HOOKS):
+            hint = ": put it on the model's body, which is called"
             raise ValueError(
                 "model: expected an output layer without hooks and without a forward of its own, "
                 f"as it is used without a call; got {module}.{name}"
-                + (" (PEFT's adapter_names)" if "_adapter_names" in name else "")
+                + (" (PEFT's adapter_names)" if "_adapter_names" in name else hint)
             )
 
 
@@ -221,7 +236,7 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
     adapters = (
         Adapter(
             lora_a=layer.lora_A[name],
-            lora_b=layer.lora_B[name].weight,
+            lora_b=layer.lora_B[name],
             scaling=layer.scaling[name],
             dropout=layer.lora_dropout[name],
         )
@@ -339,6 +354,29 @@ def gather_head(model: Any) -> None:
     # What is no part of a wrapped module has no end of a backward.
     if hasattr(layer, "unshard") and is_unit_within(layer):
         layer.unshard()
+
+
+def kept_head(model: Any, head: LMHead) -> LMHead:
+    """The head of a call as it is now, for later: what may change in place is copied.
+
+    An optimizer changes what is trained; no version counter tells (torch's fused ones leave it as
+    it is). PEFT changes a frozen weight when it takes out adapters that were merged. FSDP2 and
+    ZeRO-3 free what they gathered.
+    """
+    inner = base_model(model)
+    layer = inner.get_output_embeddings()
+    changes = getattr(layer, "merged", False) or any(hasattr(x, "unshard") for x in (inner, layer))
+
+    def kept(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        copies = changes or x.requires_grad or hasattr(x, "ds_id")
+        return x.detach().clone() if copies else x.detach()
+
+    low_rank = None  # of tensors that `Head.at` has made
+    if head.low_rank is not None:
+        low_rank = (head.low_rank[0].detach(), head.low_rank[1].detach())
+    return head.replace(weight=kept(head.weight), bias=kept(head.bias), low_rank=low_rank)
 
 
 def let_go_of_head(model: Any) -> None:

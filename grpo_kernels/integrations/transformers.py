@@ -11,7 +11,7 @@ PEFT) gather weights and reduce gradients as they do for the model alone.
 
 A call goes through these functions, in this order: `attach_fused_head` replaces `model.forward` by
 one that hands calls with the keyword to `_fused_forward`; this runs the body of the model, picks
-the hidden states and labels to score (`_Labels`), and calls the loss (`_score`).
+the hidden states and labels to score (`Labels`), and calls the loss (`_score`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import INTEGERS, check_bool, check_tensor
+from ..base.checks import check_bool, check_tensor
 from ..calls import fused_grpo_loss, linear_logprobs
 from ..head.execution import Execution, check_execution
 from ..head.lm_head import LMHead, Reference, Support
-from ..loss.config import GRPOLossConfig
+from ..loss.config import TOKEN_MEANS, GRPOLossConfig
 from ..loss.inputs import check_config
 from .hf_head import (
     base_model,
@@ -40,6 +40,7 @@ from .hf_head import (
     head_of,
     is_prompt_learning,
     is_sharded,
+    kept_head,
     let_go_of_head,
     register_with_zero3,
 )
@@ -47,17 +48,18 @@ from .reused import Reused
 
 try:
     from transformers import PreTrainedModel
-    from transformers.utils import ModelOutput, TransformersKwargs
+    from transformers.utils import ModelOutput
+
+    from .call_arguments import Labels, check_arguments
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
         "Install it with: pip install 'grpo_kernels[train]'"
     ) from error
 
+_DEFAULT = GRPOLossConfig()
 # The model's attribute that holds what detaching needs.
 _ATTRIBUTE = "_grpo_kernels_head"
-# Arguments that a call may have besides those in the signatures of the model and its body.
-_COMMON = {"labels", "shift_labels", "logits_to_keep", *TransformersKwargs.__annotations__}
 
 
 @dataclass
@@ -107,8 +109,8 @@ class Objective:
             row-major order of the log-probs. Also without advantages.
         reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
         states: asks for these: `output` has nothing then, and `reference` is this model's, to be
-            the reference of another call's objective. Its head is whole only inside the forward of
-            a model that FSDP or ZeRO-3 shards.
+            the reference of another call's objective, at any time. A head that is trained
+            (`requires_grad`) or sharded is copied, a frozen one is shared with the model.
         temperature: divides the logits of this call; None: as attached.
         execution: of this call; None: as attached.
 
@@ -164,6 +166,7 @@ class Objective:
         self.support, self.temperature, self.execution = support, temperature, execution
         self.states, self.reference = states, reference
         self.output: FusedHeadOutput | None = None
+        self.config = config or _DEFAULT
 
 
 @dataclass
@@ -298,18 +301,18 @@ def _fused_forward(
     if not isinstance(objective, Objective):
         raise TypeError(f"fused_head: expected True or an Objective; got {request!r}")
     kwargs = dict(zip(attached.argument_names, args, strict=False)) | kwargs
-    kwargs.pop("return_dict", None)  # PEFT passes it; this output has one form
-    _check_names(model, attached, kwargs)
+    check_arguments(model, kwargs, attached.argument_names)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    labels = _Labels.pop_from(kwargs)
-    _check_whole_sequences(kwargs)
+    labels = Labels.pop_from(kwargs)
+    _check_packing(objective, kwargs)
+    items = _items_of(objective, kwargs.pop("num_items_in_batch", None))
     outputs = body_of(model)(use_cache=False, **kwargs)
     gather_head(model)
     head = head_of(model)
     check_is_loaded(head.weight)
-    for weight in (head.weight, *(adapter.lora_b for adapter in head.adapters)):
+    for weight in (head.weight, *(adapter.lora_b.weight for adapter in head.adapters)):
         register_with_zero3(model, weight)
     # A model that is spread over devices may have its head on another one than its last layer.
     device = head.weight.device
@@ -324,10 +327,11 @@ def _fused_forward(
     with precision:
         lm_head = head.at(hidden, temperature=temperature, logits_dtype=options.logits_dtype)
         if objective.states:
-            objective.reference, out = Reference(hidden.detach(), lm_head), FusedHeadOutput()
+            objective.reference = Reference(hidden.detach(), kept_head(model, lm_head))
+            out = FusedHeadOutput()
         else:
             execution = objective.execution or options.execution
-            out = _score(hidden, lm_head, targets, objective, execution)
+            out = _score(hidden, lm_head, targets, objective, items, execution)
     if kwargs.get("output_router_logits"):
         out.aux_loss = _load_balancing_loss(config, outputs, kwargs.get("attention_mask"))
     objective.output = out
@@ -335,69 +339,33 @@ def _fused_forward(
     return out
 
 
-def _check_names(model: Any, attached: _Attached, kwargs: dict[str, Any]) -> None:
-    """Refuses unknown arguments, which a model's forward takes and ignores."""
-    body = inspect.signature(type(body_of(model)).forward).parameters
-    unknown = sorted(kwargs.keys() - {*attached.argument_names, *body} - _COMMON)
-    if unknown:
-        raise TypeError(
-            f"{unknown[0]}: expected an argument of {type(model).__name__}.forward (those of the "
-            f"loss go into fused_head=Objective(...)); got {unknown[0]!r}"
-        )
-
-
-def _check_whole_sequences(kwargs: dict[str, Any]) -> None:
-    """Refuses a cache and embeddings, with which positions and labels no longer match."""
-    if kwargs.pop("use_cache", None) or kwargs.get("past_key_values") is not None:
+def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
+    """Refuses rows of several sequences where the loss takes a row for one."""
+    packed = next((x for x in ("cu_seq_lens_q", "seq_idx") if kwargs.get(x) is not None), None)
+    if packed and objective.advantages is not None and objective.config.needs_sequences:
         raise ValueError(
-            "past_key_values, use_cache: expected none, as whole sequences are scored; got them "
-            "(PEFT's prefix tuning passes them)"
-        )
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError(
-            "input_ids: expected token ids; got inputs_embeds (PEFT's virtual tokens pass them)"
+            f"{packed}: expected None with loss_type={objective.config.loss_type!r} and these "
+            "options, which tell sequences apart: pass one sequence per row; got rows of several"
         )
 
 
-@dataclass
-class _Labels:
-    """The labels of a call: shifted already or not, all of them or the last `keep`."""
-
-    ids: Tensor  # [B, S]
-    shifted: bool
-    keep: int  # 0: all
-
-    @staticmethod
-    def pop_from(kwargs: dict[str, Any]) -> _Labels:
-        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        keep = kwargs.pop("logits_to_keep", 0)
-        if (labels is None) == (shifted is None):
-            raise ValueError(
-                "labels: expected token ids [B, S], -100 where nothing is to be scored, or "
-                f"shift_labels; got {'neither' if labels is None else 'both'}"
-            )
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise ValueError(f"logits_to_keep: expected an int >= 0; got {keep!r}")
-        return _Labels(labels if shifted is None else shifted, shifted is not None, keep)
-
-    def align(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the hidden states `[B, T, H]` that predict the targets `[B, T]`, and these."""
-        targets = check_tensor("labels", self.ids, dtypes=INTEGERS)
-        if targets.is_meta:
-            raise ValueError("labels: expected a tensor with values; got one on the meta device")
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(
-                f"labels: expected shape {list(hidden.shape[:2])}, that of the hidden states; got "
-                f"{list(targets.shape)}"
-            )
-        if not self.shifted:
-            hidden, targets = hidden[:, :-1], targets[:, 1:]
-        if self.keep > targets.shape[1]:
-            raise ValueError(
-                f"logits_to_keep: expected at most {targets.shape[1]}, as many as there are labels "
-                f"after the first; got {self.keep}"
-            )
-        return hidden[:, -self.keep :], targets[:, -self.keep :]
+def _items_of(objective: Objective, given: Any) -> dict[str, Any]:
+    """The loss's `num_items`, of which `num_items_in_batch` is transformers' name."""
+    if given is None:
+        return {}
+    reason = ""
+    if objective.advantages is None:
+        reason = "without advantages, as there is no loss to divide"
+    elif "num_items" in objective.loss_arguments:
+        reason = "with Objective(num_items=...), which has its place"
+    elif (aggregation := objective.config.effective_aggregation) not in TOKEN_MEANS:
+        reason = (
+            f"with the {aggregation!r} aggregation, which divides by sequences: pass their number "
+            "as Objective(num_items=...)"
+        )
+    if reason:
+        raise ValueError(f"num_items_in_batch: expected None {reason}; got {given!r}")
+    return {"num_items": given}
 
 
 def _to(device: torch.device, x: Any) -> Any:
@@ -406,8 +374,9 @@ def _to(device: torch.device, x: Any) -> Any:
 
 
 def _score(
-    hidden: Tensor, head: LMHead, targets: Tensor, objective: Objective, execution: Execution
-) -> FusedHeadOutput:
+    hidden: Tensor, head: LMHead, targets: Tensor, objective: Objective, items: dict[str, Any],
+    execution: Execution,
+) -> FusedHeadOutput:  # fmt: skip
     device, mask, support = hidden.device, targets != -100, objective.support
     if objective.mask is not None:
         given = _to(device, objective.mask)
@@ -420,7 +389,8 @@ def _score(
             hidden, head, targets, mask, entropy=True, support=support, execution=execution
         )
         return FusedHeadOutput(logps=scored.logps, entropy=scored.entropy, mask=mask.bool())
-    arguments = {name: _to(device, x) for name, x in objective.loss_arguments.items()}
+    arguments = objective.loss_arguments | items
+    arguments = {name: _to(device, x) for name, x in arguments.items()}
     out = fused_grpo_loss(
         hidden,
         head,

@@ -1,12 +1,24 @@
 """What a fused head is compared with when it is attached, and what it refuses at a call."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
+import transformers
+from transformers.utils import TransformersKwargs
 
+from grpo_kernels import GRPOLossConfig
 from grpo_kernels.integrations.hf_head import check_logits
-from grpo_kernels.integrations.transformers import attach_fused_head
+from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
-from tests.peers.test_transformers import batch_of, check_scores, expected, hooked, with_head
+from tests.peers.test_transformers import (
+    assert_same_gradients,
+    batch_of,
+    check_scores,
+    expected,
+    gradients_of,
+    with_head,
+)
 
 pytestmark = pytest.mark.usefixtures("real_memory")
 
@@ -29,11 +41,51 @@ def test_an_adapter_per_row_is_refused_on_the_head_alone():
             model(**inputs, labels=labels, fused_head=True, adapter_names=names)
 
 
-def test_what_only_a_call_of_the_head_would_run_is_refused():
-    model, inputs, labels = with_head(family_model("qwen2"))
-    hooked(model)
-    with pytest.raises(ValueError, match=r"model: expected .* without hooks .*; got .*double"):
+def double(layer, *tensors):
+    return None
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook",
+         "backward_hook")  # fmt: skip
+# Modules that a call of the head would call: of which model, and where in its output layer.
+PARTS = {
+    "layer": (None, ""),
+    "LoRA": ("head", ""),
+    "base_layer": ("head", "base_layer"),
+    "lora_A": ("head", "lora_A.default"),
+    "lora_B": ("head", "lora_B.default"),
+    "lora_dropout": ("head", "lora_dropout.default"),
+    "copy": ("head_copied", "modules_to_save.default"),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("part", PARTS)
+def test_hooks_on_what_is_not_called_are_refused(part, kind):
+    lora, where = PARTS[part]
+    model = family_model("qwen2")
+    model = model if lora is None else with_lora(model, **LORAS[lora])
+    model, inputs, labels = with_head(model)
+    layer = model.get_output_embeddings().get_submodule(where)
+    handle = getattr(layer, f"register_{kind}")(double)
+    message = r"model: expected .* without hooks .*; got .*double: put it on the model's body"
+    with pytest.raises(ValueError, match=message):
         model(**inputs, labels=labels, fused_head=True)
+    handle.remove()
+    model(**inputs, labels=labels, fused_head=True).logps.sum().backward()
+
+
+def test_a_hook_on_the_body_runs():
+    """It is the way out: the gradient that reaches the body is that of the plain call."""
+    model, inputs, labels = with_head(family_model("qwen2"))
+    model.model.norm.register_full_backward_pre_hook(lambda _, d_out: (0.1 * d_out[0],))
+    logps, _, _ = expected(model, inputs, labels)
+    wanted = gradients_of(model, logps.sum())
+    out = model(**inputs, labels=labels, fused_head=True)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+
+
+def test_a_forward_of_the_head_s_own_is_refused():
     model, inputs, labels = with_head(family_model("qwen2"))
     own = model.lm_head.forward
     model.lm_head.forward = lambda states: 2 * own(states)
@@ -103,3 +155,95 @@ def test_autocast_inside_a_wrapped_forward_is_known():
 
     model.forward = forward
     check_logits(model)
+
+
+_, L = batch_of()
+OF_SEQUENCES = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
+# (arguments of the call, the error)
+NOT_CALLED = (
+    ({"labels": None}, "labels: expected token ids .* got neither"),
+    ({"shift_labels": L}, "got both"),
+    ({"labels": L[:, :-1]}, r"labels: expected shape \[3, 11\]"),
+    ({"labels": L.tolist()}, "labels: expected a tensor"),
+    ({"labels": L.to("meta")}, "meta"),
+    ({"logits_to_keep": 11}, "logits_to_keep: expected at most 10"),
+    ({"logits_to_keep": -1}, "logits_to_keep: expected an int >= 0"),
+    ({"use_cache": True}, "use_cache: expected none"),
+    *(({name: transformers.DynamicCache()}, f"{name}: expected none")
+      for name in ("past_key_values", "cache", "by_another_name")),
+    ({"num_items_in_batch": 9, "fused_head": Objective(torch.ones(3), num_items=9)},
+     r"num_items_in_batch: expected None with Objective\(num_items"),
+    ({"num_items_in_batch": torch.tensor(9), "fused_head": OF_SEQUENCES},
+     "num_items_in_batch: expected None with the 'grpo' aggregation, which divides by sequences"),
+    ({"num_items_in_batch": torch.ones(2), "fused_head": Objective(torch.ones(3))},
+     "num_items: expected a 0-d tensor"),
+    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": OF_SEQUENCES},
+     "cu_seq_lens_q: expected None with loss_type='grpo' and these options, which tell sequences"),
+    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": OF_SEQUENCES}, "seq_idx: expected None"),
+    ({"num_items_in_batch": 9}, "num_items_in_batch: expected None without advantages"),
+    ({"output_hidden_states": True}, "output_hidden_states: expected False, or None, as a fused"),
+    ({"output_attentions": True}, "output_attentions: expected False"),
+    ({"return_dict": False}, "return_dict: expected True"),
+    ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
+    # What the model would ignore.
+    *(({name: torch.ones(3)}, f"{name}: expected an argument of LlamaForCausalLM")
+      for name in ("advantages", "beta")),
+)  # fmt: skip
+
+
+# Values of transformers' own arguments of all models, of which none may be left out.
+KNOWN = {
+    "num_items_in_batch": 9, "output_hidden_states": True, "output_attentions": True,
+    "return_dict": False, "past_key_values": (), "cache": (),
+}  # fmt: skip
+LAYERS = {"output_router_logits": True, "is_causal": True, "max_length_q": 11, "max_length_k": 11,
+          "seq_idx": None, "cu_seq_lens_q": None, "cu_seq_lens_k": None,
+          "position_ids": torch.arange(11).expand(3, 11)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*TransformersKwargs.__annotations__, *KNOWN}))
+def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
+    model, inputs, labels = with_head(family_model("qwen3_moe"))
+    if name in LAYERS:
+        body = MagicMock(wraps=model.model.forward)
+        model.model.forward = body
+        model(**inputs, labels=labels, fused_head=True, **{name: LAYERS[name]})
+        assert body.call_args.kwargs[name] is LAYERS[name]
+        return
+    given = {name: KNOWN.get(name, 1)}
+    with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
+        model(**inputs, labels=labels, fused_head=True, **given)
+    harmless = {"return_dict": True}.get(name, False if "output" in name else None)
+    if name in KNOWN and name not in ("past_key_values", "cache"):
+        model(**inputs, labels=labels, fused_head=True, **{name: harmless})
+
+
+@pytest.mark.parametrize(("given", "message"), NOT_CALLED)
+def test_calls_that_are_refused(given, message):
+    model, inputs, labels = with_head()
+    given = {"labels": labels, "fused_head": True, **given}
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(**inputs, **{k: x for k, x in given.items() if x is not None})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    (
+        ({"mask": torch.ones(10)}, r"mask: expected shape \[3, 10\]; got \[10\]"),  # not broadcast
+        ({"mask": [1] * 10}, "mask: expected a tensor; got list"),
+        ({"mask": 0.5 * torch.ones(3, 10)}, "mask: expected 0 or 1; got other values"),
+        ({"config": {"beta": 0.1}}, "config: expected a GRPOLossConfig; got dict"),
+        ({"temperature": 0.0}, "temperature: expected a number > 0"),
+        ({"support": [torch.ones(2)]}, "support: expected"),
+        (
+            {"advantages": None, "old_logps": torch.zeros(1)},
+            "advantages: expected a tensor, as old",
+        ),
+        ({"execution": {}}, "execution: expected an Execution; got {}"),
+    ),
+)
+def test_what_an_objective_does_not_take(options, error):
+    model, inputs, labels = with_head()
+    with pytest.raises((TypeError, ValueError), match=error):
+        objective = Objective(**{"advantages": torch.ones(3), **options})
+        model(**inputs, labels=labels, fused_head=objective)

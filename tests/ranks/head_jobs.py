@@ -1,10 +1,11 @@
 """Jobs of the ranks: gradients of a fused head, and TRL's trainer with one."""
 
+import copy
 import random
 
 import torch
 
-from grpo_kernels import fused_grpo_loss
+from grpo_kernels import GRPOLossConfig, fused_grpo_loss
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from tests.helpers.model_families import LORAS, family_model, with_lora
@@ -70,6 +71,38 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
             wrapper(**inputs, fused_head=True)
         assert hasattr(inner.get_output_embeddings().weight, "full_tensor"), "still gathered"
     return gradients
+
+
+def kl_to_its_own_states(kind: str) -> tuple[float, float]:
+    """The KL of a model that FSDP2 shards to itself before a step, and that by whole models."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, inputs, labels, _ = case(kind)
+    model.lm_head.weight.requires_grad_("frozen" not in kind)
+    before, after, mask = copy.deepcopy(model), copy.deepcopy(model), labels[:, 1:] != -100
+    options = {"mesh": dist.init_device_mesh("cpu", (WORLD,))}
+    for part in [*model.model.layers, *([model.lm_head] if "apart" in kind else [])]:
+        fully_shard(part, **options)
+    wrapper = fully_shard(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    asked = Objective(states=True)
+    with torch.no_grad():
+        wrapper(**inputs, labels=labels, fused_head=asked)
+    assert torch.equal(asked.reference.head.weight, before.lm_head.weight)
+    wrapper(**inputs, labels=labels, fused_head=True).logps.sum().backward()
+    optimizer.step()
+    config = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+    objective = Objective(torch.ones(len(labels)), config=config, reference=asked.reference)
+    wrapper(**inputs, labels=labels, fused_head=objective).loss.backward()  # which shards it again
+    with torch.no_grad():
+        sharded = dict(model.named_parameters())
+        for name, whole in after.named_parameters():
+            whole.copy_(sharded[name].full_tensor())
+        old, new = (
+            x(**inputs).logits[:, :-1].double().log_softmax(-1)[mask] for x in (before, after)
+        )
+    return objective.output.metrics["kl"].item(), (new.exp() * (new - old)).sum(-1).mean().item()
 
 
 class HeadAlone(torch.nn.Module):

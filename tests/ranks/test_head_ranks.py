@@ -34,6 +34,12 @@ def test_gradients(kind, ranks):
                 assert relative_error(grads[name], gradient) < tolerance, name
 
 
+@pytest.mark.parametrize("kind", ("", "head apart", "frozen", "frozen, head apart"))
+def test_states_of_a_sharded_model_are_of_the_model_as_it_was(kind, ranks):
+    for kl, expected in ranks("tests.ranks.head_jobs:kl_to_its_own_states", kind):
+        assert expected > 1e-3 and kl == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("kind", ("ddp", "fsdp2"))
 def test_the_head_alone(kind, ranks):
     """FSDP2 moves it once, in bf16 before, dW in float32 after, however many chunks there are."""
