@@ -235,8 +235,12 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
             kl = d.abs()
         case "k2":
             kl = d.square() / 2
-        case _:
+        case "k3":
             kl = torch.expm1(d) - d
+        case _:
+            raise ValueError(
+                f"estimator: expected k1, abs, k2 or k3, or one with a +; got {estimator!r}"
+            )
     if clamp is not None:
         kl = kl.clamp(-clamp, clamp)
     if estimator.endswith("+"):
