@@ -10,7 +10,7 @@ from grpo_kernels.head.dense import row_factors
 from grpo_kernels.kernels import LogitTransform, RowGrads, torch_backend, triton_backend
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
-from tests.helpers.tiers import INTERPRETED, cases, compiled_alone
+from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 BACKENDS = pytest.mark.parametrize(
@@ -223,7 +223,7 @@ SIZES = (("cpu", 6, 5003), CHUNK)
 @pytest.mark.parametrize(
     ("dtype", "limit"), (
         (torch.float32, 2e-5), (torch.float16, 1e-3),
-        pytest.param(torch.bfloat16, 2.5e-3, marks=compiled_alone),
+        pytest.param(torch.bfloat16, 2.5e-3, marks=pytest.mark.compiled),
     ),
     ids=("float32", "float16", "bfloat16"),
 )  # fmt: skip
