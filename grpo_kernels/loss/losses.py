@@ -22,6 +22,7 @@ from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_LEVELS = ("token", "sequence")
+_REAL = (*FLOATS, torch.bool, *INTEGERS)
 _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 
@@ -146,8 +147,7 @@ class Loss:
 def per_token_values(name: str, x: object, tokens: Tokens) -> Tensor:
     """A value per token `[N]` that a loss returned, checked, as it may be the user's own."""
     like = tokens.logps
-    dtypes = (torch.bool, *INTEGERS, *FLOATS)
-    return check_tensor(name, x, shape=like.shape, dtypes=dtypes, device=like.device)
+    return check_tensor(name, x, shape=like.shape, dtypes=_REAL, device=like.device)
 
 
 class OwnLoss(Loss):
