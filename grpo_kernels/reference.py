@@ -185,7 +185,7 @@ def fused_grpo_loss(
     **of_loss: Any,
 ) -> GRPOLossOutput:
     """`linear_logprobs` and `divergence`, then `grpo_loss`, whose other arguments are `of_loss`."""
-    scored = rows_of_loss(mask, ce_weights, targets)
+    scored = rows_of_loss(mask, ce_weights, hidden)
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
         if of_loss.get("config", GRPOLossConfig()).exact_kl:

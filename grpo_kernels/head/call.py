@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -72,10 +73,10 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     shape = call.layout.shape
     targets, mask = call.targets.reshape(shape), call.mask
     mask = None if mask is None else mask.reshape(shape)
-    try:
+    with named_reference(call.checks):
+        hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=call.layout.device)
+        check_tensor("hidden", hidden, shape=(*shape, *hidden.shape[-1:]))
         other = head_call(hidden, head, targets, mask, None, call.execution, call.checks)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"reference: {error}") from error
     mine, theirs = call.head.ranks, other.head.ranks
     if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
         raise ValueError(
@@ -90,6 +91,21 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
         )
     terms = tuple(Term(saveable(x.detach()), saveable(y.detach())) for x, y in other.terms)
     return replace(other, terms=terms)
+
+
+@contextmanager
+def named_reference(checks: ValueChecks) -> Iterator[None]:
+    """Errors, and value checks that are added, name the part of the reference that they are of."""
+
+    def named(message: str) -> str:
+        return f"reference.{'' if message.startswith(('hidden', 'head')) else 'head.'}{message}"
+
+    first = len(checks.messages)
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(named(str(error))) from error
+    checks.messages[first:] = map(named, checks.messages[first:])
 
 
 def head_call(

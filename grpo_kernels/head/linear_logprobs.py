@@ -28,7 +28,7 @@ from ..base.autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from ..base.checks import check_bool
+from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
 from ..kernels import TokenStats
@@ -119,10 +119,11 @@ def planned(
     entries: bool = False,
 ) -> tuple[HeadCall, Passes]:
     """The checked call of `linear_logprobs`, and its passes."""
-    if entries and isinstance(hidden, Tensor):
+    hidden = check_tensor("hidden", hidden)
+    if entries:
         targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     each, first = None, targets
-    if isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None):
+    if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
         each, first = targets, _first_of(targets)
     call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
     if each is not None and each.shape[-1] > 1:
@@ -297,5 +298,5 @@ def _power_of_two_scale_of(gradients: Sequence[Tensor | None], needed: Tensor) -
     # Rows that are not needed may be given anything, NaN included.
     given = [x for x in gradients if x is not None and x.numel()]
     peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
-    none = torch.zeros((), device=needed.device)
+    none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)

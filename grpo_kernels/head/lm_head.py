@@ -121,7 +121,7 @@ class LMHead:
         check_number("logit_scale", self.logit_scale)
         for name in ("softcap", "temperature"):
             value = getattr(self, name)
-            if value is None or isinstance(value, Tensor):
+            if isinstance(value, Tensor) or (value is None and name == "softcap"):
                 continue
             check_number(name, value)
             if value <= 0:
@@ -131,7 +131,7 @@ class LMHead:
             raise TypeError("softcap: expected a number > 0, or None; got a tensor")
         if isinstance(self.temperature, Tensor) and self.temperature.requires_grad:
             raise ValueError("temperature: expected a constant; got a tensor requiring grad")
-        if self.logits_dtype not in LOGITS_DTYPES:
+        if not isinstance(self.logits_dtype, str) or self.logits_dtype not in LOGITS_DTYPES:
             choices = " or ".join(map(repr, LOGITS_DTYPES))
             raise ValueError(f"logits_dtype: expected {choices}; got {self.logits_dtype!r}")
         if self.ranks is not None and not isinstance(self.ranks, VocabRanks):
@@ -169,7 +169,13 @@ class LMHead:
     @staticmethod
     def of(head: Tensor | LMHead) -> LMHead:
         """A head of `head`, which may be its weight alone."""
-        return head if isinstance(head, LMHead) else LMHead(head)
+        if isinstance(head, LMHead):
+            return head
+        if not isinstance(head, Tensor):
+            raise TypeError(
+                f"head: expected a weight [V, H] or an LMHead; got {type(head).__name__}"
+            )
+        return LMHead(head)
 
     def terms(self, hidden: Tensor) -> tuple[Term, ...]:
         """The terms of the raw logits of `hidden [..., H]`: weight, adapter, bias."""
@@ -190,7 +196,8 @@ class LMHead:
 class Reference(NamedTuple):
     """Another model on the same tokens: a reference policy, or a teacher. Constants.
 
-    Its hidden size, dtype and options of the head may be others; its vocabulary is the same one.
+    Its hidden size, dtype (float32, bfloat16 or float16) and options of the head may be others; its
+    vocabulary is the same one.
     """
 
     hidden: Tensor  # [B, T, H'] or [N, H'], laid out as the policy's

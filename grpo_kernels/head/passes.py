@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
 from ..kernels import TokenStats
-from .call import HeadCall, reference_call
+from .call import HeadCall, named_reference, reference_call
 from .dense import Dense, OneRank, OneTarget
 from .lm_head import LMHead, Reference
 from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
@@ -211,7 +211,9 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
         raise TypeError(
             f"reference: expected a Reference(hidden, head); got {type(reference).__name__}"
         )
-    other = reference_call(call, Reference(reference[0], local_head(reference[1])))
+    with named_reference(call.checks):
+        head = local_head(reference[1])
+    other = reference_call(call, Reference(reference[0], head))
     if call.head.ranks is not None:
         from .ranks import ranks_of
 

@@ -59,7 +59,9 @@ def topk_kl(
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
     check_tensor("logps", logps, dtypes=FLOATS)
-    check_tensor("teacher_logps", teacher_logps, shape=logps.shape, device=logps.device)
+    check_tensor(
+        "teacher_logps", teacher_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device
+    )
     check_choice("direction", direction, DIRECTIONS)
     check_number("beta", beta, "in (0, 1)")
     dtype = torch.promote_types(torch.float32, logps.dtype)
