@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .base.autograd import keep_gradients, kept_gradients, power_of_two_scale
-from .base.checks import check_choice, check_number, check_tensor
+from .base.checks import check_choice, check_number
 from .base.outputs import DistillationOutput
 from .head.call import head_call
 from .head.execution import Execution
@@ -87,9 +87,7 @@ def fused_distillation_loss(
     """
     check_choice("kind", kind, KINDS)
     check_number("beta", beta, "in (0, 1)")
-    check_tensor("hidden", hidden)
-    nothing = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    call = head_call(hidden, local_head(head), nothing, mask, None, execution)
+    call = head_call(hidden, local_head(head), None, mask, None, execution, sampled=False)
     other = call_of_reference(call, reference)
     call = replace(call, reference=other, divergence=Divergence(kind, beta))
     N, mask = call.layout.num_tokens, call.mask

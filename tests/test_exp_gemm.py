@@ -50,7 +50,6 @@ def expected(hidden, weight, targets, transform):
 TRANSFORMS = {
     "plain": LogitTransform(),
     "scaled": LogitTransform(1.3, None, 0.7),
-    "negative": LogitTransform(-0.9),
     "temperatures": LogitTransform(1.0, None, torch.linspace(0.6, 1.4, 37)),
 }
 

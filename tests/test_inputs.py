@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import GRPOLossConfig, Reference, Support, grpo_loss, selective_log_softmax
+from grpo_kernels import (
+    GRPOLossConfig,
+    LMHead,
+    Reference,
+    Support,
+    grpo_loss,
+    linear_logprobs,
+    selective_log_softmax,
+)
 from tests.helpers import flat_calls
 from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS, fused_grpo_loss
 
@@ -56,6 +64,8 @@ def of_loss(**options):
 
 HALVES, NO_MASK = torch.full((B, T), 0.5), {"mask": None}
 NOT_IDS = {"targets": torch.full((B, T), -100)}
+BANS_0, NO_SETS = torch.zeros(V), Support(torch.zeros(0).long(), torch.zeros(B * T + 1).long())
+BANS_0[0] = -INF
 A, LORA_B = torch.randn(B, T, 3), torch.randn(V, 3)
 # What is said, and the changes that it is said of, by every call that takes them.
 WRONG_TYPES = {
@@ -129,6 +139,18 @@ WRONG_VALUES = {
         "ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS,
     },
     r"bias: expected shape \[7\]; got \[4\]": {"bias": torch.zeros(H)},
+    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(6 of them\)": {
+        "bias": BANS_0, "targets": torch.zeros(B, T).long()
+    },
+    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(2 of them\)": {
+        "bias": BANS_0.bfloat16(), "targets": torch.zeros(B, T).long(), "softcap": 9.0,
+        "mask": torch.eye(B, T), "support": NO_SETS,
+    },
+    "bias: expected the bias of every unmasked target to be finite; .*": {
+        "bias": BANS_0, "targets": torch.zeros(B, T).long(), "capturable": True
+    },
+    "logit_scale: expected a number > 0; got 0": {"logit_scale": 0},
+    "logit_scale: expected a number > 0; got -0.5": {"logit_scale": -0.5},
     r"low_rank\[0\]: expected shape": {"low_rank": (A[..., :2], LORA_B)},
     r"low_rank\[1\]: expected shape": {"low_rank": (A, LORA_B.T)},
     "logits_dtype: expected 'fp32' or 'model'": {"logits_dtype": "bf16"},
@@ -161,8 +183,8 @@ WRONG_VALUES = {
     },
     "temperature: expected a number > 0; got 0": {"temperature": 0},
     r"temperature: expected shape \[2, 3\]; got \[2\]": {"temperature": torch.ones(B)},
-    r"temperature: expected numbers > 0; got others \(3 of them\)": {
-        "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, 1.0]])
+    r"temperature: expected finite numbers > 0; got others \(4 of them\)": {
+        "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, INF]])
     },
     "temperature: expected a constant; got a tensor requiring grad": {
         "temperature": torch.ones(B, T, requires_grad=True)
@@ -219,8 +241,38 @@ def test_triton_on_a_cpu_says_what_it_needs(monkeypatch):
 
 
 def test_masked_targets_may_be_anything():
-    arguments = arguments_of("fused_grpo_loss", **NOT_IDS, mask=torch.zeros(B, T))
-    assert fused_grpo_loss(**arguments).loss == 0
+    arguments = arguments_of("fused_grpo_loss", **NOT_IDS, mask=torch.zeros(B, T), bias=BANS_0)
+    assert flat_calls.fused_grpo_loss(**arguments).loss == 0
+
+
+def test_a_target_that_a_reference_bans():
+    """Its log-prob enters the loss; the exact KL looks at every id, and is infinite."""
+    arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
+    teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
+    message = r"reference\.head\.bias: expected the bias of every unmasked target to be finite"
+    with pytest.raises(ValueError, match=message):
+        fused_grpo_loss(**arguments, reference=teacher, config=GRPOLossConfig(beta=0.1))
+    exact = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+    assert fused_grpo_loss(**arguments, reference=teacher, config=exact).metrics["kl"] == INF
+
+
+@pytest.mark.parametrize("entries", (False, True))
+def test_banned_ids_that_are_looked_up(entries):
+    """No sampled tokens: several ids per token, and all ids of a set, have log-prob -inf."""
+    hidden, weight = torch.randn(B * T, H, requires_grad=True), torch.randn(V, H)
+    ids = torch.tensor([0, 3, 5]).expand(B * T, 3)
+    given = {"targets": ids}
+    if entries:
+        offsets = torch.arange(0, 3 * B * T + 1, 3)
+        given = {"targets": None, "support": Support(ids.flatten(), offsets), "entries": True}
+    logps = linear_logprobs(hidden, LMHead(weight, BANS_0), **given).logps.view(B * T, 3)
+    logits = hidden @ weight.T + BANS_0
+    logits = logits[:, [0, 3, 5]] if entries else logits
+    expected = logits.log_softmax(1)[:, :3] if entries else logits.log_softmax(1)[:, [0, 3, 5]]
+    torch.testing.assert_close(logps, expected)
+    assert (logps[:, 0] == -INF).all()
+    grads = [torch.autograd.grad(x[:, 1:].sum(), hidden)[0] for x in (logps, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 NUMBERS = (7, 7.0, np.int64(7), np.uint8(7), np.float32(7), torch.tensor(7),

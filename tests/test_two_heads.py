@@ -299,7 +299,7 @@ def test_banned_ids(kind, backend):
     batch, other = two_models()
     hidden, states = batch.hidden.nan_to_num(), other.hidden.nan_to_num()
     bias, ref_bias = torch.zeros(2, 503)
-    bias[400:] = ref_bias[400:] = -INF
+    bias[400:] = ref_bias[400:] = bias[0] = ref_bias[0] = -INF
     if kind != "forward":
         bias[7] = -INF
     if kind != "reverse":

@@ -30,6 +30,7 @@ class HeadCall:
 
     terms: tuple[Term, ...]  # of the raw logits, the head's weight first
     targets: Tensor  # int64 [N]
+    sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
     layout: Layout
@@ -76,7 +77,9 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     with named_reference(call.checks):
         hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=call.layout.device)
         check_tensor("hidden", hidden, shape=(*shape, *hidden.shape[-1:]))
-        other = head_call(hidden, head, targets, mask, None, call.execution, call.checks)
+        other = head_call(
+            hidden, head, targets, mask, None, call.execution, call.checks, sampled=call.sampled
+        )
     mine, theirs = call.head.ranks, other.head.ranks
     if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
         raise ValueError(
@@ -111,18 +114,24 @@ def named_reference(checks: ValueChecks) -> Iterator[None]:
 def head_call(
     hidden: Tensor,
     head: Tensor | LMHead,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     execution: Execution,
     checks: ValueChecks | None = None,
+    *,
+    sampled: bool = True,
 ) -> HeadCall:
     """Checks and flattens the arguments that all calls over a head share.
 
-    `checks`: those of the call that it is a part of.
+    `checks`: those of the call that it is a part of. `sampled`: the targets are the sampled tokens;
+    otherwise they are ids to look up, and None is any id.
     """
     check_execution(execution)
     head = _checked_head(hidden, head)
+    if targets is None and not sampled:
+        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    targets = check_tensor("targets", targets)
     backend = select_backend(execution.backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks() if checks is None else checks
@@ -141,6 +150,7 @@ def head_call(
     return HeadCall(
         terms=terms,
         targets=flat_targets,
+        sampled=sampled,
         mask=flat_mask,
         transform=LogitTransform(float(head.logit_scale), head.softcap, temperature),
         layout=layout,

@@ -120,12 +120,11 @@ def planned(
 ) -> tuple[HeadCall, Passes]:
     """The checked call of `linear_logprobs`, and its passes."""
     hidden = check_tensor("hidden", hidden)
-    if entries:
-        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     each, first = None, targets
     if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
         each, first = targets, _first_of(targets)
-    call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
+    sampled = each is None and not entries
+    call = head_call(hidden, local_head(head), first, mask, None, execution, sampled=sampled)
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
     gradient = Gradient.of(call, one_pass=False)

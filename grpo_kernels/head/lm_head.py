@@ -91,10 +91,10 @@ class LMHead:
     Args:
         weight: `[V, H]`, float32, bfloat16 or float16; with `ranks` this rank's rows, or a DTensor
             with `Shard(0)`. A frozen one costs no gradient work.
-        bias: `[V]`; -inf bans an entry of the vocabulary.
+        bias: `[V]`; -inf bans an entry of the vocabulary, which is then an error as a target.
         low_rank: a LoRA on the head, `(lora_a_out, lora_b)`: `scaling * lora_A(hidden)`,
             `[..., r]`, and the weight of `lora_B`, `[V, r]`, with gradients for both.
-        logit_scale: factor on the raw logits.
+        logit_scale: factor on the raw logits, > 0.
         softcap: `softcap * tanh(x / softcap)` before the temperature, as Gemma 2 has it, > 0.
         temperature: divides the logits: a number > 0, or one per token in the shape of the targets.
         logits_dtype: `"fp32"`, or `"model"`: raw logits are rounded as the model's own head rounds
@@ -118,7 +118,7 @@ class LMHead:
 
     def __post_init__(self) -> None:
         self._check_tensors()
-        check_number("logit_scale", self.logit_scale)
+        check_number("logit_scale", self.logit_scale, "> 0")
         for name in ("softcap", "temperature"):
             value = getattr(self, name)
             if isinstance(value, Tensor) or (value is None and name == "softcap"):
