@@ -129,19 +129,23 @@ def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
     B, T, V, H = 6, 24, 5003, 64
     g = torch.Generator().manual_seed(0)
-    weight = torch.randn(V, H, generator=g)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float32)
+
+    weight = normal(V, H)
     likely = torch.randint(0, V, (B, T), generator=g)
-    hidden = (9.0 / H) * weight[likely] + (1.7 / H**0.5) * torch.randn(B, T, H, generator=g)
-    surprising = torch.rand(B, T, generator=g) < 0.3
+    hidden = (9.0 / H) * weight[likely] + (1.7 / H**0.5) * normal(B, T, H)
+    surprising = torch.rand(B, T, generator=g, dtype=torch.float32) < 0.3
     targets = torch.where(surprising, torch.randint(0, V, (B, T), generator=g), likely)
     mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)
     batch = {
         "hidden": hidden.masked_fill(~mask[..., None], torch.nan).to(dtype),
         "weight": weight.to(dtype),
         "targets": targets.masked_fill(~mask, -100),
-        "advantages": torch.randn(B, generator=g),
+        "advantages": normal(B),
         "mask": mask,
-        "drift": (0.25 * torch.randn(B, T, generator=g)).masked_fill(~mask, torch.nan),
+        "drift": (0.25 * normal(B, T)).masked_fill(~mask, torch.nan),
     }
     return {name: x.to(device) for name, x in batch.items()}
 

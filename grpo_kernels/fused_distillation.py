@@ -55,8 +55,8 @@ def fused_distillation_loss(
         hidden: `[B, T, H]` or packed `[N, H]`, float32, bfloat16 or float16: the student's.
         head: its LM head, a weight `[V, H]` or an `LMHead`.
         reference: the teacher's hidden states on the same tokens, `[B, T, H']` or `[N, H']`, and
-            its head of the same vocabulary, `[V, H']`: constants, of any float dtype. Rows that
-            are padding are sliced off: `weight[:V]`.
+            its head of the same vocabulary, `[V, H']`: constants in float32, bfloat16 or float16.
+            Rows that are padding are sliced off: `weight[:V]`.
         mask: `[B, T]` or `[N]`, bool or 0/1; None counts every token. Masked positions may hold
             anything, NaN included, in either model's states.
         kind: with s the student and t the teacher, `"reverse"`: KL(s || t), `"forward"`:
@@ -64,7 +64,7 @@ def fused_distillation_loss(
             `m = beta t + (1 - beta) s`.
         beta: of `"jsd"`, in (0, 1). Divided by it, the loss comes to the forward KL as it goes to
             0; divided by `1 - beta`, to the reverse KL as it goes to 1.
-        num_items: denominator of the loss, a number or 0-d tensor: the unmasked tokens of the
+        num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens of the
             whole optimizer step. None: those of this call.
         execution: how it is computed.
 
@@ -87,14 +87,18 @@ def fused_distillation_loss(
     """
     check_choice("kind", kind, KINDS)
     check_number("beta", beta, "in (0, 1)")
-    nothing = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    call = head_call(hidden, local_head(head), nothing, mask, None, execution)
+    call = head_call(hidden, local_head(head), None, mask, None, execution, sampled=False)
     other = call_of_reference(call, reference)
     call = replace(call, reference=other, divergence=Divergence(kind, beta))
-    given = number_of_items(num_items, hidden.device, call.checks)
-    ones = torch.ones(call.layout.num_tokens, device=hidden.device)
-    count = ones.sum() if call.mask is None else call.mask.sum().float()
-    items = count if given is None else torch.as_tensor(given, device=hidden.device).float()
+    N, mask = call.layout.num_tokens, call.mask
+    count = torch.full((), N, dtype=torch.float32, device=hidden.device)
+    if mask is not None:
+        count = mask.sum(dtype=torch.float32)
+    given = number_of_items(num_items, count, call.checks)
+    if given is None:
+        items = count
+    else:
+        items = given.float() if isinstance(given, Tensor) else torch.full_like(count, given)
     passes = passes_of(
         call,
         None,

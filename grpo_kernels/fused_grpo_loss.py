@@ -109,12 +109,12 @@ def fused_grpo_loss(
             of the head alone (`docs/support.md`). A token without a set is scored over the whole
             vocabulary; masked tokens may have anything.
         reference: another model's hidden states and head on the same tokens, in place of
-            `ref_logps`, which are then computed here; the same vocabulary, constants. With
-            `config.kl_estimator = "exact"` the KL to it is that over the vocabulary, with its
-            gradient. Without a support.
+            `ref_logps`, which are then computed here; the same vocabulary; constants in float32,
+            bfloat16 or float16. With `config.kl_estimator = "exact"` the KL to it is that over
+            the vocabulary, with its gradient. Without a support.
         config: the loss to compute; `config.one_pass` tells if in one pass or two.
-        num_items: denominator of the loss, a number or 0-d tensor: the unmasked tokens (`dapo` and
-            `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the whole optimizer step
+        num_items: denominator of the loss, a number > 0 or 0-d tensor: the unmasked tokens (`dapo`
+            and `bnpo`) or the sequences (`grpo`, `luspo` and `dr_grpo`) of the whole optimizer step
             over all ranks, divided by the number of ranks over which gradients are averaged. The
             losses of its parts then add up, however it is cut; the entropy bonus stays a mean over
             the call. None: those of this call.
@@ -146,7 +146,7 @@ def fused_grpo_loss(
 
     Reference: `grpo_kernels.reference.fused_grpo_loss`, in any dtype up to float64.
     """
-    rows = rows_of_loss(mask, ce_weights, targets)
+    rows = rows_of_loss(mask, ce_weights, hidden)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
     other = None
     if reference is not None:
@@ -174,6 +174,7 @@ def fused_grpo_loss(
         Gradient.of(call, one_pass=one_pass, by_others=by_others),
         entropy=True,
         tokens_with_grad=partial(_tokens_with_grad, config, inputs),
+        reference=None if config.exact_kl else other,
         of_loss={
             "one pass": one_pass,
             "entropy_coef": config.entropy_coef,
@@ -275,7 +276,7 @@ class _OnePass(torch.autograd.Function):
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    largest = abs(config.entropy_coef) * (inputs.count > 0) / inputs.count.clamp(min=1)
+    largest = abs(config.entropy_coef) * inputs.count.clamp(max=1) / inputs.count.clamp(min=1)
     if inputs.ce_weights is not None and inputs.ce_weights.numel():
         largest = largest.maximum(inputs.ce_weights.abs().max())
     return largest.maximum(inputs.weights.max()) if inputs.weights.numel() else largest

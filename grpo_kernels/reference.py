@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.checks import ValueChecks
+from .base.checks import ValueChecks, check_choice
 from .base.layout import Layout
 from .base.outputs import GRPOLossOutput, LogprobOutput
 from .head.lm_head import LMHead, Reference, Support
 from .loss.config import GRPOLossConfig
+from .loss.distillation import DIRECTIONS, divergence_terms
 from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import policy_loss
@@ -184,7 +185,7 @@ def fused_grpo_loss(
     **of_loss: Any,
 ) -> GRPOLossOutput:
     """`linear_logprobs` and `divergence`, then `grpo_loss`, whose other arguments are `of_loss`."""
-    scored = rows_of_loss(mask, ce_weights, targets)
+    scored = rows_of_loss(mask, ce_weights, hidden)
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
         if of_loss.get("config", GRPOLossConfig()).exact_kl:
@@ -213,6 +214,7 @@ def divergence(
 
     `rounded_to`: of the logits of `hidden`.
     """
+    check_choice("kind", kind, DIRECTIONS)
     active = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
     states = reference.hidden.detach().to(hidden.dtype)
     own, other = (
@@ -220,19 +222,7 @@ def divergence(
     )
     s = linear_logits(*own, rounded_to=rounded_to).log_softmax(-1)
     t = linear_logits(*other).detach().log_softmax(-1)
-    if kind == "reverse":
-        shares = _times_log(s, s - t)
-    elif kind == "forward":
-        shares = _times_log(t, t - s)
-    else:
-        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
-        shares = beta * _times_log(t, t - m) + (1 - beta) * _times_log(s, s - m)
-    return shares.sum(-1).masked_fill(~active, 0.0)
-
-
-def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
-    """`p * log_ratio`, 0 where p is."""
-    return log_p.exp() * log_ratio.masked_fill(log_p == -torch.inf, 0.0)
+    return divergence_terms(s, t, kind, beta).sum(-1).masked_fill(~active, 0.0)
 
 
 def _masked(hidden: Tensor, head: LMHead, active: Tensor) -> tuple[Tensor, LMHead]:

@@ -50,22 +50,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests in folders as slow and, with many examples, those that hypothesis draws."""
-    reason = None
-    if not (torch.cuda.is_available() or config.getoption("--ptx-cuda", False)):
-        reason = "no CUDA device"
-    elif config.option.markexpr != "gpu":
-        reason = "run them with -m gpu"
+    """Deselects what this machine cannot run, and marks slow tests.
+
+    Slow are those in folders and, with many examples, those that hypothesis draws.
+    """
+    from tests.helpers.tiers import INTERPRETED
+
+    emulated = config.getoption("--ptx-cuda", False)
+    asked = config.option.markexpr == "gpu"
+    if asked and not (emulated or torch.cuda.is_available()):
+        raise pytest.UsageError("-m gpu: no CUDA device")
+    elsewhere = {"gpu": not asked, "real_gpu": emulated, "compiled": INTERPRETED}
+    absent = {name for name, holds in elsewhere.items() if holds}
+    config.hook.pytest_deselected(items=[x for x in items if absent & _marks(x)])
+    items[:] = [x for x in items if not absent & _marks(x)]
     many = config.getoption("--hypothesis-profile", None) in ("full", "fuzz")
     for item in items:
-        emulated = config.getoption("--ptx-cuda", False) and item.get_closest_marker("real_gpu")
-        if emulated:
-            item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
-        if reason and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
         drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if item.path.parent not in (HERE, HERE / "ptx") or (many and drawn):
             item.add_marker("slow")
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
 
 
 def pytest_collection_finish() -> None:

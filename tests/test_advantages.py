@@ -150,6 +150,7 @@ FOUR = (torch.zeros(4), 2)
         (FOUR, {"eps": 0.0}, ValueError, "eps: expected a number > 0; got 0.0"),
         (FOUR, {"aggregation": "normalize_then_sum", "scale": "none"}, ValueError,
          "scale: expected 'group', as aggregation='normalize_then_sum'"),
+        (FOUR, {"weights": "x"}, TypeError, r"weights: expected 1 numbers, .*; got str"),
         (FOUR, {"baseline": "median"}, ValueError, "baseline: expected one of mean, length, runn"),
         (FOUR, {"baseline": "length"}, ValueError, r"lengths: expected \[B\] numbers with baselin"),
         (FOUR, {"lengths": torch.ones(4)}, ValueError, "lengths: expected None with baseline='me"),

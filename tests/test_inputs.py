@@ -2,13 +2,23 @@
 
 import contextlib
 import inspect
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLossConfig, Reference, grpo_loss, selective_log_softmax
+from grpo_kernels import (
+    GRPOLossConfig,
+    LMHead,
+    Reference,
+    Support,
+    grpo_loss,
+    linear_logprobs,
+    selective_log_softmax,
+)
 from tests.helpers import flat_calls
 from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS, fused_grpo_loss
 from tests.helpers.quantised import Quantised
@@ -20,6 +30,7 @@ CALLS = {
     "fused_grpo_loss": OF_HEAD | {*EXECUTION_FIELDS},
     "linear_logprobs": OF_HEAD | {*EXECUTION_FIELDS},
     "grpo_loss": {"packed"},
+    "fused_distillation_loss": OF_HEAD | {*EXECUTION_FIELDS},
 }
 CALLS = {
     name: known | {*inspect.signature(getattr(grpo_kernels, name)).parameters, "packed"}
@@ -36,7 +47,10 @@ def arguments_of(call, **changes):
     else:
         good |= {"hidden": torch.randn(*tokens, H), "weight": torch.randn(V, H)}
         good["targets"] = torch.zeros(tokens, dtype=torch.long)
-    if call != "linear_logprobs":
+    if call == "fused_distillation_loss":
+        good["reference"] = Reference(torch.randn(*tokens, 2), torch.randn(V, 2))
+        del good["targets"]
+    elif call != "linear_logprobs":
         good["advantages"] = torch.ones(tokens[0])
     return good | changes
 
@@ -52,6 +66,8 @@ def of_loss(**options):
 
 HALVES, NO_MASK = torch.full((B, T), 0.5), {"mask": None}
 NOT_IDS = {"targets": torch.full((B, T), -100)}
+BANS_0, NO_SETS = torch.zeros(V), Support(torch.zeros(0).long(), torch.zeros(B * T + 1).long())
+BANS_0[0] = -INF
 A, LORA_B = torch.randn(B, T, 3), torch.randn(V, 3)
 # What is said, and the changes that it is said of, by every call that takes them.
 WRONG_TYPES = {
@@ -86,6 +102,7 @@ WRONG_TYPES = {
     "num_items: expected a number; got str '5'": {"num_items": "5"},
     "cu_seqlens: expected dtype int64, int32; got float32": sizes(0.0, 6.0),
     "logit_scale: expected a number; got NoneType None": {"logit_scale": None},
+    "temperature: expected a number; got NoneType None": {"temperature": None},
     r"low_rank: expected a pair.*": {"low_rank": A},
     r"low_rank: expected a pair": {"low_rank": (A, LORA_B, LORA_B)},
     r"low_rank\[0\]: expected dtype .* got float64": {"low_rank": (A.double(), LORA_B)},
@@ -128,6 +145,9 @@ WRONG_VALUES = {
         of_loss(beta=0.1)
     ),
     r"ce_weights: expected shape \[2, 3\]; got \[2\]": {"ce_weights": torch.zeros(B)},
+    r"targets: expected shape \[2, 3\]; got \[2\]": {
+        "ce_weights": torch.zeros(B, T), "targets": torch.zeros(B).long(),
+    },
     r"ce_weights: expected shape \[2, 3\]; got \[2\].*": {"ce_weights": torch.zeros(B), **NO_MASK},
     r"ce_weights: expected finite numbers; got NaN or inf \(2 of them\)": {
         "ce_weights": torch.tensor([[1.0, NAN, 0.0]] * B), "mask": torch.zeros(B, T),
@@ -139,12 +159,23 @@ WRONG_VALUES = {
         "ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS,
     },
     r"bias: expected shape \[7\]; got \[4\]": {"bias": torch.zeros(H)},
+    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(6 of them\)": {
+        "bias": BANS_0, "targets": torch.zeros(B, T).long()
+    },
+    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(2 of them\)": {
+        "bias": BANS_0.bfloat16(), "targets": torch.zeros(B, T).long(), "softcap": 9.0,
+        "mask": torch.eye(B, T), "support": NO_SETS,
+    },
+    "bias: expected the bias of every unmasked target to be finite; .*": {
+        "bias": BANS_0, "targets": torch.zeros(B, T).long(), "capturable": True
+    },
+    "logit_scale: expected a number > 0; got 0": {"logit_scale": 0},
+    "logit_scale: expected a number > 0; got -0.5": {"logit_scale": -0.5},
     r"low_rank\[0\]: expected shape": {"low_rank": (A[..., :2], LORA_B)},
     r"low_rank\[1\]: expected shape": {"low_rank": (A, LORA_B.T)},
     "logits_dtype: expected 'fp32' or 'model'": {"logits_dtype": "bf16"},
-    "num_items: expected a number >= 0; got -5": {"num_items": -5, **of_loss(loss_type="grpo")},
-    "num_items: expected a number >= 0; got -1": {"num_items": -1},
-    "num_items: expected a number >= 0; got another": {"num_items": torch.tensor(NAN)},
+    "num_items: expected a number > 0; got -5": {"num_items": -5, **of_loss(loss_type="grpo")},
+    "num_items: expected a number > 0; got -1": {"num_items": -1},
     r"num_items: expected a 0-d tensor; got shape \[2\]": {"num_items": torch.ones(2)},
     "num_items: expected a tensor on cpu; got one on meta": {
         "num_items": torch.zeros((), device="meta")
@@ -172,8 +203,8 @@ WRONG_VALUES = {
     },
     "temperature: expected a number > 0; got 0": {"temperature": 0},
     r"temperature: expected shape \[2, 3\]; got \[2\]": {"temperature": torch.ones(B)},
-    r"temperature: expected numbers > 0; got others \(3 of them\)": {
-        "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, 1.0]])
+    r"temperature: expected finite numbers > 0; got others \(4 of them\)": {
+        "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, INF]])
     },
     "temperature: expected a constant; got a tensor requiring grad": {
         "temperature": torch.ones(B, T, requires_grad=True)
@@ -244,8 +275,159 @@ def test_subclasses_that_compute_as_tensors_do(kind):
 
 
 def test_masked_targets_may_be_anything():
-    arguments = arguments_of("fused_grpo_loss", **NOT_IDS, mask=torch.zeros(B, T))
-    assert fused_grpo_loss(**arguments).loss == 0
+    arguments = arguments_of("fused_grpo_loss", **NOT_IDS, mask=torch.zeros(B, T), bias=BANS_0)
+    assert flat_calls.fused_grpo_loss(**arguments).loss == 0
+
+
+def test_a_target_that_a_reference_bans():
+    """Its log-prob enters the loss; the exact KL looks at every id, and is infinite."""
+    arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
+    teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
+    message = r"reference\.head\.bias: expected the bias of every unmasked target to be finite"
+    with pytest.raises(ValueError, match=message):
+        fused_grpo_loss(**arguments, reference=teacher, config=GRPOLossConfig(beta=0.1))
+    exact = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+    assert fused_grpo_loss(**arguments, reference=teacher, config=exact).metrics["kl"] == INF
+
+
+@pytest.mark.parametrize("entries", (False, True))
+def test_banned_ids_that_are_looked_up(entries):
+    """No sampled tokens: several ids per token, and all ids of a set, have log-prob -inf."""
+    hidden, weight = torch.randn(B * T, H, requires_grad=True), torch.randn(V, H)
+    ids = torch.tensor([0, 3, 5]).expand(B * T, 3)
+    given = {"targets": ids}
+    if entries:
+        offsets = torch.arange(0, 3 * B * T + 1, 3)
+        given = {"targets": None, "support": Support(ids.flatten(), offsets), "entries": True}
+    logps = linear_logprobs(hidden, LMHead(weight, BANS_0), **given).logps.view(B * T, 3)
+    logits = hidden @ weight.T + BANS_0
+    logits = logits[:, [0, 3, 5]] if entries else logits
+    expected = logits.log_softmax(1)[:, :3] if entries else logits.log_softmax(1)[:, [0, 3, 5]]
+    torch.testing.assert_close(logps, expected)
+    assert (logps[:, 0] == -INF).all()
+    grads = [torch.autograd.grad(x[:, 1:].sum(), hidden)[0] for x in (logps, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+NUMBERS = (7, 7.0, np.int64(7), np.uint8(7), np.float32(7), torch.tensor(7),
+           torch.tensor(7, dtype=torch.uint8), torch.tensor(7.0).double())  # fmt: skip
+NO_NUMBERS = (True, np.True_, torch.tensor(True), torch.tensor(7j), "7", [7], np.ones(1))
+OUT_OF_RANGE = (0, -1, INF, NAN, np.float32(INF), np.int64(-3), *map(torch.tensor, (0, -1, -1.0)),
+                *map(torch.tensor, (0.0, -0.0, INF, -INF, NAN)))  # fmt: skip
+
+
+@pytest.mark.parametrize("capturable", (False, True))
+@pytest.mark.parametrize("call", [name for name, known in CALLS.items() if "num_items" in known])
+def test_num_items(call, capturable):
+    """The same numbers, and no others, whoever is given them."""
+    module = grpo_kernels if call == "grpo_loss" else flat_calls
+    options = {"capturable": True} if capturable and call != "grpo_loss" else {}
+    arguments = arguments_of(call, **options)
+
+    def loss(**changes):
+        return getattr(module, call)(**arguments | changes).loss
+
+    expected = 6 / 7 * loss()
+    for number in NUMBERS:
+        torch.testing.assert_close(loss(num_items=number), expected)
+        assert torch.equal(loss(num_items=number), loss(num_items=7))
+    for number in NO_NUMBERS:
+        with pytest.raises(TypeError, match=r"^num_items: expected a (real )?number; got"):
+            loss(num_items=number)
+    for number in OUT_OF_RANGE:
+        with pytest.raises(ValueError, match=r"^num_items: expected a (finite )?number.*; got"):
+            loss(num_items=number)
+    for number in (0, torch.tensor(0), torch.tensor(0.0)):
+        assert loss(mask=torch.zeros(B, T), num_items=number) == 0
+    for number in (NAN, -1, INF):
+        with pytest.raises(ValueError, match=r"^num_items: expected a finite number"):
+            loss(mask=torch.zeros(B, T), num_items=torch.tensor(number))
+
+
+LOGPS = torch.full((B, T), -1.0)
+OF_SETS = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
+OF_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
+# Arguments of every public call; with a name after "#", others of the same one.
+GOOD = {
+    "fused_grpo_loss": {
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
+        "targets": torch.zeros(B, T, dtype=torch.long), "mask": torch.ones(B, T), "num_items": 3,
+        **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
+        "support": OF_SETS,
+    },
+    "fused_grpo_loss#reference": {
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
+        "targets": torch.zeros(B, T, dtype=torch.long), **OF_REFERENCE,
+    },
+    "fused_grpo_loss#packed": {
+        "hidden": torch.randn(B * T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
+        "targets": torch.zeros(B * T, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 6]),
+    },
+    "fused_distillation_loss": {
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
+        "num_items": 3, **OF_REFERENCE,
+    },
+    "linear_logprobs": {
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
+        "targets": torch.zeros(B, T, dtype=torch.long), "support": OF_SETS,
+    },
+    "linear_logprobs#entries": {
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": OF_SETS,
+        "targets": None, "entries": True,
+    },
+    "grpo_loss": {
+        "logps": LOGPS, "advantages": torch.ones(B), "mask": torch.ones(B, T), "num_items": 3,
+        **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
+        "entropy": LOGPS,
+    },
+    "selective_log_softmax": {
+        "logits": torch.randn(B, T, V), "targets": torch.zeros(B, T, dtype=torch.long),
+        "temperature": 1.0,
+    },
+    "group_advantages": {
+        "rewards": torch.randn(4), "groups": 2, "lengths": torch.ones(4), "baseline": "length",
+    },
+    "per_token_kl": {"logps": LOGPS, "ref_logps": LOGPS, "mask": torch.ones(B, T)},
+    "topk_kl": {"logps": LOGPS, "teacher_logps": LOGPS},
+    "topk_kl#offsets": {
+        **dict.fromkeys(("logps", "teacher_logps"), LOGPS.flatten()),
+        "offsets": torch.tensor([0, 2, 6]),
+    },
+    "check_sampler": {
+        **dict.fromkeys(("sampling_logps", "logps_fp32", "logps_model"), LOGPS),
+        "mask": torch.ones(B, T),
+    },
+}  # fmt: skip
+NO_TENSORS = (None, [0.0], "x", np.zeros((B, T)), SimpleNamespace(last_hidden_state=LOGPS))
+
+
+def tensors_of(call):
+    """The names of a call's arguments, and of the fields of those that have some."""
+    for name, x in GOOD[call].items():
+        if isinstance(x, (Support, Reference)):
+            yield from (f"{name}.{field}" for field in x._fields)
+        if not isinstance(x, (bool, str, type(None))):
+            yield name
+
+
+@pytest.mark.parametrize(("call", "name"), [(call, x) for call in GOOD for x in tensors_of(call)])
+def test_what_is_no_tensor_is_named(call, name):
+    function = getattr(grpo_kernels, call.partition("#")[0])
+    function(**GOOD[call])
+    argument, _, field = name.partition(".")
+    optional = not field and inspect.signature(function).parameters[name].default is None
+    for junk in NO_TENSORS[optional:]:
+        value = GOOD[call][argument]._replace(**{field: junk}) if field else junk
+        with pytest.raises(TypeError, match=rf"^{name}: expected .*; got .*{type(junk).__name__}"):
+            function(**GOOD[call] | {argument: value})
+
+
+@pytest.mark.parametrize("dtype", (torch.complex64, torch.bool, torch.int64))
+@pytest.mark.parametrize("name", ("logps", "ref_logps", "teacher_logps"))
+def test_log_probs_are_floats(name, dtype):
+    call = "topk_kl" if name == "teacher_logps" else "per_token_kl"
+    with pytest.raises(TypeError, match=f"^{name}: expected dtype float32, .*; got"):
+        getattr(grpo_kernels, call)(**GOOD[call] | {name: LOGPS.to(dtype)})
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLossConfig, grpo_loss
-from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo
+from grpo_kernels.loss.losses import LOSS_TYPES, Clip, Gmpo, Loss, Sapo, option
+from grpo_kernels.loss.metrics import TAKEN, TAKEN_PREFIXES
 from grpo_kernels.training import parse_config
 from tests.helpers.batches import config, make_batch, packed, relative_error, run_fused
 from tests.helpers.head_options import BACKENDS, expect_equal
@@ -258,9 +259,22 @@ def test_masked_tokens_are_zeros_and_stay_out():
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     (
-        (lambda t: t.logps.sum(), ValueError, r"loss_type: expected .*\[36\]; got \[\]"),
-        (lambda t: 1.0, TypeError, "loss_type: expected the callable .* a tensor .*; got float"),
-        (lambda t: t.advantages, ValueError, "with a gradient for tokens.logps or .*; got none"),
+        (
+            lambda t: t.logps.sum(),
+            ValueError,
+            r"loss_type: <lambda>\(\): expected shape \[36\]; got \[\]",
+        ),
+        (lambda t: 1.0, TypeError, r"loss_type: <lambda>\(\): expected a tensor; got float"),
+        (
+            lambda t: t.logps + 0j,
+            TypeError,
+            r"loss_type: <lambda>\(\): expected dtype .*; got complex64",
+        ),
+        (
+            lambda t: t.advantages,
+            ValueError,
+            r"loss_type: <lambda>\(\): expected a gradient for tokens.logps or .*; got none",
+        ),
         (
             saying(entropy_scaled, token_local=True),
             ValueError,
@@ -272,7 +286,7 @@ def test_masked_tokens_are_zeros_and_stay_out():
             "loss_type: expected .* no token but its own, as it says token_local; got one that",
         ),
     ),
-    ids=("shape", "number", "constant", "entropy", "sequences"),
+    ids=("shape", "number", "complex", "constant", "entropy", "sequences"),
 )
 def test_refuses(own, error, message):
     batch = make_batch()
@@ -282,6 +296,92 @@ def test_refuses(own, error, message):
     logps, entropy = (torch.zeros(4, 9, requires_grad=True) for _ in range(2))
     with pytest.raises(error, match=message):
         grpo_loss(logps, batch.advantages, batch.mask, entropy=entropy, config=cfg)
+
+
+def own_loss(**members):
+    """A loss that is plain REINFORCE but for these members of its class."""
+    plain = {"token_local": True, "per_token": lambda self, t: -t.advantages * t.logps}
+    return type("Own", (Loss,), plain | members)()
+
+
+@dataclass(frozen=True)
+class Ranged(Loss):
+    tau: float = option(0.1, "in [0, 2]")
+
+    def per_token(self, tokens):
+        return -self.tau * tokens.advantages * tokens.logps
+
+
+# Losses, and what their config says of them.
+WRONG_LOSSES = (
+    (Ranged, ValueError, r"option\(\) of Ranged.tau: expected one of > 0, .*; got 'in \[0, 2\]'"),
+    (Loss, TypeError, r"expected a per_token\(\) of Loss, .*; got none"),
+    (lambda: own_loss(ratio_level="word"), ValueError, "ratio_level: expected one of token, seq"),
+    (lambda: own_loss(token_gradient=1), TypeError, "token_gradient: expected a bool; got 1"),
+    (lambda: own_loss(needs_sequences="x"), TypeError, "needs_sequences: expected a bool; got 'x'"),
+    (lambda: own_loss(aggregation="sum"), ValueError, "aggregation: expected one of grpo, bnpo"),
+)
+# What a method returns in the place of values of 6 tokens, and what a call says of it.
+WRONG_RESULTS = (
+    ("per_token", lambda t: t.logps.sum(), ValueError, r"\(\): expected shape \[6\]; got \[\]"),
+    ("per_token", lambda t: None, TypeError, r"\(\): expected a tensor; got NoneType"),
+    ("log_ratio", lambda t: t.logps[:1], ValueError, r"\(\): expected shape \[6\]; got \[1\]"),
+    ("clipped", lambda t: t.logps > 1, TypeError, r"\(\): expected a pair, .*; got Tensor"),
+    ("clipped", lambda t: None, TypeError, r"\(\): expected a pair, .*; got NoneType"),
+    ("clipped", lambda t: (None, 1), TypeError, r"\(\)\[1\]: expected a tensor; got int"),
+    ("clipped", lambda t: (t.logps.sum() > 1, None), ValueError, r"\(\)\[0\]: expected shape"),
+    ("metrics", lambda t: {"x": 1.0}, TypeError, r"\(\)\['x'\]: expected a tensor; got float"),
+    ("metrics", lambda t: {"x": t.logps.mean()}, ValueError, r"\(\)\['x'\]: expected shape \[6\]"),
+    ("metrics", lambda t: t.logps, TypeError, r"\(\): expected a dict of tensors by name"),
+    ("metrics", lambda t: {1: t.logps}, TypeError, r"\(\): expected a dict of tensors by name"),
+    ("metrics", lambda t: {"": t.logps}, TypeError, r"\(\): expected a dict of tensors by name"),
+)
+
+
+@pytest.mark.parametrize(("own", "error", "message"), WRONG_LOSSES)
+def test_a_class_that_is_no_loss_is_named(own, error, message):
+    with pytest.raises(error, match=rf"^loss_type(: |\.){message}"):
+        GRPOLossConfig(loss_type=own())
+
+
+@pytest.mark.parametrize(("method", "result", "error", "message"), WRONG_RESULTS)
+def test_what_a_method_returns_is_checked(method, result, error, message):
+    own = own_loss(**{method: lambda self, tokens, *ratio: result(tokens)})
+    logps = torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(error, match=rf"^loss_type: Own\.{method}{message}"):
+        grpo_loss(logps, torch.ones(2), config=GRPOLossConfig(loss_type=own))
+
+
+@pytest.mark.parametrize("name", ("tokens", "ratio_mean", "ce_nll", "kl", "loss", "reward/noise"))
+def test_a_metric_has_no_name_of_the_librarys(name):
+    own = own_loss(metrics=lambda self, tokens, ratio: {"mine": ratio, name: ratio})
+    message = rf"^loss_type: Own.metrics\(\): expected names other than .*tokens, .*; got '{name}'"
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(torch.zeros(2, 3), torch.ones(2), config=GRPOLossConfig(loss_type=own))
+
+
+def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
+    """Whatever their names begin with; and every other name of a row is taken."""
+    values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}
+
+    def metrics(self, tokens, ratio):
+        return {name: torch.full_like(ratio, x) for name, x in values.items()}
+
+    own = own_loss(metrics=metrics, gradient_needs_advantage=True)
+    logps = torch.randn(2, 3)
+    out = grpo_loss(
+        logps, torch.ones(2), old_logps=torch.zeros(2, 3), ce_weights=torch.ones(2, 3),
+        sampling_logps=torch.zeros(2, 3), config=GRPOLossConfig(loss_type=own),
+    )  # fmt: skip
+    assert {name: float(out.metrics[name]) for name in values} == values
+    x = logps.double().exp()
+    assert float(out.metrics["ess"]) == pytest.approx(float(x.sum() ** 2 / (6 * x.square().sum())))
+    options = {"loss_type": own, "steps": 1, "beta": 0.1, "top_entropy_quantile": 0.5}
+    (row,) = rows_of(trainer_of(config_of(tiny_model, tmp_path, **options)).train())
+    assert {name: row[name] for name in values} == values
+    others = [name for name in row if name not in values]
+    assert {"grad_norm", "tokens", "groups_equal", "kl_max"} <= {*others}
+    assert [x for x in others if x not in TAKEN and not x.startswith(TAKEN_PREFIXES)] == []
 
 
 def test_sequences_need_cu_seqlens():

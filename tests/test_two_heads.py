@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from grpo_kernels import (
+    Execution,
     GRPOLossConfig,
+    LMHead,
     Reference,
     fused_distillation_loss,
     fused_grpo_loss,
     grpo_loss,
     linear_logprobs,
 )
+from grpo_kernels import reference as exact
 from grpo_kernels.kernels import LogitTransform, RowGrads, pairs, triton_pairs
 from grpo_kernels.kernels.pair_stats import KINDS, PairStats
 from tests.helpers.batches import make_batch, relative_error
@@ -109,6 +112,66 @@ def test_confident_models(kind, backend):
     assert (d[:, 3] - gradient[:, 3]).abs().max() <= 1e-7
 
 
+def peaked(*peaks, rows=4, V=1500):
+    """Two models' flat logits, with a peak of `(column, height)` in each; None: flat."""
+    g = torch.Generator().manual_seed(3)
+    both = [torch.randn(rows, V, generator=g) for _ in peaks]
+    for x, peak in zip(both, peaks, strict=True):
+        if peak is not None:
+            x[:, peak[0]] += peak[1]
+    return both
+
+
+def of_ranks(module, z, t, kind):
+    """What `of_kernels` returns, as ranks compute it: the divergence from merged statistics."""
+    targets, stats, out = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z), z.clone()
+    module.pair_stats(z, t, targets, NONE, NONE, stats, kind=None)
+    stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
+    stats.set_without_anchors()
+    module.divergences(z, t, NONE, NONE, stats, kind=kind, beta=0.3)
+    ones = torch.ones(len(z))
+    module.pair_grads_(out, t, targets, NONE, NONE, stats, None, ones, out, kind=kind, beta=0.3)
+    return stats, out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", [of_kernels, of_ranks])
+def test_peaks_beyond_the_first_block(call, kind, backend):
+    """Of one model, of both, at different ids: sums that differ by up to e^70."""
+    for peaks in (
+        ((1200, 12), None), ((1200, 15), None), (None, (1200, 12)), (None, (1200, 15)),
+        ((1200, 25), (5, 10)), ((5, 10), (1200, 25)), ((1200, 50), (1300, 50)),
+        ((1200, 70), (1300, 14)), ((5, 12), (1300, 70)), ((700, 8), (1300, 12)),
+        ((1200, 14), (1200, 8)), ((1200, 8), (1200, 14)),
+    ):  # fmt: skip
+        z, t = peaked(*peaks)
+        divergence, gradient = truth(z, t, kind, 0.3)
+        stats, d = call(BACKENDS[backend], z, t, kind)
+        torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
+        errors = (d - gradient).norm(dim=1)
+        rounding = 4e-6 * divergence.clamp(min=1.0)  # of h
+        assert (errors <= 2e-5 * gradient.norm(dim=1) + rounding).all(), (peaks, errors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("place", [5, 1200])
+def test_students_that_are_nearly_certain(place, temperature, kind, backend):
+    """The likely id's gradient is the small difference of h and its mean, each rounded alike."""
+    z, t = (temperature * x for x in peaked((place, 18), None, rows=16))
+    t = z + 0.5 * t
+    t[:, place] -= 2 * temperature
+    transform = LogitTransform(temperature=temperature)
+    divergence, gradient = truth(z / temperature, t / temperature, kind, 0.3)
+    assert divergence.min() > 1e-9 and divergence.max() < 0.02
+    stats, d = of_kernels(BACKENDS[backend], z, t, kind, transforms=(transform, transform))
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
+    errors = (d * temperature - gradient).norm(dim=1) / gradient.norm(dim=1)
+    assert errors.max() <= 1e-3 and errors.median() <= 3e-5, errors
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_models(kind, backend):
@@ -121,11 +184,14 @@ def test_equal_models(kind, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_limits(kind, backend):
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])  # of the policy; 1 of the reference
+def test_limits(temperature, kind, backend):
     """-inf in both, in the policy, in the reference: exact, infinite where it is, never NaN."""
     z, t = logits(0.5, rows=4)
     z[1:3, 7] = t[1, 7] = t[3, 7] = -INF
-    stats, d = of_kernels(BACKENDS[backend], z, t, kind)
+    transforms = LogitTransform(temperature=temperature), NONE
+    stats, d = of_kernels(BACKENDS[backend], z * temperature, t, kind, transforms=transforms)
+    d = d * temperature
     infinite = {"reverse": 3, "forward": 2}.get(kind)
     for row in range(4):
         if row == infinite:
@@ -192,6 +258,22 @@ def test_gradients_add_up(softcap, kind, backend):
     assert relative_error(d, expected) <= 1e-5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kinds_without_a_kernel(backend):
+    z, t = logits(1.0)
+    targets, stats = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z)
+    module, pair = BACKENDS[backend], (NONE, NONE, stats)
+    for call in (
+        lambda: module.pair_stats(z, t, targets, *pair, kind="up"),
+        lambda: module.divergences(z, t, *pair, kind="up"),
+        lambda: module.pair_grads_(z, t, targets, *pair, None, z[:, 0], z, kind="up"),
+    ):
+        with pytest.raises(
+            ValueError, match="kind: expected one of reverse, forward, jsd; got 'up'"
+        ):
+            call()
+
+
 # The calls
 
 
@@ -208,6 +290,43 @@ def gradients(call, batch):
     out = call(*leaves)
     out.loss.backward()
     return out, [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_banned_ids(kind, backend):
+    """Ids that both ban, and one that the divergence lets one model ban."""
+    batch, other = two_models()
+    hidden, states = batch.hidden.nan_to_num(), other.hidden.nan_to_num()
+    bias, ref_bias = torch.zeros(2, 503)
+    bias[400:] = ref_bias[400:] = bias[0] = ref_bias[0] = -INF
+    if kind != "forward":
+        bias[7] = -INF
+    if kind != "reverse":
+        ref_bias[9] = -INF
+
+    def gradients_in(dtype, call):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, batch.weight)]
+        teacher = Reference(states.to(dtype), LMHead(other.head.to(dtype), ref_bias.to(dtype)))
+        loss = call(leaves[0], LMHead(leaves[1], bias.to(dtype)), teacher, batch.mask)
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in leaves)]
+
+    expected = gradients_in(
+        torch.float64,
+        lambda *x: exact.divergence(*x, kind=kind, beta=0.3).sum() / batch.mask.sum(),
+    )
+    found = gradients_in(
+        torch.float32,
+        lambda *x: (
+            fused_distillation_loss(
+                *x, kind=kind, beta=0.3, execution=Execution(backend=backend)
+            ).loss
+        ),
+    )
+    assert all(x.isfinite().all() for x in expected)
+    for x, y in zip(found, expected, strict=True):
+        assert relative_error(x, y) <= 1e-5
 
 
 def test_parts_of_a_step_add_up():
@@ -298,12 +417,10 @@ def test_refused():
          r"reference: expected a Reference\(hidden, head\); got Tensor"),
         (lambda: fused_distillation_loss(*given, Reference(other.hidden, other.head[:500])),
          ValueError, r"reference: expected a head of 503 rows, .*; got 500.*weight\[:V\]"),
-        (lambda: fused_distillation_loss(*given, Reference(other.hidden[:2], other.head)),
-         ValueError, "reference: targets: expected shape"),
-        (lambda: fused_distillation_loss(*given, Reference(other.hidden, other.head[:, :40])),
-         ValueError, r"reference: weight: expected shape \[V, 44\]; got \[503, 40\]"),
         (lambda: fused_distillation_loss(*given, other, kind="up"), ValueError,
          "kind: expected one of reverse, forward, jsd; got 'up'"),
+        (lambda: exact.divergence(*given, other, kind="up"), ValueError,
+         "kind: expected one of forward, reverse, jsd; got 'up'"),
         (lambda: fused_distillation_loss(*given, other, kind="jsd", beta=1.0), ValueError,
          r"beta: expected a number in \(0, 1\); got 1.0"),
         (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,
@@ -321,8 +438,82 @@ def test_refused():
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
-    out = fused_distillation_loss(*(x.clone().requires_grad_() for x in given), other, batch.mask)
     leaf = batch.hidden.clone().requires_grad_()
     out = fused_distillation_loss(leaf, batch.weight, other, batch.mask)
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(out.loss, leaf, create_graph=True)
+
+
+STATES, ROWS = torch.randn(2, 5, 3), torch.randn(7, 3)
+COLD = torch.ones(2, 5).index_fill(1, torch.tensor(2), 0.0)
+# What is wrong with a reference on 2 x 5 tokens, and what is said of it.
+WRONG_REFERENCES = {
+    "a token less": (
+        Reference(STATES[:, :4], ROWS),
+        r"reference.hidden: expected shape \[2, 5, 3\]; got \[2, 4, 3\]",
+    ),
+    "a sequence more": (
+        Reference(torch.randn(3, 5, 3), ROWS),
+        r"reference.hidden: expected shape \[2, 5, 3\]; got \[3, 5, 3\]",
+    ),
+    "packed": (
+        Reference(STATES.flatten(0, 1), ROWS),
+        r"reference.hidden: expected shape \[2, 5, 3\]; got \[10, 3\]",
+    ),
+    "one number": (
+        Reference(STATES[0, 0, 0], ROWS),
+        r"reference.hidden: expected shape .*got \[\]",
+    ),
+    "elsewhere": (
+        Reference(STATES.to("meta"), ROWS),
+        "reference.hidden: expected a tensor on cpu; got one on meta",
+    ),
+    "float64": (
+        Reference(STATES.double(), ROWS),
+        "reference.hidden: expected dtype float32, bfloat16, float16; got float64; .*: cast it",
+    ),
+    "a head in float64": (
+        Reference(STATES, ROWS.double()),
+        "reference.head.weight: expected dtype float32, bfloat16, float16; got float64",
+    ),
+    "a head of another size": (
+        Reference(STATES, ROWS[:, :2]),
+        r"reference.head.weight: expected shape \[V, 3\]; got \[7, 2\]",
+    ),
+    "a module": (
+        Reference(STATES, torch.nn.Linear(3, 7)),
+        r"reference.head: expected a weight \[V, H\] or an LMHead; got Linear",
+    ),
+    "temperatures of other tokens": (
+        Reference(STATES, LMHead(ROWS, temperature=torch.ones(2, 4))),
+        r"reference.head.temperature: expected shape \[2, 5\]; got \[2, 4\]",
+    ),
+    "a temperature of 0": (
+        Reference(STATES, LMHead(ROWS, temperature=COLD)),
+        r"reference.head.temperature: expected numbers > 0; got others \(2 of them\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", ("distillation", "log-probs", "exact"))
+@pytest.mark.parametrize("wrong", WRONG_REFERENCES)
+def test_what_is_wrong_with_a_reference(wrong, call):
+    """The reference is named, whose own arguments are right."""
+    reference, message = WRONG_REFERENCES[wrong]
+    given = torch.randn(2, 5, 4), torch.randn(7, 4)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        if call == "distillation":
+            fused_distillation_loss(*given, reference)
+        else:
+            estimator = "exact" if call == "exact" else "k3"
+            fused_grpo_loss(
+                *given, torch.zeros(2, 5, dtype=torch.long), torch.ones(2), reference=reference,
+                config=GRPOLossConfig(beta=0.1, kl_estimator=estimator),
+            )  # fmt: skip
+
+
+def test_padded_states_are_no_reference_of_packed_ones():
+    with pytest.raises(
+        ValueError, match=r"^reference.hidden: expected shape \[10, 3\]; got \[2, 5"
+    ):
+        fused_distillation_loss(torch.randn(10, 4), torch.randn(7, 4), Reference(STATES, ROWS))

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def check_tensor(
     if dtypes is not None and x.dtype not in dtypes:
         expected = ", ".join(map(name_of, dtypes))
         is_wide = x.dtype == torch.float64 and torch.float64 not in dtypes
-        hint = "; float64 is for grpo_kernels.reference" if is_wide else ""
+        hint = "; float64 is for grpo_kernels.reference: cast it" if is_wide else ""
         raise TypeError(f"{name}: expected dtype {expected}; got {name_of(x.dtype)}{hint}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}; got one on {x.device}")
@@ -86,8 +87,8 @@ def check_number(name: str, value: object, expected: str = "of any size") -> flo
     return value
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
-    if value not in choices:
+def check_choice(name: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(
             f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
         )
@@ -98,16 +99,16 @@ def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
-        if value.is_complex():
-            raise TypeError(f"{name}: expected a real number; got {value.dtype}")
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name}: expected a real number; got {name_of(value.dtype)}")
         if value.device == device:
             return value.detach()
         if value.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on {device}; got one on {value.device}")
         value = value.item()
-    check_number(name, value)
-    assert isinstance(value, (int, float))
-    return value
+    if isinstance(value, Real) and not isinstance(value, (bool, int, float)):
+        value = float(value)  # of NumPy
+    return check_number(name, value)
 
 
 def name_of(dtype: torch.dtype) -> str:

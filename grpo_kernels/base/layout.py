@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,10 +118,10 @@ class Layout:
         if temperature.ndim == 0:
             temperature = temperature.expand(self.shape)
         flat = self.flat("temperature", temperature)
-        invalid = ~(flat > 0)
+        invalid = ~((flat > 0) & (flat < math.inf))
         checks.add(
             invalid if mask is None else invalid & mask,
-            "temperature: expected numbers > 0; got others",
+            "temperature: expected finite numbers > 0; got others",
         )
         return flat
 

@@ -96,7 +96,7 @@ class _GatherTokens(torch.autograd.Function):
             return [rank.view(mine.dtype) for rank in ranks]
 
         rows, size = x.shape if x.ndim == 2 else (1, len(x))
-        mine = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size])
+        mine = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size], dtype=torch.int64)
         told = torch.stack(of_ranks(mine.to(x.device))).tolist()
         if any(row[:3] != told[0][:3] for row in told):
             raise ValueError(

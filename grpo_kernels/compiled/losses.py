@@ -128,10 +128,11 @@ _DISTILLATION_EAGERLY = eagerly(eager_distillation)
 @torch.compiler.assume_constant_result
 def _metrics_of(text: str, ndim: int, *given: bool) -> tuple[str, ...]:
     """The names of a call's metrics, in their order, from those of a loss of two tokens."""
-    x, checks = torch.zeros((1, 2)[2 - ndim :]), ValueChecks()
+    x, checks = torch.zeros((1, 2)[2 - ndim :], dtype=torch.float32), ValueChecks()
     wants_grad, has_entropy, has_offsets, has_reference, *constants = given
     config = config_of(text)
-    layout = Layout.of("targets", x, torch.tensor([0, 2]) if has_offsets else None, checks)
+    offsets = torch.tensor([0, 2], dtype=torch.int64) if has_offsets else None
+    layout = Layout.of("targets", x, offsets, checks)
     by_name: dict[str, Any] = {
         name: x if there else None for name, there in zip(_CONSTANTS, constants, strict=True)
     }

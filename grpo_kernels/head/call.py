@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -29,6 +30,7 @@ class HeadCall:
 
     terms: tuple[Term, ...]  # of the raw logits, the head's weight first
     targets: Tensor  # int64 [N]
+    sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
     layout: Layout
@@ -72,10 +74,12 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     shape = call.layout.shape
     targets, mask = call.targets.reshape(shape), call.mask
     mask = None if mask is None else mask.reshape(shape)
-    try:
-        other = head_call(hidden, head, targets, mask, None, call.execution, call.checks)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"reference: {error}") from error
+    with named_reference(call.checks):
+        hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=call.layout.device)
+        check_tensor("hidden", hidden, shape=(*shape, *hidden.shape[-1:]))
+        other = head_call(
+            hidden, head, targets, mask, None, call.execution, call.checks, sampled=call.sampled
+        )
     mine, theirs = call.head.ranks, other.head.ranks
     if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
         raise ValueError(
@@ -92,21 +96,42 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     return replace(other, terms=terms)
 
 
+@contextmanager
+def named_reference(checks: ValueChecks) -> Iterator[None]:
+    """Errors, and value checks that are added, name the part of the reference that they are of."""
+
+    def named(message: str) -> str:
+        return f"reference.{'' if message.startswith(('hidden', 'head')) else 'head.'}{message}"
+
+    first = len(checks.messages)
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(named(str(error))) from error
+    checks.messages[first:] = map(named, checks.messages[first:])
+
+
 def head_call(
     hidden: Tensor,
     head: Tensor | LMHead,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     execution: Execution,
     checks: ValueChecks | None = None,
+    *,
+    sampled: bool = True,
 ) -> HeadCall:
     """Checks and flattens the arguments that all calls over a head share.
 
-    `checks`: those of the call that it is a part of.
+    `checks`: those of the call that it is a part of. `sampled`: the targets are the sampled tokens;
+    otherwise they are ids to look up, and None is any id.
     """
     check_execution(execution)
     head = _checked_head(hidden, head)
+    if targets is None and not sampled:
+        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    targets = check_tensor("targets", targets)
     backend = select_backend(execution.backend, hidden.device)
     flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks() if checks is None else checks
@@ -125,6 +150,7 @@ def head_call(
     return HeadCall(
         terms=terms,
         targets=flat_targets,
+        sampled=sampled,
         mask=flat_mask,
         transform=LogitTransform(float(head.logit_scale), head.softcap, temperature),
         layout=layout,

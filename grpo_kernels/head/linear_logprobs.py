@@ -28,7 +28,7 @@ from ..base.autograd import (
     refuse_double_backward,
     scaled_gradient,
 )
-from ..base.checks import check_bool
+from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
 from ..kernels import TokenStats
@@ -119,12 +119,12 @@ def planned(
     entries: bool = False,
 ) -> tuple[HeadCall, Passes]:
     """The checked call of `linear_logprobs`, and its passes."""
-    if entries and isinstance(hidden, Tensor):
-        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    hidden = check_tensor("hidden", hidden)
     each, first = None, targets
-    if isinstance(targets, Tensor) and targets.ndim == getattr(hidden, "ndim", None):
+    if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
         each, first = targets, _first_of(targets)
-    call = head_call(hidden, local_head(head), first, mask, None, execution)  # type: ignore[arg-type]
+    sampled = each is None and not entries
+    call = head_call(hidden, local_head(head), first, mask, None, execution, sampled=sampled)
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
     gradient = Gradient.of(call, one_pass=False)
@@ -297,5 +297,5 @@ def _power_of_two_scale_of(gradients: Sequence[Tensor | None], needed: Tensor) -
     # Rows that are not needed may be given anything, NaN included.
     given = [x for x in gradients if x is not None and x.numel()]
     peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
-    none = torch.zeros((), device=needed.device)
+    none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)

@@ -91,10 +91,10 @@ class LMHead:
     Args:
         weight: `[V, H]`, float32, bfloat16 or float16; with `ranks` this rank's rows, or a DTensor
             with `Shard(0)`. A frozen one costs no gradient work.
-        bias: `[V]`; -inf bans an entry of the vocabulary.
+        bias: `[V]`; -inf bans an entry of the vocabulary, which is then an error as a target.
         low_rank: a LoRA on the head, `(lora_a_out, lora_b)`: `scaling * lora_A(hidden)`,
             `[..., r]`, and the weight of `lora_B`, `[V, r]`, with gradients for both.
-        logit_scale: factor on the raw logits.
+        logit_scale: factor on the raw logits, > 0.
         softcap: `softcap * tanh(x / softcap)` before the temperature, as Gemma 2 has it, > 0.
         temperature: divides the logits: a number > 0, or one per token in the shape of the targets.
         logits_dtype: `"fp32"`, or `"model"`: raw logits are rounded as the model's own head rounds
@@ -118,10 +118,10 @@ class LMHead:
 
     def __post_init__(self) -> None:
         self._check_tensors()
-        check_number("logit_scale", self.logit_scale)
+        check_number("logit_scale", self.logit_scale, "> 0")
         for name in ("softcap", "temperature"):
             value = getattr(self, name)
-            if value is None or isinstance(value, Tensor):
+            if isinstance(value, Tensor) or (value is None and name == "softcap"):
                 continue
             check_number(name, value)
             if value <= 0:
@@ -131,7 +131,7 @@ class LMHead:
             raise TypeError("softcap: expected a number > 0, or None; got a tensor")
         if isinstance(self.temperature, Tensor) and self.temperature.requires_grad:
             raise ValueError("temperature: expected a constant; got a tensor requiring grad")
-        if self.logits_dtype not in LOGITS_DTYPES:
+        if not isinstance(self.logits_dtype, str) or self.logits_dtype not in LOGITS_DTYPES:
             choices = " or ".join(map(repr, LOGITS_DTYPES))
             raise ValueError(f"logits_dtype: expected {choices}; got {self.logits_dtype!r}")
         if self.ranks is not None and not isinstance(self.ranks, VocabRanks):
@@ -169,7 +169,13 @@ class LMHead:
     @staticmethod
     def of(head: Tensor | LMHead) -> LMHead:
         """A head of `head`, which may be its weight alone."""
-        return head if isinstance(head, LMHead) else LMHead(head)
+        if isinstance(head, LMHead):
+            return head
+        if not isinstance(head, Tensor):
+            raise TypeError(
+                f"head: expected a weight [V, H] or an LMHead; got {type(head).__name__}"
+            )
+        return LMHead(head)
 
     def terms(self, hidden: Tensor) -> tuple[Term, ...]:
         """The terms of the raw logits of `hidden [..., H]`: weight, adapter, bias."""
@@ -190,8 +196,8 @@ class LMHead:
 class Reference(NamedTuple):
     """Another model on the same tokens: a reference policy, or a teacher. Constants.
 
-    Its hidden size, dtype and options of the head may be others; its vocabulary is the same one.
-    Pass a copy of a weight that an optimizer changes before the call.
+    Its hidden size, dtype (float32, bfloat16 or float16) and options of the head may be others; its
+    vocabulary is the same one. Pass a copy of a weight that an optimizer changes before the call.
     """
 
     hidden: Tensor  # [B, T, H'] or [N, H'], laid out as the policy's

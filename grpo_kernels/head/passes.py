@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
 from ..kernels import TokenStats
-from .call import HeadCall, reference_call
+from .call import HeadCall, named_reference, reference_call
 from .dense import Dense, OneRank, OneTarget
 from .lm_head import LMHead, Reference
 from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
@@ -211,7 +211,9 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
         raise TypeError(
             f"reference: expected a Reference(hidden, head); got {type(reference).__name__}"
         )
-    other = reference_call(call, Reference(reference[0], local_head(reference[1])))
+    with named_reference(call.checks):
+        head = local_head(reference[1])
+    other = reference_call(call, Reference(reference[0], head))
     if call.head.ranks is not None:
         from .ranks import ranks_of
 
@@ -258,6 +260,7 @@ def passes_of(
     logsumexp: bool = False,
     entries: bool = False,
     tokens_with_grad: Callable[[], Tensor | None] | None = None,
+    reference: HeadCall | None = None,
     of_loss: Mapping[str, float] | None = None,
 ) -> Passes:
     """Plans the passes of a call; reads its checks and row counts, in one transfer.
@@ -270,6 +273,7 @@ def passes_of(
         logsumexp: likewise.
         entries: whether every id of a set is a target.
         tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
+        reference: the other model's call, whose log-probs of the targets are read.
         of_loss: what else all ranks have to have alike.
     """
     weight, tokens, sets = call.terms[0].y, call.mask, None
@@ -281,6 +285,10 @@ def passes_of(
         asked = {"entropy": entropy, "entries": entries, "targets per token": several}
         ranks = ranks_of(call, {**(of_loss or {}), **asked, "gradient made at once": gradient})
     check_target_ids(call.targets, call.mask, ranks.columns, call.checks)
+    if call.sampled:
+        _check_bans("", call, ranks)
+        if reference is not None:
+            _check_bans("reference.head.", reference, ranks)
     if support is not None:
         from .support import KeptSets
 
@@ -297,6 +305,21 @@ def passes_of(
         call.without_tensors(), plan, ranks, tokens, sets, call.wants_grad(), entropy, gradient,
         in_gemm,
     )  # fmt: skip
+
+
+def _check_bans(prefix: str, call: HeadCall, ranks: OneRank) -> None:
+    """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
+    bias = call.head.bias
+    if bias is None:
+        return
+    places = ranks.place(call.targets)
+    columns = places.clamp(0, len(bias) - 1)
+    banned = (places == columns) & (bias.detach()[columns] == -torch.inf)
+    call.checks.add(
+        ranks.sum((banned if call.mask is None else banned & call.mask).long()),
+        f"{prefix}bias: expected the bias of every unmasked target to be finite; got targets that "
+        "a bias of -inf bans: mask these tokens, or lift the ban",
+    )
 
 
 def _in_gemm(call: HeadCall, gradient: Gradient) -> bool:

@@ -73,7 +73,7 @@ class ManyRanks(OneRank):
             call.checks,
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
             "vocabulary, as each has other columns for the same tokens; got others",
-            torch.tensor(sizes, device=weight.device), active, with_grad,
+            torch.tensor(sizes, dtype=torch.int64, device=weight.device), active, with_grad,
         )  # fmt: skip
         return replace(super().plan(call, weight, active, with_grad, buffers), tiles=None)
 

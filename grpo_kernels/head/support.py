@@ -79,7 +79,7 @@ def batch_support(
         of_tokens = offsets.diff().long()
         if targets is not None:
             tokens = torch.arange(size).repeat_interleave(of_tokens)
-            ids = torch.as_tensor(targets[i])[:size]
+            ids = torch.as_tensor(targets[i], dtype=torch.int64)[:size]
             found = torch.zeros(size, dtype=torch.bool)
             found[tokens[token_ids == ids[tokens]]] = True
             token_ids, of_tokens = token_ids[found[tokens]], torch.where(found, of_tokens, 0)

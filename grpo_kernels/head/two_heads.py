@@ -79,9 +79,10 @@ class TwoHeads(OneTarget):
         (ref_peak,) = self.ranks.largest(found.ref_peak)
         shift = own.logsumexp - other.logsumexp
         whole = (*own[:3], *other[:3], shift, None, None, peak, ref_at_peak, ref_peak)
-        for place, x in zip(found, whole, strict=True):
+        for place, x in zip(found, whole, strict=False):
             if x is not None:
                 place.copy_(x)
+        found.set_without_anchors()
 
     def end(self) -> PairStats:  # type: ignore[override]
         return self.stats

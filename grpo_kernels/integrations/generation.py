@@ -127,4 +127,4 @@ class SupportRecorder(LogitsProcessor):
 def support_of(kept: Sequence[Sequence[int]]) -> Support:
     """The support of tokens with these kept sets, as an engine that reports them has them."""
     token_ids = torch.tensor([*chain.from_iterable(kept)], dtype=torch.int32)
-    return Support(token_ids, torch.tensor([0, *map(len, kept)]).cumsum(0))
+    return Support(token_ids, torch.tensor([0, *map(len, kept)], dtype=torch.int64).cumsum(0))

@@ -387,9 +387,11 @@ def _tokens_per_rank(num_items: float | Tensor | None, mask: Tensor) -> Tensor:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if num_items is not None:
         number = scalar("num_items_in_batch", num_items, mask.device)
-        if not isinstance(number, Tensor) and number < 0:
-            raise ValueError(f"num_items_in_batch: expected a number >= 0; got {number}")
-        total = torch.as_tensor(number).to(mask.device, torch.float32)
+        if not isinstance(number, Tensor):
+            if number < 0:
+                raise ValueError(f"num_items_in_batch: expected a number >= 0; got {number}")
+            number = torch.full((), number, dtype=torch.float32, device=mask.device)
+        total = number.float()
     else:
         total = mask.sum(dtype=torch.float32)
         if distributed:

@@ -416,7 +416,9 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
     if divides_by_tokens(trainer):
         # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
         # the device, where they are not read.
-        tokens = torch.as_tensor(inputs["num_items_in_batch"], device=mask.device).float()
+        tokens = torch.as_tensor(
+            inputs["num_items_in_batch"], dtype=torch.float32, device=mask.device
+        )
         tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
         if accumulation and not DIVIDES_BY_BATCH:
             tokens *= accumulation / trainer.args.steps_per_generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,13 @@ from torch import Tensor
 from . import TokenStats
 
 KINDS = ("reverse", "forward", "jsd")
+
+
+def known_kind(kind: str) -> str:
+    """Returns the kind of a divergence; raises for one that has no kernel."""
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {kind!r}")
+    return kind
 
 
 class _Row:
@@ -25,7 +33,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class PairStats:
-    """Statistics of each row of two models' logits, `values` float32 `[12, C]`.
+    """Statistics of each row of two models' logits, `values` float32 `[15, C]`.
 
     Attributes:
         logps: log-probs of the targets under the policy, whose logits come first.
@@ -34,12 +42,15 @@ class PairStats:
         ref_logps: log-probs of the targets under the reference.
         ref_logsumexp: of its logits.
         ref_entropy: of its softmax.
-        shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
+        shift: what d subtracts from the difference of the logits, each less its anchor.
         divergence: of the softmaxes.
         mean: of h over the policy (`pairs.py`), as it comes with this shift.
         peak: the policy's largest logit.
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.
+        anchor: what Triton's kernels subtract from the policy's logits, before the temperature.
+        ref_anchor: what they subtract from the reference's.
+        log_total: log2 of the sum of the policy's exponentials, of logits less the anchor.
     """
 
     values: Tensor
@@ -48,11 +59,12 @@ class PairStats:
     ref_logps, ref_logsumexp, ref_entropy = _Row(3), _Row(4), _Row(5)
     shift, divergence, mean = _Row(6), _Row(7), _Row(8)
     peak, ref_at_peak, ref_peak = _Row(9), _Row(10), _Row(11)
+    anchor, ref_anchor, log_total = _Row(12), _Row(13), _Row(14)
 
     @staticmethod
     def size() -> int:
         """The number of them."""
-        return 12
+        return 15
 
     @staticmethod
     def of(values: Sequence[Tensor], *, entropy: bool = True) -> PairStats:
@@ -76,6 +88,12 @@ class PairStats:
     def of_reference(self) -> TokenStats:
         """The reference's alone."""
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
+
+    def set_without_anchors(self) -> None:
+        """Sets what is relative to the anchors, of statistics that were computed without them."""
+        self.anchor.zero_()
+        self.ref_anchor.zero_()
+        torch.mul(self.logsumexp, 1 / math.log(2), out=self.log_total)
 
     def at(self, rows: Tensor | slice) -> PairStats:
         """The values of some rows."""

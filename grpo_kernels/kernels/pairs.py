@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .pair_stats import PairStats
+from .pair_stats import PairStats, known_kind
 from .torch_backend import CPU_BLOCK_BYTES, logit_grads_, row_blocks, row_sums
 
 # From |log(a/b)| on, `a log(a/b) + b - a` has the digits that an expansion has below: 5.
@@ -104,6 +104,7 @@ def _set(out: PairStats, values: list[Tensor], elsewhere: Tensor) -> None:
         stats.entropy[:] = log_total - dot / total
     for place, value in zip((out.shift, out.divergence, out.mean), others, strict=False):
         place.copy_(value)
+    out.set_without_anchors()
 
 
 def _largest(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +286,7 @@ class _Term(NamedTuple):
 
 def _terms(p: Tensor, q: Tensor, d: Tensor, kind: str, beta: float) -> list[_Term]:
     """The parts of a divergence; for `jsd`, d is overwritten."""
-    if kind == "reverse":
+    if known_kind(kind) == "reverse":
         return [_Term(1.0, p, d)]
     if kind == "forward":
         return [_Term(1.0, q, -d)]

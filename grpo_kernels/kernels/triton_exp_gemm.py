@@ -262,15 +262,14 @@ def far_rows_kernel(
             temperature = tl.load(temperature_ptr + row)
         scale = _scale(logit_scale, temperature, False)
         to_log2 = scale * log2_e()
-        sign = tl.where(to_log2 < 0.0, -1.0, 1.0)
         target = tl.load(targets_ptr + row)
         own = tl.load(anchors_ptr + row)
         peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
         for n0 in range(0, V, BLOCK_V):
             offs_v = n0 + tl.arange(0, BLOCK_V)
             u = _raw_logits(hidden_row_ptr, weight_ptr, offs_v, V, H, stride_weight_v, BLOCK_H)
-            peaks = tl.maximum(peaks, tl.where(offs_v < V, u * sign, float("-inf")))
-        anchor = tl.max(peaks, axis=0) * sign
+            peaks = tl.maximum(peaks, tl.where(offs_v < V, u, float("-inf")))
+        anchor = tl.max(peaks, axis=0)
         totals = tl.zeros((BLOCK_V,), tl.float32)
         weights = tl.zeros((BLOCK_V,), tl.float32)
         for n0 in range(0, V, BLOCK_V):

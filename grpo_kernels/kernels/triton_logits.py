@@ -85,23 +85,21 @@ def _anchor(
 ):  # fmt: skip
     """The largest of the target's logit and those before `last`, before `_scale`."""
     # Not in units of ln 2, in which the largest numbers are infinite.
-    sign = tl.where(to_log2 < 0.0, -1.0, 1.0)
     peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
     whole = last // BLOCK_V * BLOCK_V
     for start in range(0, whole, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         u, _ = _load_logits(row_ptr, offs_v, True, logit_scale, softcap, HAS_SOFTCAP)
-        peaks = tl.maximum(peaks, u * sign)
+        peaks = tl.maximum(peaks, u)
     for start in range(whole, last, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         mask_v = offs_v < last
         u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
-        peaks = tl.maximum(peaks, tl.where(mask_v, u * sign, float("-inf")))
-    own = tl.where(target_logit == float("-inf"), target_logit, target_logit * sign)
-    peak = tl.maximum(own, tl.max(peaks, axis=0))
-    # Nothing but -inf so far (-inf - -inf is NaN), or a scale of 0.
+        peaks = tl.maximum(peaks, tl.where(mask_v, u, float("-inf")))
+    peak = tl.maximum(target_logit, tl.max(peaks, axis=0))
+    # Nothing but -inf so far (-inf - -inf is NaN), or a temperature that leaves nothing.
     useless = (peak == float("-inf")) | (to_log2 == 0.0)
-    return tl.where(useless, 0.0, peak * sign)
+    return tl.where(useless, 0.0, peak)
 
 
 @triton.jit

@@ -1,11 +1,13 @@
 """Triton kernels that read two models' logits of the same tokens, one program per row.
 
 What they compute is in `pairs.py`. The statistics take one reading of both rows, though d is known
-only when both sums are. Up to there it is off by one number c of the row, which its own sum tells:
+only when both sums are. Until then it is off by one number c of the row, which its own sum tells:
 
     sum p e^-(d + c) = e^-c,    sum p (d + c + e^-(d + c) - 1) = L + c + e^-c - 1
 
-A row in which the second would cancel is swept once more, with c known.
+A row in which the second would cancel is swept once more, with c subtracted. Statistics and
+gradient take d from the same difference of anchored logits, so that its rounding is in the mean of
+h as it is in h: where a row has one likely id, the gradient is what is left of these two.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .pair_stats import PairStats
+from .pair_stats import PairStats, known_kind
 from .triton_common import Launch, device_of, expm1, expm1_minus, ln_2, log2_e, reach
 from .triton_logits import (
     _anchor,
@@ -71,6 +73,23 @@ def _log1p(x):
 
 
 @triton.jit
+def _log2_ratio(a, b):
+    """log2(a / b) of positive numbers, also where the quotient is no float32."""
+    ratio = a / b
+    inside = (ratio > 0.0) & (ratio < float("inf"))
+    return tl.where(inside, tl.log2(tl.where(inside, ratio, 1.0)), tl.log2(a) - tl.log2(b))
+
+
+@triton.jit
+def _log_ratio(x, y, to_log2, ref_to_log2, shift):
+    """The d of two logits, each less its row's anchor and before `_scale`."""
+    # Not x * to_log2 - y * ref_to_log2: of models that are close it has lost what the products have
+    # rounded away.
+    rest = tl.where(y == float("-inf"), 0.0, y * (to_log2 - ref_to_log2))
+    return ((x - y) * to_log2 + rest) * ln_2() - shift
+
+
+@triton.jit
 def _to_mixture(d, beta):
     """`log p - log m` and `log q - log m`."""
     above = d >= 0.0
@@ -92,7 +111,7 @@ def _moment(p, q, d, beta, KIND: tl.constexpr):
 @triton.jit
 def _add_pair(
     total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak,
-    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
     logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
     HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -116,10 +135,8 @@ def _add_pair(
     weighted += p * tl.maximum(u, -1e4, propagate_nan=tl.PropagateNan.ALL)
     ref_weighted += q * tl.maximum(t, -1e4, propagate_nan=tl.PropagateNan.ALL)
     if KIND is not None:
-        # Not u - t: of models that are close it has lost what the products have rounded away.
-        gap = to_log2 - ref_to_log2
-        d = ((x - y) * to_log2 + tl.where(gap == 0.0, 0.0, y * gap) - known) * ln_2()
-        q = tl.exp2(t + known)
+        d = _log_ratio(x, y, to_log2, ref_to_log2, shift)
+        q = tl.exp2(t + shift * log2_e())
         near = tl.abs(d) < small()
         phi = _phi(d)
         above = tl.where(near, p * (phi - d), q - p)
@@ -174,7 +191,7 @@ def pair_stats_kernel(
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
-    known = tl.zeros((), tl.float32)
+    shift = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
     ref_total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -184,6 +201,7 @@ def pair_stats_kernel(
     above = tl.zeros((), tl.float32)
     at_peak = tl.zeros((), tl.float32)
     ref_above = tl.zeros((), tl.float32)
+    shifted = False
     again = True
     while again:
         totals = tl.zeros((BLOCK_V,), tl.float32)
@@ -200,7 +218,7 @@ def pair_stats_kernel(
              peaks, at_peaks, ref_peaks) = _add_pair(
                 totals, ref_totals, weights, ref_weights, shares, excesses,
                 peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
                 logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
                 HAS_SOFTCAP, REF_SOFTCAP, KIND, True, BLOCK_V,
             )  # fmt: skip
@@ -209,7 +227,7 @@ def pair_stats_kernel(
              peaks, at_peaks, ref_peaks) = _add_pair(
                 totals, ref_totals, weights, ref_weights, shares, excesses,
                 peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, known,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
                 logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
                 HAS_SOFTCAP, REF_SOFTCAP, KIND, False, BLOCK_V,
             )  # fmt: skip
@@ -232,19 +250,23 @@ def pair_stats_kernel(
                 REF_SOFTCAP, BLOCK_V,
             )  # fmt: skip
         if KIND is not None:
-            # log of the sum of p e^-(d + c); c, and what e^-c or e^c leaves of it.
-            minus_c = _log1p(_sum(excesses, INVARIANT, BLOCK_V) / total)
+            # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
+            excess = _sum(excesses, INVARIANT, BLOCK_V) / total
+            far = _log2_ratio(ref_total, total) * ln_2() + shift
+            minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), far)
             if KIND == "reverse":
                 extra = expm1_minus(minus_c)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
             else:
                 extra = expm1_minus(-minus_c)
-                # The shares are of q times 2^known.
-                scaled = ref_total * tl.exp2(known)
+                # The shares are of q times e^shift.
+                scaled = tl.where(shifted, total * tl.exp(minus_c), ref_total)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
-            # How often what cancels may be larger than what is left of it.
-            cancels = (extra > divergence * 8.0) & (known == 0.0) & (again == 0)
-            known = tl.where(cancels, tl.log2(total) - tl.log2(ref_total), known)
+            # What cancels may be 8 times what is left of it. NaN and infinity are not.
+            cancels = (not (extra <= divergence * 8.0)) & (not shifted) & (not again)
+            if cancels:
+                shift = _log2_ratio(total, ref_total) * ln_2()
+                shifted = True
             again = again | cancels
 
     log_total = tl.log2(total)
@@ -260,39 +282,51 @@ def pair_stats_kernel(
     tl.store(out_ptr + 3 * stride_stats, tl.where(here, ref_logp, float("-inf")))
     tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
     tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * ln_2())
-    shift = (anchor * scale - ref_anchor * ref_scale) + (log_total - ref_log_total) * ln_2()
-    tl.store(out_ptr + 6 * stride_stats, shift)
-    if KIND is not None:
-        # The mean of h with d by the shift as it is: off by as much as that.
-        off = (log_total - ref_log_total - known) * ln_2() + minus_c
-        mean = divergence - off if KIND == "reverse" else -expm1(off)
+    if KIND is None:
+        tl.store(out_ptr + 6 * stride_stats, _log2_ratio(total, ref_total) * ln_2())
+    else:
+        # h is of the shift as stored, and so is its mean: c less what the sum has rounded away.
+        stored = shift - minus_c
+        error = (stored - shift) + minus_c
+        mean = divergence - error if KIND == "reverse" else -expm1(error)
+        tl.store(out_ptr + 6 * stride_stats, stored)
         tl.store(out_ptr + 7 * stride_stats, tl.maximum(divergence, 0.0))
         tl.store(out_ptr + 8 * stride_stats, mean)
     tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * ln_2())
     tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * ln_2())
     tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_above * ln_2())
+    tl.store(out_ptr + 12 * stride_stats, anchor)
+    tl.store(out_ptr + 13 * stride_stats, ref_anchor)
+    tl.store(out_ptr + 14 * stride_stats, log_total)
 
 
 @triton.jit
 def _softmaxes(
-    row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
-    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    row_ptr, ref_row_ptr, start, V, row_stats,
+    logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
-    mask_v = WHOLE | (offs_v < V)
+    mask_v = offs_v < V
+    anchor, ref_anchor, log_total, shift = row_stats
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    u = u * scale
-    t = t * ref_scale
-    if not WHOLE:
-        u = tl.where(mask_v, u, float("-inf"))
-        t = tl.where(mask_v, t, float("-inf"))
-    d = u - t - shift
-    log_p = (u - logsumexp) * log2_e()
-    return tl.exp2(log_p), tl.exp2((t - ref_logsumexp) * log2_e()), d, log_p, slope
+    x = tl.where(mask_v, u - anchor, float("-inf"))
+    y = tl.where(mask_v, t - ref_anchor, float("-inf"))
+    d = _log_ratio(x, y, to_log2, ref_to_log2, shift)
+    log_p = x * to_log2 - log_total
+    log_q = y * ref_to_log2 - (log_total - shift * log2_e())
+    return tl.exp2(log_p), tl.exp2(log_q), d, log_p, slope
+
+
+@triton.jit
+def _row_stats(stats_ptr, stride_stats):
+    """Both anchors, log2 of p's sum, the shift: p, q and d of a row are made with these."""
+    return (
+        tl.load(stats_ptr + 12 * stride_stats), tl.load(stats_ptr + 13 * stride_stats),
+        tl.load(stats_ptr + 14 * stride_stats), tl.load(stats_ptr + 6 * stride_stats),
+    )  # fmt: skip
 
 
 @per_row
@@ -312,19 +346,17 @@ def divergences_kernel(
         temperature = tl.load(temperature_ptr + row)
     if REF_TEMPERATURE:
         ref_temperature = tl.load(ref_temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
-    logsumexp = tl.load(stats_ptr + row + stride_stats)
-    ref_logsumexp = tl.load(stats_ptr + row + 4 * stride_stats)
-    shift = tl.load(stats_ptr + row + 6 * stride_stats)
+    to_log2 = _scale(logit_scale, temperature, HAS_SOFTCAP) * log2_e()
+    ref_to_log2 = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP) * log2_e()
+    row_stats = _row_stats(stats_ptr + row, stride_stats)
     shares = tl.zeros((BLOCK_V,), tl.float32)
     ref_shares = tl.zeros((BLOCK_V,), tl.float32)
     moments = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, V, BLOCK_V):
         p, q, d, _, _ = _softmaxes(
-            row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
-            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-            HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
+            row_ptr, ref_row_ptr, start, V, row_stats,
+            logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+            HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
         )  # fmt: skip
         if KIND == "reverse":
             shares += _share(p, q, d)
@@ -364,12 +396,10 @@ def pair_grads_kernel(
         temperature = tl.load(temperature_ptr + row)
     if REF_TEMPERATURE:
         ref_temperature = tl.load(ref_temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    to_log2 = _scale(logit_scale, temperature, HAS_SOFTCAP) * log2_e()
+    ref_to_log2 = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP) * log2_e()
     chain = logit_scale / temperature
-    logsumexp = tl.load(stats_ptr + row + stride_stats)
-    ref_logsumexp = tl.load(stats_ptr + row + 4 * stride_stats)
-    shift = tl.load(stats_ptr + row + 6 * stride_stats)
+    row_stats = _row_stats(stats_ptr + row, stride_stats)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
     weight = chain * tl.load(d_divergence_ptr + row)
     if KIND == "jsd":
@@ -384,9 +414,9 @@ def pair_grads_kernel(
         d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
     for start in range(0, V, BLOCK_V):
         p, q, d, log_p, slope = _softmaxes(
-            row_ptr, ref_row_ptr, start, V, logsumexp, ref_logsumexp, shift,
-            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-            HAS_SOFTCAP, REF_SOFTCAP, False, BLOCK_V,
+            row_ptr, ref_row_ptr, start, V, row_stats,
+            logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+            HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
         )  # fmt: skip
         slopes = _moment(p, q, d, beta, KIND) - p * mean
         if KIND == "reverse":
@@ -440,7 +470,7 @@ def pair_stats(
                 logits.stride(0), ref_logits.stride(0), out.values.stride(0),
                 *_scalars(transform, ref_transform),
                 **_flags(transform, ref_transform),
-                KIND=None if kind == "jsd" else kind, INVARIANT=invariant,
+                KIND=None if kind in (None, "jsd") else known_kind(kind), INVARIANT=invariant,
                 **block_of(launch, V),
             )  # fmt: skip
     if kind == "jsd":  # of whole softmaxes, whose sums are not known before
@@ -469,7 +499,7 @@ def divergences(
                 logits.stride(0), ref_logits.stride(0), stats.values.stride(0),
                 *_scalars(transform, ref_transform), float(beta),
                 **_flags(transform, ref_transform),
-                KIND=kind,
+                KIND=known_kind(kind),
                 **block_of(launch, V),
             )  # fmt: skip
 
@@ -504,6 +534,6 @@ def pair_grads_(
                 **_flags(transform, ref_transform),
                 HAS_GRADS=grads is not None,
                 HAS_ENTROPY=grads is not None and grads.d_entropy is not None,
-                KIND=kind,
+                KIND=known_kind(kind),
                 **block_of(launch, V),
             )  # fmt: skip

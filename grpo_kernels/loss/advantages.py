@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..base.checks import INTEGERS, check_choice, check_number, check_tensor
+from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor
 from .config import KL_ESTIMATORS
 from .objective import kl_estimate
 
@@ -80,8 +80,7 @@ def group_advantages(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
-    floats = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    check_tensor("rewards", rewards, dtypes=floats)
+    check_tensor("rewards", rewards, dtypes=FLOATS)
     if rewards.ndim not in (1, 2):
         raise ValueError(f"rewards: expected shape [B] or [B, R]; got {list(rewards.shape)}")
     check_choice("scale", scale, SCALES)
@@ -160,8 +159,8 @@ def per_token_kl(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
-    check_tensor("logps", logps)
-    check_tensor("ref_logps", ref_logps, shape=logps.shape, device=logps.device)
+    check_tensor("logps", logps, dtypes=FLOATS)
+    check_tensor("ref_logps", ref_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device)
     check_choice("estimator", estimator, KL_ESTIMATORS)
     if clamp is not None:
         check_number("clamp", clamp, "> 0")
@@ -254,7 +253,12 @@ def _weights(weights: Sequence[float] | Tensor | None, values: Tensor) -> Tensor
     R = values.shape[1]
     if weights is None:
         return values.new_ones(R)
-    factors = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
+    try:
+        factors = torch.as_tensor(weights, dtype=values.dtype, device=values.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"weights: expected {R} numbers, or a tensor [{R}]; got {type(weights).__name__}"
+        ) from error
     if factors.shape != (R,):
         raise ValueError(
             f"weights: expected one for each of {R} reward functions; got {list(factors.shape)}"

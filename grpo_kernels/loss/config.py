@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.checks import check_bool, check_choice, check_number
-from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, Loss, OwnLoss, flat_fields
+from ..base.checks import RANGES, check_bool, check_choice, check_number
+from .losses import AGGREGATIONS, LOSS_TYPES, LOSSES, RATIO_LEVELS, Loss, OwnLoss, flat_fields
 
 # Those whose denominator counts tokens; that of the others counts sequences.
 TOKEN_MEANS = ("bnpo", "dapo")
@@ -324,16 +324,30 @@ class GRPOLossConfig:
                 raise ValueError(f"is_clip_min: expected less than is_clip_max = {high}; got {low}")
 
 
+_CLAIMS = (
+    "fixed_aggregation", "token_local", "gradient_needs_advantage", "entropy_gradient",
+    "token_gradient", "weighs_sampler", "needs_sequences",
+)  # fmt: skip
 _SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
 
 
 def _check_loss(loss: Loss) -> None:
     of_class: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
     for its in of_class:
-        _check_field(its.name, getattr(loss, its.name), its, its.metadata.get("expected"))
+        expected = its.metadata.get("expected")
+        if expected is not None and not isinstance(expected, tuple):
+            owner = f"option() of {type(loss).__name__}.{its.name}"
+            check_choice(f"loss_type: {owner}", expected, tuple(RANGES), ", or a tuple of names")
+        _check_field(its.name, getattr(loss, its.name), its, expected)
     check_choice("loss_type.aggregation", loss.aggregation, AGGREGATIONS)
-    for name in ("token_local", "gradient_needs_advantage", "entropy_gradient"):
+    check_choice("loss_type.ratio_level", loss.ratio_level, RATIO_LEVELS)
+    for name in _CLAIMS:
         check_bool(f"loss_type.{name}", getattr(loss, name))
+    if type(loss).per_token is Loss.per_token:
+        raise TypeError(
+            f"loss_type: expected a per_token() of {type(loss).__name__}, the loss of every "
+            "token; got none"
+        )
 
 
 def _check_field(

@@ -59,7 +59,9 @@ def topk_kl(
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
     check_tensor("logps", logps, dtypes=FLOATS)
-    check_tensor("teacher_logps", teacher_logps, shape=logps.shape, device=logps.device)
+    check_tensor(
+        "teacher_logps", teacher_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device
+    )
     check_choice("direction", direction, DIRECTIONS)
     check_number("beta", beta, "in (0, 1)")
     dtype = torch.promote_types(torch.float32, logps.dtype)
@@ -70,7 +72,7 @@ def topk_kl(
                 "offsets: expected those of the support with log-probs [E] of its entries; got None"
             )
         s, t = (torch.cat([x, _log_rest(x)[..., None]], -1) for x in (s, t))
-        return _divergence(s, t, direction, beta).sum(-1)
+        return divergence_terms(s, t, direction, beta).sum(-1)
     if logps.ndim != 1:
         raise ValueError(
             f"logps: expected shape [E], of the support's entries; got {list(logps.shape)}"
@@ -79,11 +81,11 @@ def topk_kl(
     offsets = saveable(offsets).long()
     tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
     s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
-    return row_sums(_divergence(s, t, direction, beta), offsets)
+    return row_sums(divergence_terms(s, t, direction, beta), offsets)
 
 
-def _divergence(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
-    """The share of each outcome in the divergence, from log-probs."""
+def divergence_terms(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
+    """The share of each outcome in the divergence, from log-probs `s` and `t` of one shape."""
     # An outcome that both rule out has no part: of -inf and -inf autograd would make NaN.
     none = (s == -torch.inf) & (t == -torch.inf)
     s, t = s.masked_fill(none, 0.0), t.masked_fill(none, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,12 +56,12 @@ def loss_inputs(
             "options tells sequences apart and the input is packed; got None"
         )
     sequences = layout.sequences
-    num_items = number_of_items(num_items, layout.device, checks)
     if mask is None:
         mask_float = torch.ones(layout.num_tokens, dtype=dtype, device=layout.device)
     else:
         mask_float = mask.to(dtype)
     count = mask_float.sum()
+    num_items = number_of_items(num_items, count, checks)
     flat = {k: None if x is None else layout.flat(k, x, dtype) for k, x in constants.items()}
     if (ce_weights := flat.get("ce_weights")) is not None:
         checks.add(~ce_weights.isfinite(), "ce_weights: expected finite numbers; got NaN or inf")
@@ -74,13 +76,13 @@ def loss_inputs(
     return with_known_weights(config, inputs)
 
 
-def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, targets: Tensor) -> Tensor | None:
-    """The tokens in the mask or with a cross-entropy weight, in the shape of `targets`."""
+def rows_of_loss(mask: Tensor | None, ce_weights: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """The tokens of `hidden [..., H]` in the mask or with a cross-entropy weight."""
     if mask is None or ce_weights is None:
         return mask
-    targets = check_tensor("targets", targets)
+    hidden = check_tensor("hidden", hidden)
     for name, x in (("mask", mask), ("ce_weights", ce_weights)):
-        check_tensor(name, x, shape=targets.shape, device=targets.device)
+        check_tensor(name, x, shape=hidden.shape[:-1], device=hidden.device)
     return (mask != 0) | (ce_weights != 0)
 
 
@@ -102,15 +104,21 @@ def check_entropy_given(config: GRPOLossConfig, entropy: Tensor | None) -> None:
             )
 
 
-def number_of_items(
-    num_items: object, device: torch.device, checks: ValueChecks
-) -> float | Tensor | None:
-    """The denominator of a loss, checked; None where none was given."""
+def number_of_items(num_items: object, count: Tensor, checks: ValueChecks) -> float | Tensor | None:
+    """The denominator of a loss, checked; None where none was given.
+
+    `count`, 0-d: the tokens that are not masked. A step that has none may have the denominator 0.
+    """
     if num_items is None:
         return None
-    number = scalar("num_items", num_items, device)
+    number = scalar("num_items", num_items, count.device)
+    expected = "num_items: expected a finite number > 0, or 0 where every token is masked"
     if isinstance(number, Tensor):
-        checks.add(~(number >= 0), "num_items: expected a number >= 0; got another")
+        # In float32, as an integer is compared with a number in the default dtype.
+        x, least = number.float(), count.clamp(max=torch.finfo(torch.float32).tiny)
+        checks.add(~((x >= least) & (x < math.inf)), f"{expected}; got another")
+    elif number:
+        check_number("num_items", number, "> 0")
     else:
-        check_number("num_items", number, ">= 0")
+        checks.add(count > 0, f"{expected}; got 0")
     return number

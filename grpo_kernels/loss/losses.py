@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.checks import FLOATS, INTEGERS, check_tensor
 from .tokens import MAX_LOG_RATIO, Tokens, binary_kl, bounded_exp
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_LEVELS = ("token", "sequence")
+_REAL = (*FLOATS, torch.bool, *INTEGERS)
 _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 
@@ -35,7 +37,7 @@ class KernelOptions(NamedTuple):
 
 
 def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = None) -> Any:
-    """A field that `GRPOLossConfig` checks: a number in a range, or one of some names.
+    """A field that `GRPOLossConfig` checks: a number in one of `RANGES`, or one of some names.
 
     `flat` is the option of `GRPOLossConfig` that sets it where the loss is given by name.
     """
@@ -127,12 +129,25 @@ class Loss:
         return None, None
 
     def metrics(self, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]:
-        """Metrics of its own by name, a value per token `[N]`, of which the mean is shown."""
+        """Metrics of its own by name, a value per token `[N]`, of which the mean is shown.
+
+        `loss.metrics.TAKEN` and `TAKEN_PREFIXES` are names that it may not use.
+        """
         return {}
 
     def kernel(self) -> KernelOptions | None:
         """The arguments of the policy-loss kernel; None if it does not have this loss."""
         return None
+
+    def name_of(self, method: str) -> str:
+        """The name that errors about the result of a method begin with."""
+        return f"loss_type: {type(self).__name__}.{method}"
+
+
+def per_token_values(name: str, x: object, tokens: Tokens) -> Tensor:
+    """A value per token `[N]` that a loss returned, checked, as it may be the user's own."""
+    like = tokens.logps
+    return check_tensor(name, x, shape=like.shape, dtypes=_REAL, device=like.device)
 
 
 class OwnLoss(Loss):
@@ -145,6 +160,9 @@ class OwnLoss(Loss):
 
     def per_token(self, tokens: Tokens) -> Tensor:
         return self.function(tokens)
+
+    def name_of(self, method: str) -> str:
+        return f"loss_type: {getattr(self.function, '__name__', type(self.function).__name__)}()"
 
 
 @dataclass(frozen=True, kw_only=True)

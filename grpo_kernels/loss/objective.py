@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..base.sequences import Sequences, masked_quantile
 from .config import TOKEN_MEANS, GRPOLossConfig
-from .losses import Loss
+from .losses import Loss, per_token_values
 from .tokens import (
     MAX_LOG_RATIO,
     LossInputs,
@@ -107,15 +107,12 @@ def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
     """The loss of each token, `[N]`; checked, as it may be the user's own."""
     if loss.why_two_passes is None:
         tokens = replace(tokens, sequences=None, of_token_local=True)
-    x: object = loss.per_token(tokens)
-    expected = "loss_type: expected the callable to return the loss of every token, "
-    shape = tokens.logps.shape
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{expected}a tensor {list(shape)}; got {type(x).__name__}")
-    if x.shape != shape:
-        raise ValueError(f"{expected}shape {list(shape)}; got {list(x.shape)}")
+    name = loss.name_of("per_token()")
+    x = per_token_values(name, loss.per_token(tokens), tokens)
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
-        raise ValueError(f"{expected}with a gradient for tokens.logps or tokens.entropy; got none")
+        raise ValueError(
+            f"{name}: expected a gradient for tokens.logps or tokens.entropy; got none"
+        )
     return x.to(tokens.logps.dtype)
 
 
@@ -235,8 +232,12 @@ def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:
             kl = d.abs()
         case "k2":
             kl = d.square() / 2
-        case _:
+        case "k3":
             kl = torch.expm1(d) - d
+        case _:
+            raise ValueError(
+                f"estimator: expected k1, abs, k2 or k3, or one with a +; got {estimator!r}"
+            )
     if clamp is not None:
         kl = kl.clamp(-clamp, clamp)
     if estimator.endswith("+"):

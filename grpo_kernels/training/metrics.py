@@ -77,15 +77,16 @@ def of_samples(
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a rollout; `gather` returns the rows of all processes."""
     rewards = gather(samples.rewards)
-    lengths = gather(torch.tensor([sum(sampled_tokens(c)) for c in samples.completions]).double())
-    ended = gather(torch.tensor([float(c.ended) for c in samples.completions]))
+    sampled = [sum(sampled_tokens(c)) for c in samples.completions]
+    lengths = gather(torch.tensor(sampled, dtype=torch.float64))
+    ended = gather(torch.tensor([c.ended for c in samples.completions], dtype=torch.float32))
     total = weighted_sum(rewards, config.reward_weights)
     groups = total.view(-1, config.num_generations)
     row = {"reward": float(total.mean()), "reward_std": float(groups.std(1).mean())}
     for name, column in zip(names, rewards.T, strict=True):
         row[f"reward/{name}"] = float(column.nanmean())
     if samples.correct:
-        correct = gather(torch.tensor(samples.correct).double())
+        correct = gather(torch.tensor(samples.correct, dtype=torch.float64))
         row["accuracy"] = float(correct.mean())
         known = [_level_of(samples.problems[i]) for i in samples.prompt_of]
         levels = gather(torch.tensor(known, dtype=torch.float64))
@@ -117,6 +118,8 @@ def of_support(sizes: Tensor) -> dict[str, float]:
     }
 
 
+# What is no mean over the tokens of a micro-batch.
+_SUMMED = {"tokens", "ce_loss", "ce_tokens", "ce_nll"}
 # Known of the whole rollout already; and a count of what the trainer does not permit.
 _NOT_MERGED = {"support/mean", "support/p99", "support/singletons", "support/fallback"}
 
@@ -129,7 +132,7 @@ def merge_micro_batches(
     `parts` are 0-d tensors by name, equally many on each process; `gather` returns the rows of all.
     """
     names = sorted({name for part in parts for name in part} - _NOT_MERGED)
-    absent = torch.zeros((), device=parts[0]["tokens"].device)
+    absent = torch.zeros((), dtype=torch.float32, device=parts[0]["tokens"].device)
     values = torch.stack([
         torch.stack([part.get(name, absent).float() for name in names]) for part in parts
     ])  # fmt: skip
@@ -141,7 +144,7 @@ def merge_micro_batches(
         merged["ce_nll"] = float((count * mean_nll).sum() / count.sum().clamp(min=1))
     rows, tokens = rows[tokens > 0], tokens[tokens > 0]
     for name, column in zip(names, rows.T, strict=True):
-        if name == "tokens" or name.startswith("ce_") or not len(column):
+        if name in _SUMMED or not len(column):
             continue
         if reducer_for(name) is mean:
             merged[name] = float((column * tokens).sum() / tokens.sum())

@@ -48,7 +48,7 @@ class Batch:
         used = [prompts[p] for p in places]
         prompt_ids, prompt_mask = pad(used, pad_id, left=True, device=device)
         ids, there = pad(completions, pad_id, device=device)
-        places_of = to_device(torch.tensor(rows), device)
+        places_of = to_device(torch.tensor(rows, dtype=torch.int64), device)
         return Batch(prompt_ids, prompt_mask, places_of, ids, attention=there, mask=there)
 
 

@@ -135,7 +135,7 @@ def largest(accelerator: Accelerator, numbers: list[int]) -> list[int]:
     """The largest of all processes' numbers, place by place."""
     if accelerator.num_processes == 1:
         return numbers
-    worst = torch.tensor(numbers, device=accelerator.device)
+    worst = torch.tensor(numbers, dtype=torch.int64, device=accelerator.device)
     torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
     return worst.tolist()
 

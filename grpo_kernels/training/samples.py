@@ -82,7 +82,7 @@ class Samples:
             self.prompts, [self.prompt_of[i] for i in chosen],
             [self.completions[i].token_ids for i in chosen], pad_id, device,
         )  # fmt: skip
-        where = to_device(torch.tensor(chosen), device)
+        where = to_device(torch.tensor(chosen, dtype=torch.int64), device)
         mask = self.mask[where, : batch.attention.shape[1]]
         support = None
         if self.replay_support:
@@ -170,13 +170,14 @@ def sampled_tokens(one: Completion) -> Sequence[bool]:
 def completion_mask(completions: Sequence[Completion], drop_truncated: bool) -> Tensor:
     """`[B, T]`, int64: 1 for sampled tokens; 0 for others and, if wanted, truncated completions."""
     mask = pad([sampled_tokens(c) for c in completions], 0)[0]
-    return mask * torch.tensor([[c.ended] for c in completions]) if drop_truncated else mask
+    ended = torch.tensor([[c.ended] for c in completions], dtype=torch.int64)
+    return mask * ended if drop_truncated else mask
 
 
 def per_token(rows: Sequence[Sequence[float] | None], mask: Tensor) -> Tensor:
     """`[B, T]` numbers of tokens on the mask's device, 0 where there are none."""
-    found = torch.zeros(mask.shape)
+    found = torch.zeros(mask.shape, dtype=torch.float32)
     for row, numbers in zip(found, rows, strict=True):
         if numbers is not None:
-            row[: len(numbers)] = torch.tensor(numbers)
+            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float32)
     return found.to(mask.device)

@@ -116,7 +116,9 @@ class Scorer:
         logits_dtype: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`[B, T]` log-probs under the policy, and its entropies (0 unless they are wanted)."""
-        logps, entropies = torch.zeros(2, *samples.mask.shape, device=samples.mask.device)
+        logps, entropies = torch.zeros(
+            2, *samples.mask.shape, dtype=torch.float32, device=samples.mask.device
+        )
         execution = self.config.execution()
         for part in plan:
             batch, where = samples.batch(part, self.pad_id)

@@ -232,8 +232,8 @@ class Trainer:
         if scores.entropy_threshold is not None:
             config = replace(config, entropy_threshold=scores.entropy_threshold)
         items, ce_items = num_items(config, whole, world), max(whole.tokens, 1) / world
-        logps = torch.zeros(samples.mask.shape, device=accelerator.device)
-        loss = torch.zeros((), device=accelerator.device)
+        logps = torch.zeros(samples.mask.shape, dtype=torch.float32, device=accelerator.device)
+        loss = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         measured: list[dict[str, Tensor]] = []
         sharded = ranks.sharding(accelerator) is not None
         for index, part in enumerate(plan):

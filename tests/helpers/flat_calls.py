@@ -16,7 +16,7 @@ from torch import Tensor
 
 import grpo_kernels
 import grpo_kernels.reference as _reference
-from grpo_kernels import Execution, GRPOLossOutput, LMHead, LogprobOutput
+from grpo_kernels import DistillationOutput, Execution, GRPOLossOutput, LMHead, LogprobOutput
 
 HEAD_FIELDS = tuple(field.name for field in fields(LMHead) if field.name != "weight")
 EXECUTION_FIELDS = tuple(field.name for field in fields(Execution))
@@ -48,6 +48,15 @@ def linear_logprobs(
     if execution:
         rest["execution"] = Execution(**execution)
     return grpo_kernels.linear_logprobs(hidden, head, targets, mask, **rest)
+
+
+def fused_distillation_loss(
+    hidden: Tensor, weight: Tensor, reference: Any, mask: Any = None, **options: Any
+) -> DistillationOutput:
+    head, execution, rest = split(weight, options)
+    if execution:
+        rest["execution"] = Execution(**execution)
+    return grpo_kernels.fused_distillation_loss(hidden, head, reference, mask, **rest)
 
 
 def _exact(call: Any) -> Any:

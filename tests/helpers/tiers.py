@@ -11,7 +11,6 @@ from grpo_kernels.kernels.triton_logits import token_stats_kernel
 
 # Triton's interpreter cuts digits off where bfloat16 is stored, garbles float64 and is slow.
 INTERPRETED = not isinstance(token_stats_kernel, JITFunction)
-compiled_alone = pytest.mark.skipif(INTERPRETED, reason="run from PTX: `make sanitize`")
 
 
 def cases(*axes: Iterable[Any], fast: Callable[..., bool]) -> list:

@@ -226,6 +226,10 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
         "hidden", "targets", "mask", "advantages")}, f"tokens: {_SAME}[36, 27]"),
     "target ids": (lambda c, r: {"targets": c.targets.clamp(min=1003)},
                    "targets: expected ids in [0, 1003)"),
+    "banned targets": (lambda c, r: {
+        "bias": make_batch().bias.masked_fill(torch.arange(1003) == c.targets[0, 0], -torch.inf)
+                .chunk(2)[r]},
+                "bias: expected the bias of every unmasked target to be finite"),
     "group": (lambda c, r: {"group": "tensor"},
               "ranks.group: expected a torch.distributed process group that this rank is in"),
     "no group": (lambda c, r: {"group": None, "start": 3},

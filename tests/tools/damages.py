@@ -188,8 +188,8 @@ DAMAGES = [
     *damages_in(
         "loss/metrics.py", "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
-         'sums = _stack({**named, "": tokens.mask}, tokens.mask == 0, 0.0).sum(1)',
-         'sums = _stack({**named, "": tokens.mask}, tokens.mask < 0, 0.0).sum(1)'),
+         'sums = _stack({**named, _MASK: tokens.mask}, tokens.mask == 0, 0.0).sum(1)',
+         'sums = _stack({**named, _MASK: tokens.mask}, tokens.mask < 0, 0.0).sum(1)'),
     ),
 ]  # fmt: skip
 
