@@ -84,7 +84,7 @@ WRONG_TYPES = {
             ("hidden", "hidden", Quantised(torch.ones(B, T, H))),
         )
     },
-    r"weight: expected a dense .*; got Quantised \(torch.strided\): dequantise it": {
+    r"reference.head.weight: expected a dense .*; got Quantised \(torch.strided\): dequantise it": {
         "reference": Reference(torch.zeros(B, T, H), Quantised(torch.ones(V, H)))
     },
     r"weight: expected a dense .*; got Tensor \(torch.sparse_coo\)": {
