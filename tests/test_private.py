@@ -1,6 +1,7 @@
-"""What torch keeps to itself is there in this version, and is named where it is not."""
+"""What others keep to themselves is there in this version, and is named where it is not."""
 
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,18 @@ def test_views_share_a_storage_without_memory():
         ("is_unit_within", SimpleNamespace(), "_get_fsdp_state"),
         ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
         ("forward_hooks", SimpleNamespace(), "_forward_pre_hooks"),
+        ("keeps_a_state", SimpleNamespace(), "_is_stateful"),
+        ("whole_layers", SimpleNamespace(), "_no_split_modules"),
+        ("variants_of_lora", SimpleNamespace(), "lora_variant"),
     ),
 )
-def test_a_torch_without_it_is_named(function, without, name):
-    message = f"which have SimpleNamespace.{name}; got {torch.__version__}"
+def test_a_version_without_it_is_named(function, without, name):
+    package = {"keeps": "transformers", "whole": "transformers", "variants": "peft"}
+    package = package.get(function.partition("_")[0], "torch")
+    message = (
+        f"{package}: expected {private.SEEN[package]}, which have SimpleNamespace.{name}; got "
+        f"{import_module(package).__version__}"
+    )
     with pytest.raises(RuntimeError, match=re.escape(message)):
         getattr(private, function)(without)
 

@@ -46,7 +46,7 @@ from .hf_head import (
 from .reused import Reused
 
 try:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
     from transformers.utils import ModelOutput, TransformersKwargs
 except ImportError as error:
     raise ImportError(
@@ -348,10 +348,12 @@ def _check_names(model: Any, attached: _Attached, kwargs: dict[str, Any]) -> Non
 
 def _check_whole_sequences(kwargs: dict[str, Any]) -> None:
     """Refuses a cache and embeddings, with which positions and labels no longer match."""
-    if kwargs.pop("use_cache", None) or kwargs.get("past_key_values") is not None:
+    # By their kind: what was `past_key_values` is `cache` from transformers 5.24 on.
+    caches = [name for name, x in kwargs.items() if isinstance(x, Cache)]
+    if kwargs.pop("use_cache", None) or caches:
         raise ValueError(
-            "past_key_values, use_cache: expected none, as whole sequences are scored; got them "
-            "(PEFT's prefix tuning passes them)"
+            f"{', '.join([*caches, 'use_cache'])}: expected none, as whole sequences are scored; "
+            "got a cache (PEFT's prefix tuning passes one)"
         )
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError(

@@ -393,7 +393,25 @@ def test_detached_from_nothing_or_under_a_wrapper():
 
 
 _, L = batch_of()
+
+
 # (arguments of the call, the error)
+class Renamed(transformers.LlamaForCausalLM):
+    """A forward that calls the cache something else than any version of transformers."""
+
+    def forward(self, input_ids=None, memory=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def test_a_cache_is_refused_by_any_name():
+    config = make_model("llama").config
+    model, (inputs, labels) = Renamed(config), batch_of()
+    attach_fused_head(model)
+    cache = transformers.DynamicCache(config=config)
+    with pytest.raises(ValueError, match="memory, use_cache: expected none, as whole sequences"):
+        model(**inputs, labels=labels, fused_head=True, memory=cache)
+
+
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
     ({"shift_labels": L}, "got both"),
