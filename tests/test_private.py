@@ -4,10 +4,14 @@ import re
 from importlib import import_module
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
 from grpo_kernels.base import private
+from grpo_kernels.base.checks import version_numbers
+
+VARIANTS = "use_dora" if version_numbers(peft.__version__) < (0, 16) else "lora_variant"
 
 
 def test_hooks_of_a_layer():
@@ -34,7 +38,7 @@ def test_views_share_a_storage_without_memory():
         ("forward_hooks", SimpleNamespace(), "_forward_pre_hooks"),
         ("keeps_a_state", SimpleNamespace(), "_is_stateful"),
         ("whole_layers", SimpleNamespace(), "_no_split_modules"),
-        ("variants_of_lora", SimpleNamespace(), "lora_variant"),
+        ("variants_of_lora", SimpleNamespace(), VARIANTS),
     ),
 )
 def test_a_version_without_it_is_named(function, without, name):

@@ -7,7 +7,7 @@ and nowhere else. So everything that needs the weights happens inside this one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import GRPOLossConfig
 from ..base.layout import to_device
-from ..base.private import keeps_a_state, whole_layers
+from ..base.private import keeps_a_state, whole_layers, without_memory
 from ..calls import fused_grpo_loss, linear_logprobs
 from ..head.execution import Execution
 from ..head.lm_head import LMHead, Reference, Support
@@ -282,6 +282,19 @@ def why_not_shared(model: Any) -> str | None:
 @torch.no_grad()
 def _cache_of_a_token(model: Any) -> Cached | None:
     """Runs the body on one token, as it alone can tell what it returns."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-    with evaluating(model):
-        return Cached.of(body_of(model)(input_ids=ids, use_cache=True))
+    body, device = body_of(model), model.get_input_embeddings().weight.device
+    forecast = device.type == "meta"
+    with evaluating(model), without_memory() if forecast else nullcontext():
+        state = without_values(body) if forecast else {}
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
+        given = {"input_ids": ids, "use_cache": True}
+        return Cached.of(torch.func.functional_call(body, state, (), given))
+
+
+def without_values(module: nn.Module) -> dict[str, Tensor]:
+    """A CPU's tensors for a module on the meta device, to be made in a block `without_memory`."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: torch.empty(x.shape, dtype=x.dtype, device="cpu", requires_grad=x.requires_grad)
+        for name, x in own.items()
+    }
