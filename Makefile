@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize test-rest test-with test-all lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
+.PHONY: help demo test sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,29 @@ test-rest: $(VENV)/installed ## the slow tests: peers, ranks, benchmarks, exampl
 test-all: test sanitize test-rest with-vllm with-trl with-liger ## all tests but those with FRAMEWORK=verl and the like
 	$(TEST) -m nightly --ignore=tests/vllm $(ARGS)
 	$(MAKE) with-vllm VLLM_TESTS=nightly
+
+# The newest of what the trainer stands on, with what they need, in front of $(VENV), whose torch and
+# Triton stay. A name that a release changes is seen here before users see it.
+NEWEST := transformers datasets accelerate peft trl
+SMOKE := $(addprefix tests/test_,private.py policy.py training.py data.py) \
+  tests/test_memory.py::test_kept_activations_are_what_a_forward_keeps \
+  $(addprefix tests/peers/test_,transformers.py generation.py) \
+  $(addprefix "tests/peers/test_trl.py::test_,$(addsuffix ",patched lora_on_the_head_is_trained \
+    the_exact_kl a_trl_that_calls_no_name_of_ours_is_refused the_same_run[lora] \
+    the_same_run[adaptive_entropy] the_same_run[sequence])) \
+  tests/ranks/test_training_ranks.py -k "not test_training_ranks or entropy-fsdp2"
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+STAY := from importlib.metadata import version as v; print("torch==" + v("torch"), "triton==" + v("triton"), sep="\n")
+RAN := import sys; from importlib.metadata import version as v; print(sys.version.split()[0], *(f"{p} {v(p)}" for p in sys.argv[1:]), sep=", ")
+
+smoke-newest: $(VENV)/installed ## some tests with the newest transformers, datasets, accelerate, peft and trl
+	rm -rf .venv-newest
+	$(RUN) -m venv --without-pip .venv-newest
+	echo "import site; site.addsitedir('$$($(RUN) -c '$(SITE)')')" > "$$(.venv-newest/bin/python -c '$(SITE)')/below.pth"
+	$(RUN) -c '$(STAY)' > .venv-newest/stay.txt
+	$(RUN) -m pip --python .venv-newest/bin/python install --quiet --upgrade -c .venv-newest/stay.txt $(NEWEST)
+	.venv-newest/bin/python -c '$(RAN)' torch $(NEWEST)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(PARALLEL) -m "not nightly" $(SMOKE) $(ARGS)
 
 # Each framework with its real package. VERSION is another one of vllm, trl or liger than below.
 test-with: $(FRAMEWORK:%=with-%) ## tests with FRAMEWORK=vllm trl liger verl ms-swift axolotl kernels others [VERSION=]

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from grpo_kernels import GRPOLossConfig
 from grpo_kernels.training import load_model
-from grpo_kernels.training.policy import Batch, Policy
+from grpo_kernels.training.policy import Batch, Cached, Policy
 from grpo_kernels.training.rollout import GenerateRollout, SamplingParams, completion, end_tokens
 from tests.helpers.tiny_models import FAMILIES, make_model, make_tokenizer
 from tests.helpers.trainer_runs import assert_same_grads, config_of, trainer_of
@@ -86,6 +87,47 @@ def test_a_shared_prompt_overrules_what_a_config_says_of_caches():
             assert policy.shares_prompts
             assert GenerateRollout(policy, tokenizer)(PROMPTS, 2, GREEDY) == expected
             assert model.generation_config.cache_implementation == name
+
+
+def renamed(model, own=None):
+    """The model with a cache by a name of its own, or one that it does not go on from."""
+    forward = model.model.forward
+
+    def other(memory=None, **kwargs):
+        given = {} if memory is None else {own: memory}
+        out = dict(forward(**kwargs, **given))
+        cache = Cached.of(out)
+        items = {"memory": cache.keys_and_values}.items
+        return SimpleNamespace(items=items, last_hidden_state=out["last_hidden_state"])
+
+    own = own or Cached.of(model.model(torch.ones(1, 1, dtype=torch.int64), use_cache=True)).name
+    model.model.forward = other
+    return model
+
+
+def test_a_cache_goes_back_by_the_name_that_it_came_by():
+    batch = random_batch()
+    expected, _ = Policy(make_model("llama"))("logps", batch)
+    policy = Policy(renamed(make_model("llama")))
+    assert policy.shares_prompts
+    assert torch.equal(policy("logps", batch)[0], expected)
+
+
+def test_a_model_that_leaves_a_cache_as_it_is_is_refused():
+    """As one whose forward no longer knows its name, and takes any."""
+    policy = Policy(renamed(make_model("llama"), "ignored"))
+    message = "share_prompts: expected LlamaModel to go on from memory, to 11 tokens; got 6 in it"
+    with pytest.raises(RuntimeError, match=message):
+        policy("logps", random_batch())
+    model = make_model("llama")
+    policy, generate = Policy(model), model.generate
+    model.generate = lambda past_key_values=None, cache=None, **kwargs: generate(**kwargs)
+    with pytest.raises(RuntimeError, match=r"to go on from (cache|past_key_values), to 6 tokens"):
+        GenerateRollout(policy, make_tokenizer())(PROMPTS, 2, GREEDY)
+    model.config.use_cache, forward = False, model.model.forward
+    model.model.forward = lambda use_cache, **kwargs: forward(use_cache=False, **kwargs)
+    with pytest.raises(RuntimeError, match="expected LlamaModel to return a key-value cache"):
+        policy("logps", random_batch())
 
 
 def test_a_model_without_a_key_value_cache_shares_no_prompts():

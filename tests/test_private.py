@@ -1,12 +1,17 @@
-"""What torch keeps to itself is there in this version, and is named where it is not."""
+"""What others keep to themselves is there in this version, and is named where it is not."""
 
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
 from grpo_kernels.base import private
+from grpo_kernels.base.checks import version_numbers
+
+VARIANTS = "use_dora" if version_numbers(peft.__version__) < (0, 16) else "lora_variant"
 
 
 def test_hooks_of_a_layer():
@@ -33,10 +38,18 @@ def test_views_share_a_storage_without_memory():
         ("is_unit_within", SimpleNamespace(), "_get_fsdp_state"),
         ("is_unit_within", SimpleNamespace(_get_fsdp_state=SimpleNamespace), "_is_root"),
         ("hooks_of", SimpleNamespace(), "_forward_pre_hooks"),
+        ("keeps_a_state", SimpleNamespace(), "_is_stateful"),
+        ("whole_layers", SimpleNamespace(), "_no_split_modules"),
+        ("variants_of_lora", SimpleNamespace(), VARIANTS),
     ),
 )
-def test_a_torch_without_it_is_named(function, without, name):
-    message = f"which have SimpleNamespace.{name}; got {torch.__version__}"
+def test_a_version_without_it_is_named(function, without, name):
+    package = {"keeps": "transformers", "whole": "transformers", "variants": "peft"}
+    package = package.get(function.partition("_")[0], "torch")
+    message = (
+        f"{package}: expected {private.SEEN[package]}, which have SimpleNamespace.{name}; got "
+        f"{import_module(package).__version__}"
+    )
     with pytest.raises(RuntimeError, match=re.escape(message)):
         getattr(private, function)(without)
 

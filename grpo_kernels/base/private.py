@@ -1,17 +1,25 @@
-"""What torch has no public name for, and what holds where a version of it has none at all."""
+"""What torch and others have no public name for, and the error of a version without it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-# The versions of torch that have all of it.
-SEEN = "2.10 to 2.13"
+from .checks import version_numbers
+
+# The versions that are tested and have all of it: those of docs/testing.md.
+SEEN = {
+    "torch": "2.10 to 2.15",
+    "transformers": "5.0 to 5.24",
+    "peft": "0.15 to 0.21",
+    "trl": "1.8 to 1.16",
+}
 
 
 @contextmanager
@@ -59,11 +67,33 @@ def without_memory() -> AbstractContextManager[Any]:
     return _private(torch, "_subclasses.fake_tensor.FakeTensorMode")()
 
 
-def _private(owner: Any, name: str) -> Any:
+def keeps_a_state(model: Any) -> bool:
+    """Whether a transformers model says that it has a recurrent state."""
+    return bool(_private(model, "_is_stateful", "transformers"))
+
+
+def whole_layers(model: Any) -> Any:
+    """Names of the layers of a transformers model that no device map or sharding splits."""
+    return _private(model, "_no_split_modules", "transformers")
+
+
+def variants_of_lora(layer: Any) -> Any:
+    """What each of PEFT's adapters on a layer is beside plain LoRA: True for DoRA, or an object."""
+    has_variants = version_numbers(import_module("peft").__version__) >= (0, 16)
+    return _private(layer, "lora_variant" if has_variants else "use_dora", "peft")
+
+
+def of_trl(owner: Any, name: str) -> Any:
+    """What TRL's class or module has under a private name."""
+    return _private(owner, name, "trl")
+
+
+def _private(owner: Any, name: str, package: str = "torch") -> Any:
     try:
         return attrgetter(name)(owner)
     except AttributeError as error:
         of = getattr(owner, "__name__", type(owner).__name__)
         raise RuntimeError(
-            f"torch: expected {SEEN}, which have {of}.{name}; got {torch.__version__}"
+            f"{package}: expected {SEEN[package]}, which have {of}.{name}; got "
+            f"{import_module(package).__version__}"
         ) from error

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import is_dense
-from ..base.private import hooks_of, is_unit_within
+from ..base.private import hooks_of, is_unit_within, variants_of_lora
 from ..head.lm_head import LMHead
 from ..reference import linear_logits
 
-# Config fields with a softcap, and the model types that have them (as of transformers 5.23).
+# Config fields with a softcap, and the model types that have them (as of transformers 5.24).
 SOFTCAP_FIELDS = (
     "final_logit_softcapping",  # gemma2, gemma3, gemma3n, gemma4, nanochat, ...
     "logits_soft_cap",  # recurrent_gemma
@@ -247,11 +247,13 @@ def _split_adapters(layer: Any) -> tuple[Any, tuple[Adapter, ...]]:
 
 def beyond_lora(layer: Any, adapter: str) -> str | None:
     """Names what an adapter of a layer has beyond the product of plain LoRA; None: nothing."""
-    variant = getattr(layer, "lora_variant", {}).get(adapter)  # since PEFT 0.16
-    if variant is not None:
-        return type(variant).__name__
-    options = ("use_dora", "lora_bias")
-    return next((name for name in options if getattr(layer, name, {}).get(adapter)), None)
+    if not hasattr(layer, "lora_A"):
+        return None
+    variant = variants_of_lora(layer).get(adapter)
+    if variant:
+        return "use_dora" if variant is True else type(variant).__name__
+    biased = adapter in layer.lora_B and getattr(layer.lora_B[adapter], "bias", None) is not None
+    return "lora_bias" if biased else None
 
 
 @torch.no_grad()

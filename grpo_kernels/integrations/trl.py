@@ -9,7 +9,7 @@ along with the log-probs, in one pass: the returned loss has TRL's value and our
 two losses are compared now and then. Otherwise TRL's loss is differentiated through
 `linear_logprobs`.
 
-TRL 1.8 to 1.16 are tested; a newer one warns. This file, `trl_loss.py`, `trl_replay.py`,
+A TRL that is newer than the tested ones warns. This file, `trl_loss.py`, `trl_replay.py`,
 `trl_exact_kl.py` and `trl_versions.py` alone depend on private parts of TRL:
 
 - `GRPOTrainer._compute_loss`;
@@ -44,7 +44,15 @@ from ..loss.advantages import apply_is_weights
 from .hf_head import head_of, is_prompt_learning
 from .patching import Patch, Replacement
 from .reused import Reused
-from .trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, LogitsInName, labels_of, reading
+from .trl_versions import (
+    ASKS_FOR_LOGITS,
+    DIVIDES_BY_BATCH,
+    LogitsInName,
+    check_has_head,
+    check_parts,
+    labels_of,
+    reading,
+)  # fmt: skip
 
 # isort: split
 from accelerate.utils import extract_model_from_parallel
@@ -172,9 +180,9 @@ class patch_trl(Patch):
             return method
 
         super().__init__([
+            *_of_constructor(attach, replay_support),
             (GRPOTrainer, "__init__", init),
             *((GRPOTrainer, name, wrapped(name)) for name in wrappers),
-            *_of_constructor(attach, replay_support),
         ])  # fmt: skip
 
 
@@ -202,6 +210,7 @@ def _of_constructor(attach: _Attach, replay_support: bool) -> list[Replacement]:
     class NoLayer:
         """A class without instances: TRL then finds no adapter on the head to refuse."""
 
+    check_parts(GRPOTrainer, (_LOSS, _LOGPS, _GENERATE, _SCORE), grpo_trainer)
     # TRL imports the second one only if PEFT is installed, and has the first one from 1.15 on.
     ours = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
     found = [(grpo_trainer, name, x) for name, x in ours.items() if hasattr(grpo_trainer, name)]
@@ -241,6 +250,7 @@ def _prepare(
         for model in filter(None, (trainer.model, trainer.ref_model)):
             inner, float32 = extract_model_from_parallel(model), trainer.args.cast_lm_head_to_fp32
             _attach(attach, inner, trainer.temperature, float32)
+    check_has_head(has_fused_head(extract_model_from_parallel(trainer.model)))
     trainer._own_loss, trainer._exact_kl = loss, exact_kl
     if exact_kl:
         token_local = loss is not None or is_token_local(trainer)

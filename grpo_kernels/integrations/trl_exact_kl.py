@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trl.trainer import grpo_trainer
 
+from ..base.private import of_trl
 from ..head.lm_head import Reference
 from .transformers import Objective
 
@@ -62,4 +63,4 @@ def log(trainer: Any, kl: Tensor) -> None:
     """Logs the KL, 0-d, averaged over processes."""
     mode = "train" if trainer.model.training else "eval"
     mean = trainer.accelerator.gather(kl).mean().item()
-    trainer._metrics[mode]["kl_exact"].append(mean)
+    of_trl(trainer, "_metrics")[mode]["kl_exact"].append(mean)

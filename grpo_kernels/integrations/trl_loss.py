@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from trl import GRPOConfig
 
+from ..base.private import of_trl
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, flat_fields
 from . import trl_exact_kl
@@ -64,7 +65,7 @@ def own_of(trainer: Any) -> OwnLossType | None:
 def is_token_local(trainer: Any) -> bool:
     """True if the gradient of a token's log-prob in TRL's loss follows from that token alone."""
     loss_type = trainer.loss_type
-    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and trainer._entropy_bonus_enabled:
+    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and of_trl(trainer, "_entropy_bonus_enabled"):
         return False
     return (
         loss_type in _TOKEN_LOCAL
@@ -101,8 +102,8 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         aggregation = getattr(own, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
         options["max_completion_length"] = trainer.max_completion_length
-    if trainer._entropy_bonus_enabled:
+    if of_trl(trainer, "_entropy_bonus_enabled"):
         adaptive = trainer.use_adaptive_entropy
-        if not adaptive or trainer._last_world_entropy <= args.entropy_target:
+        if not adaptive or of_trl(trainer, "_last_world_entropy") <= args.entropy_target:
             options["entropy_coef"] = trainer.entropy_coef * entropy_scale
     return GRPOLossConfig(**options)

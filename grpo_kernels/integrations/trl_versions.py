@@ -1,4 +1,4 @@
-"""What differs between the versions of TRL, 1.8 to 1.16.
+"""What differs between the versions of TRL.
 
 From 1.15 on TRL asks its model for log-probs. Before that it asks for logits, and takes log-probs
 and entropies out of them with functions of its module: `LogitsInName` stands for the logits, and
@@ -8,7 +8,7 @@ and entropies out of them with functions of its module: `LogitsInName` stands fo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from ..base.checks import version_numbers
+from ..base.private import SEEN, of_trl
 
-OLDEST, NEWEST = "1.8", "1.16"
+OLDEST, NEWEST = SEEN["trl"].split(" to ")
 INSTALL = f"pip install 'trl>={OLDEST}'"
 _FROM = "grpo_kernels.integrations.trl"
 
@@ -46,6 +47,23 @@ ASKS_FOR_LOGITS = _INSTALLED < (1, 15)
 # dapo, cispo and vespo divide by the tokens of the whole generation batch, however many optimizer
 # steps share it, and so does their entropy bonus; luspo trains padding.
 DIVIDES_BY_BATCH = _INSTALLED < (1, 10)
+
+
+def check_parts(trainer: Any, methods: Iterable[str], module: Any) -> None:
+    """Raises RuntimeError for a TRL that calls what takes our place by another name, or nothing."""
+    for name in methods:
+        of_trl(trainer, name)
+    if not ASKS_FOR_LOGITS:
+        of_trl(module, "add_fused_lm_head")
+
+
+def check_has_head(attached: bool) -> None:
+    """Raises RuntimeError for a trainer that TRL has constructed without our head."""
+    if not attached:
+        raise RuntimeError(
+            f"trl: expected {SEEN['trl']}, whose GRPOTrainer calls add_fused_lm_head; got "
+            f"{metadata.version('trl')}, which does not: use GRPOTrainer"
+        )
 
 
 class LogitsInName:

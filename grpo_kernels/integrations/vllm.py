@@ -74,7 +74,7 @@ def repack(model: Any) -> int:
 
     There a layer multiplies by a packed copy of its weight. `reload_weights` renews those of layers
     whose weight comes by name, which a tied head's does not: without this its logits would be
-    those of the weights it was loaded with, and nothing would say so (vLLM 0.28 to 0.32; on a GPU
+    those of the weights it was loaded with, and nothing would say so (vLLM up to 0.32; on a GPU
     there is no copy).
     """
     layers = [

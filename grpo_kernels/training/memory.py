@@ -27,7 +27,7 @@ from ..integrations.hf_head import head_of
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable
-from .policy import Batch, Policy
+from .policy import Batch, Policy, without_values
 from .vllm_rollout import kv_cache_bytes
 
 GIB = 2**30
@@ -157,19 +157,15 @@ def _kept(policy: Policy, config: TrainingConfig, gpu: bool) -> int:
         return x
 
     with without_memory():
-        weights = {
-            name: torch.empty(p.shape, dtype=p.dtype, requires_grad=p.requires_grad)
-            for name, p in policy.named_parameters()
-        }
-        buffers = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in policy.named_buffers()}
+        state = without_values(policy)
         ids, ones = (torch.ones(n, m, dtype=torch.int64) for n, m in ((prompts, P), (rows, T)))
         batch = Batch(ids, ids, torch.arange(rows) // config.num_generations, ones, ones, ones)
         low = _autocasts(config, gpu)
         autocast = torch.autocast("cpu", torch.bfloat16) if low else nullcontext()
         policy.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
-            torch.func.functional_call(policy, {**weights, **buffers}, ("hidden", batch))
-    own = {x.untyped_storage() for x in (*weights.values(), *buffers.values())}
+            torch.func.functional_call(policy, state, ("hidden", batch))
+    own = {x.untyped_storage() for x in state.values()}
     return sum(storage.nbytes() for storage in kept - own)
 
 

@@ -6,21 +6,21 @@ and nowhere else. So everything that needs the weights happens inside this one.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import GRPOLossConfig
 from ..base.layout import to_device
+from ..base.private import keeps_a_state, whole_layers, without_memory
 from ..calls import fused_grpo_loss, linear_logprobs
 from ..head.execution import Execution
 from ..head.lm_head import LMHead, Reference, Support
-from ..integrations.hf_head import base_model, body_of, head_of, register_with_zero3
+from ..integrations.hf_head import base_model, body_of, evaluating, head_of, register_with_zero3
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
 
@@ -52,6 +52,33 @@ class Batch:
         return Batch(prompt_ids, prompt_mask, places_of, ids, attention=there, mask=there)
 
 
+class Cached(NamedTuple):
+    """A key-value cache, and the name by which a model returns it and takes it back.
+
+    The name is `cache` from transformers 5.24 on, and was `past_key_values`. A forward may ignore a
+    name that it does not know, so that what it did is looked at, too.
+    """
+
+    name: str
+    keys_and_values: Any
+
+    @staticmethod
+    def of(output: Any) -> Cached | None:
+        """Finds the cache in a model's output; None: there is none."""
+        from transformers import Cache
+
+        found = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))
+        return next(found, None)
+
+    def check_has(self, length: int, model: Any) -> None:
+        """Refuses a model that did not go on from the cache, which would have `length` tokens."""
+        if (found := self.keys_and_values.get_seq_length()) < length:
+            raise RuntimeError(
+                f"share_prompts: expected {type(model).__name__} to go on from {self.name}, to "
+                f"{length} tokens; got {found} in it: turn share_prompts off"
+            )
+
+
 class Policy(nn.Module):
     """`policy("loss" | "logps" | "generate" | "hidden", ...)`: see the methods of these names.
 
@@ -69,7 +96,7 @@ class Policy(nn.Module):
         self.temperature, self.logits_dtype = temperature, logits_dtype
         self.why_not_shared = why_not_shared(model) if share_prompts else "share_prompts is off"
         # Tells accelerate which layers FSDP is to shard one by one.
-        self._no_split_modules = getattr(base_model(model), "_no_split_modules", None)
+        self._no_split_modules = whole_layers(base_model(model))
         register_with_zero3(self, head_of(model).weight)
 
     @staticmethod
@@ -132,16 +159,21 @@ class Policy(nn.Module):
             "input_ids": ids.repeat_interleave(count, 0),
             "attention_mask": mask.repeat_interleave(count, 0),
         }
+        cache = None
         if count > 1 and ids.shape[1] > 1 and self.shares_prompts:
             # All but the last token of each prompt, encoded once; generate goes on from there.
-            cache = self._encode(ids[:, :-1], mask[:, :-1]).past_key_values
-            cache.batch_repeat_interleave(count)
+            _, cache = self._encode(ids[:, :-1], mask[:, :-1])
+            cache.keys_and_values.batch_repeat_interleave(count)
             # Overrules a config that says no cache, or another: generate would start without this.
-            inputs |= {"past_key_values": cache, "use_cache": True, "cache_implementation": None}
+            inputs |= {cache.name: cache.keys_and_values, "use_cache": True}
+            inputs["cache_implementation"] = None
         eos = end_tokens(self.model, tokenizer)
         inputs["eos_token_id"] = eos or None
         with _sampling_as_is(self.model, base_model(self.model)):
-            return self.model.generate(**inputs, **options), eos  # type: ignore[operator]
+            tokens = self.model.generate(**inputs, **options)  # type: ignore[operator]
+        if cache is not None:
+            cache.check_has(ids.shape[1], self.model)
+        return tokens, eos
 
     def hidden(self, batch: Batch) -> Tensor:
         """The states that predict the tokens of the completions: `[B, T, H]`."""
@@ -162,25 +194,32 @@ class Policy(nn.Module):
                 nn.functional.pad(x, (0, 1)) for x in (batch.completions, batch.attention)
             )
             return self.hidden(replace(batch, completions=ids, attention=there))[:, :1]
-        encoded = self._encode(batch.prompts, batch.prompt_mask)
-        first = encoded.last_hidden_state[batch.prompt_of, -1:]
-        encoded.past_key_values.batch_select_indices(batch.prompt_of)
+        encoded, cache = self._encode(batch.prompts, batch.prompt_mask)
+        cache.keys_and_values.batch_select_indices(batch.prompt_of)
         states = self._body(
             input_ids=batch.completions[:, :-1], attention_mask=attention,
-            position_ids=positions(attention)[:, 1 - T :],
-            past_key_values=encoded.past_key_values, use_cache=True,
+            position_ids=positions(attention)[:, 1 - T :], use_cache=True,
+            **{cache.name: cache.keys_and_values},
         )  # fmt: skip
-        return torch.cat([first, states.last_hidden_state], 1)
+        cache.check_has(attention.shape[1], self._body)
+        return torch.cat([encoded[batch.prompt_of, -1:], states.last_hidden_state], 1)
 
     def head(self, hidden: Tensor, logits_dtype: str | None = None) -> LMHead:
         """The head of a call on these states; `logits_dtype` None is the policy's own."""
         dtype = logits_dtype or self.logits_dtype
         return head_of(self.model).at(hidden, temperature=self.temperature, logits_dtype=dtype)
 
-    def _encode(self, ids: Tensor, mask: Tensor) -> Any:
-        return self._body(
+    def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Cached]:
+        out = self._body(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True
         )
+        cache = Cached.of(out)
+        if cache is None:
+            raise RuntimeError(
+                f"share_prompts: expected {type(self._body).__name__} to return a key-value cache, "
+                "as when the policy was made; got none: turn share_prompts off"
+            )
+        return out.last_hidden_state, cache
 
     @property
     def _body(self) -> Any:
@@ -225,16 +264,37 @@ def positions(mask: Tensor) -> Tensor:
 
 def why_not_shared(model: Any) -> str | None:
     """The reason why a cache cannot carry a prompt over to its completions; None if it can."""
-    from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
     model = base_model(model)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing keeps no cache"
-    if getattr(model, "_is_stateful", False):
+    if keeps_a_state(model):
         return f"{type(model).__name__} keeps a recurrent state"
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    cache = _cache_of_a_token(model)
+    if cache is None:
         return f"{type(model).__name__} has no key-value cache"
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    other = next((type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer), "")
+    kinds = map(type, cache.keys_and_values.layers)
+    other = next((kind.__name__ for kind in kinds if kind is not DynamicLayer), "")
     return f"{type(model).__name__} has a {other} in its cache" if other else None
+
+
+@torch.no_grad()
+def _cache_of_a_token(model: Any) -> Cached | None:
+    """Runs the body on one token, as it alone can tell what it returns."""
+    body, device = body_of(model), model.get_input_embeddings().weight.device
+    forecast = device.type == "meta"
+    with evaluating(model), without_memory() if forecast else nullcontext():
+        state = without_values(body) if forecast else {}
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if forecast else device)
+        given = {"input_ids": ids, "use_cache": True}
+        return Cached.of(torch.func.functional_call(body, state, (), given))
+
+
+def without_values(module: nn.Module) -> dict[str, Tensor]:
+    """A CPU's tensors for a module on the meta device, to be made in a block `without_memory`."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: torch.empty(x.shape, dtype=x.dtype, device="cpu", requires_grad=x.requires_grad)
+        for name, x in own.items()
+    }

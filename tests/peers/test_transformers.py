@@ -476,6 +476,22 @@ def test_detached_from_nothing_or_under_a_wrapper():
         detach_fused_head(model)
 
 
+class Renamed(transformers.LlamaForCausalLM):
+    """A forward that calls the cache something else than any version of transformers."""
+
+    def forward(self, input_ids=None, memory=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def test_a_cache_is_refused_by_any_name():
+    config = make_model("llama").config
+    model, (inputs, labels) = Renamed(config), batch_of()
+    attach_fused_head(model)
+    cache = transformers.DynamicCache(config=config)
+    with pytest.raises(ValueError, match="memory: expected none, as whole sequences"):
+        model(**inputs, labels=labels, fused_head=True, memory=cache)
+
+
 def test_virtual_tokens_around_a_fused_head():
     model, inputs, labels = with_head(family_model("llama"))
     with pytest.raises(ValueError, match="input_ids: expected token ids; got inputs_embeds"):

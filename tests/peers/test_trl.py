@@ -4,8 +4,9 @@ import inspect
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -16,6 +17,7 @@ from tests.helpers.model_families import LORAS
 pytest.importorskip("trl", reason="needs the extra 'test'")
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from grpo_kernels.head.execution import Execution
 from grpo_kernels.integrations import trl as integration
@@ -23,7 +25,13 @@ from grpo_kernels.integrations import trl_exact_kl
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl_loss import OF_TRLS_LOSS, check_own
-from grpo_kernels.integrations.trl_versions import ASKS_FOR_LOGITS, DIVIDES_BY_BATCH, check_version
+from grpo_kernels.integrations.trl_versions import (
+    ASKS_FOR_LOGITS,
+    DIVIDES_BY_BATCH,
+    NEWEST,
+    OLDEST,
+    check_version,
+)  # fmt: skip
 from grpo_kernels.loss.losses import Clip
 from tests.helpers.trl_runs import TWICE, assert_same_run, trained
 
@@ -319,6 +327,38 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path):
             trained(Other, tmp_path)
 
 
+@pytest.mark.parametrize("entry", ("subclass", "patch"))
+def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
+    """Its own loss and head would train, without a word."""
+
+    def construct():
+        with patch_trl() if entry == "patch" else nullcontext():
+            trained((GRPOTrainer if entry == "patch" else FusedGRPOTrainer), tmp_path)
+
+    for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GRPOTrainer, name + "_of_1_17", getattr(GRPOTrainer, name), False)
+            patch.delattr(GRPOTrainer, name)
+            with pytest.raises(
+                RuntimeError, match=f"trl: expected .* have GRPOTrainer.{name}; got"
+            ):
+                construct()
+    if ASKS_FOR_LOGITS:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(grpo_trainer, "add_fused_lm_head")
+        with pytest.raises(RuntimeError, match=r"trl: expected .*\.add_fused_lm_head; got"):
+            construct()
+    with pytest.MonkeyPatch.context() as patch:  # a constructor that has it from elsewhere
+        own = GRPOTrainer.__init__
+        globals_ = {**vars(grpo_trainer)}
+        init = FunctionType(own.__code__, globals_, own.__name__, own.__defaults__, own.__closure__)
+        init.__kwdefaults__ = own.__kwdefaults__
+        patch.setattr(GRPOTrainer, "__init__", init)
+        with pytest.raises(RuntimeError, match="whose GRPOTrainer calls add_fused_lm_head; got"):
+            construct()
+
+
 def test_losses_are_compared_at_first_and_then_now_and_then():
     """Each time the CPU waits for the GPU."""
     trainer = SimpleNamespace()
@@ -401,10 +441,11 @@ def test_other_versions():
     for old in ("1.7.1", "0.29.0"):
         with pytest.raises(ImportError, match=f"got {old}: pip install 'trl>=1.8'"):
             check_version(old)
-    for new in ("1.17.0", "1.17rc1", "2.0.0.dev0"):
-        with pytest.warns(UserWarning, match=f"expected TRL 1.8 to 1.16, .* got {new}. Its loss"):
+    major, minor = NEWEST.split(".")
+    for new in (f"{major}.{int(minor) + 1}.0", f"{major}.{int(minor) + 1}rc1", "2.0.0.dev0"):
+        with pytest.warns(UserWarning, match=f"TRL {OLDEST} to {NEWEST}, .* got {new}. Its loss"):
             check_version(new)
-    for tested in ("1.8.0", "1.14.2", "1.16.3"):
+    for tested in (f"{OLDEST}.0", "1.14.2", f"{NEWEST}.3"):
         check_version(tested)
 
 

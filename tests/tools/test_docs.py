@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import chart
 from grpo_kernels import GRPOLossConfig
+from grpo_kernels.base import private
+from grpo_kernels.base.checks import version_numbers
 from grpo_kernels.loss.losses import LOSS_TYPES
 from tests.helpers.batches import OBJECTIVES, config, make_batch, run_fused, with_cross_entropy
 
@@ -77,6 +79,54 @@ def test_make_targets_exist(page):
     known = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     text = (ROOT / page).read_text()
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= known
+
+
+def table_of_versions():
+    """The lowest and the highest version of each package, as `docs/testing.md` has them."""
+    text = (ROOT / "docs" / "testing.md").read_text().split("## Versions\n")[1]
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+)(?: to ([\d.]+))?", text, re.M)
+    return {name: (low, high or low) for name, low, high in rows}
+
+
+VERSIONS = table_of_versions()
+PINS = [ROOT / "Makefile", *sorted((ROOT / "constraints").glob("*.txt"))]
+
+
+@pytest.mark.parametrize("path", PINS, ids=lambda path: path.stem)
+def test_versions_are_those_that_are_installed(path):
+    for name, pin in re.findall(r"\b([a-z][\w-]*)==([\d.]+)", path.read_text()):
+        package = name.removesuffix("-cpu")
+        of_a_framework = path.stem not in ("Makefile", "default", "lowest", "vllm", package)
+        if package not in VERSIONS or of_a_framework:  # which has needs of its own
+            continue
+        low, high = map(version_numbers, VERSIONS[package])
+        installed = version_numbers(pin)
+        assert low <= installed <= high, f"{name}=={pin}"
+        if path.stem == "lowest":
+            assert installed == low, f"{name}=={pin}"
+        # A workflow has the newest of these two, whose builds for a CPU not every index has.
+        elif path.stem in ("default", package) and package not in ("torch", "triton"):
+            assert installed == high, f"{name}=={pin}"
+
+
+def test_versions_in_the_makefile_begin_with_the_lowest():
+    text = (ROOT / "Makefile").read_text()
+    for package in ("trl", "liger-kernel"):
+        target = text.split(f"with-{package.removesuffix('-kernel')}: ")[1]
+        first = re.search(r"\$\(or \$\(VERSION\),([\d.]+)", target)[1]
+        assert version_numbers(first) == version_numbers(VERSIONS[package][0])
+
+
+def test_versions_are_those_that_errors_name():
+    expected = {name: " to ".join(VERSIONS[name]) for name in private.SEEN}
+    assert expected == private.SEEN
+
+
+@pytest.mark.parametrize("page", PAGES[:2] + PAGES[3:], ids=str)
+def test_versions_stand_in_one_table(page):
+    text = (ROOT / page).read_text()
+    told = re.findall(rf"\b({'|'.join(VERSIONS)})[ ,]+(\d+\.[\d.]+) to (\d+\.[\d.]*\d)", text, re.I)
+    assert all(VERSIONS[name.lower()] == tuple(versions) for name, *versions in told), told
 
 
 def test_the_readme_s_first_screen():
