@@ -490,7 +490,7 @@ WRONG_REFERENCES = {
     ),
     "a temperature of 0": (
         Reference(STATES, LMHead(ROWS, temperature=COLD)),
-        r"reference.head.temperature: expected numbers > 0; got others \(2 of them\)",
+        r"reference.head.temperature: expected finite numbers > 0; got others \(2 of them\)",
     ),
 }
 

@@ -87,8 +87,9 @@ def check_number(name: str, value: object, expected: str = "of any size") -> flo
     return value
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:
-    if not isinstance(value, str) or value not in choices:
+def check_choice(name: str, value: object, choices: tuple[object, ...], hint: str = "") -> None:
+    # Of one type: an array is equal to nothing.
+    if not any(isinstance(value, type(x)) and value == x for x in choices):
         raise ValueError(
             f"{name}: expected one of {', '.join(map(str, choices))}{hint}; got {value!r}"
         )

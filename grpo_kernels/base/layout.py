@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,7 +117,8 @@ class Layout:
         if temperature.ndim == 0:
             temperature = temperature.expand(self.shape)
         flat = self.flat("temperature", temperature)
-        invalid = ~((flat > 0) & (flat < math.inf))
+        finite = torch.finfo(torch.float32)
+        invalid = flat != flat.clamp(finite.tiny, finite.max)
         checks.add(
             invalid if mask is None else invalid & mask,
             "temperature: expected finite numbers > 0; got others",

@@ -314,9 +314,12 @@ def _check_bans(prefix: str, call: HeadCall, ranks: OneRank) -> None:
         return
     places = ranks.place(call.targets)
     columns = places.clamp(0, len(bias) - 1)
-    banned = (places == columns) & (bias.detach()[columns] == -torch.inf)
+    banned = bias.detach()[columns] == -torch.inf
+    banned = banned if call.mask is None else banned & call.mask
+    if not ranks.alone:
+        banned = ranks.sum((banned & (places == columns)).long())
     call.checks.add(
-        ranks.sum((banned if call.mask is None else banned & call.mask).long()),
+        banned,
         f"{prefix}bias: expected the bias of every unmasked target to be finite; got targets that "
         "a bias of -inf bans: mask these tokens, or lift the ban",
     )
