@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
+.PHONY: help demo test test-processors sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,16 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 
 test: $(VENV)/installed ## the fast tests [ARGS="-k vespo" WORKERS=8]
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
+
+# What other processors compute differently: the products of NumPy, in which kernels are interpreted,
+# its vector functions, and those of torch. A setting that this processor cannot run is an error.
+PROCESSORS := OPENBLAS_CORETYPE=Sandybridge OPENBLAS_CORETYPE=Haswell OPENBLAS_CORETYPE=Zen \
+  OPENBLAS_CORETYPE=SkylakeX ATEN_CPU_CAPABILITY=default \
+  NPY_DISABLE_CPU_FEATURES=X86_V3,X86_V4,AVX512_ICL
+test-processors: $(VENV)/installed ## the fast tests as other x86 processors compute [PROCESSORS=OPENBLAS_CORETYPE=Zen]
+	set -e; for setting in $(PROCESSORS); do \
+	  echo "$$setting"; env -u OPENBLAS_CORETYPE "$$setting" $(MAKE) test; \
+	done
 
 # The kernels from their PTX, checked as by a compute-sanitizer (docs/testing.md): SANITIZE chooses
 # the GPU, the order of warps and how far approximations are off.

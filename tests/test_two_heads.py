@@ -210,6 +210,19 @@ def test_limits(temperature, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_whose_quotient_is_no_float32(backend):
+    """Infinite for a reason, or as what cancels is: the policy alone bans the first block."""
+    z, t = peaked(None, (1200, 57))
+    z[:, :1024], z[:, 1024:] = -INF, z[:, 1024:] - 55
+    t[0, 1300] = -INF
+    divergence, gradient = truth(z, t, "reverse", 0.3)
+    stats, d = of_kernels(BACKENDS[backend], z, t, "reverse")
+    assert stats.divergence[0] == divergence[0] == INF
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
+    assert max(map(relative_error, d[1:], gradient[1:])) <= 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics(backend):
     """Both models' log-probs, entropies and likeliest ids; rows far from their first block."""
     z, t = logits(0.3, rows=5, V=2500)

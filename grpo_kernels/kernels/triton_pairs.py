@@ -73,14 +73,6 @@ def _log1p(x):
 
 
 @triton.jit
-def _log2_ratio(a, b):
-    """log2(a / b) of positive numbers, also where the quotient is no float32."""
-    ratio = a / b
-    inside = (ratio > 0.0) & (ratio < float("inf"))
-    return tl.where(inside, tl.log2(tl.where(inside, ratio, 1.0)), tl.log2(a) - tl.log2(b))
-
-
-@triton.jit
 def _log_ratio(x, y, to_log2, ref_to_log2, shift):
     """The d of two logits, each less its row's anchor and before `_scale`."""
     # Not x * to_log2 - y * ref_to_log2: of models that are close it has lost what the products have
@@ -252,7 +244,7 @@ def pair_stats_kernel(
         if KIND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
             excess = _sum(excesses, INVARIANT, BLOCK_V) / total
-            far = _log2_ratio(ref_total, total) * ln_2() + shift
+            far = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + shift
             minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), far)
             if KIND == "reverse":
                 extra = expm1_minus(minus_c)
@@ -265,7 +257,7 @@ def pair_stats_kernel(
             # What cancels may be 8 times what is left of it. NaN and infinity are not.
             cancels = (not (extra <= divergence * 8.0)) & (not shifted) & (not again)
             if cancels:
-                shift = _log2_ratio(total, ref_total) * ln_2()
+                shift -= minus_c
                 shifted = True
             again = again | cancels
 
@@ -283,7 +275,7 @@ def pair_stats_kernel(
     tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
     tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * ln_2())
     if KIND is None:
-        tl.store(out_ptr + 6 * stride_stats, _log2_ratio(total, ref_total) * ln_2())
+        tl.store(out_ptr + 6 * stride_stats, (log_total - ref_log_total) * ln_2())
     else:
         # h is of the shift as stored, and so is its mean: c less what the sum has rounded away.
         stored = shift - minus_c
