@@ -77,7 +77,9 @@ def _log_ratio(x, y, to_log2, ref_to_log2, shift):
     """The d of two logits, each less its row's anchor and before `_scale`."""
     # Not x * to_log2 - y * ref_to_log2: of models that are close it has lost what the products have
     # rounded away.
-    rest = tl.where(y == float("-inf"), 0.0, y * (to_log2 - ref_to_log2))
+    # Compared, as both are products, and a fused difference of equal ones is their rounding.
+    gap = tl.where(to_log2 == ref_to_log2, 0.0, to_log2 - ref_to_log2)
+    rest = tl.where(y == float("-inf"), 0.0, y * gap)
     return ((x - y) * to_log2 + rest) * ln_2() - shift
 
 
@@ -91,13 +93,13 @@ def _to_mixture(d, beta):
 
 
 @triton.jit
-def _moment(p, q, d, beta, KIND: tl.constexpr):
-    """The terms of the mean of h: p h, 0 where p is."""
+def _moment(p, q, d, mean, beta, KIND: tl.constexpr):
+    """The term p (h - mean), 0 where p is."""
     if KIND == "forward":
-        return tl.where(tl.abs(d) < small(), -p * expm1(-d), p - q)
+        return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
     if KIND == "jsd":
         d, _ = _to_mixture(d, beta)
-    return tl.where(p > 0.0, p * d, 0.0)
+    return tl.where(p > 0.0, p * (d - mean), 0.0)
 
 
 @triton.jit
@@ -304,11 +306,11 @@ def _softmaxes(
     anchor, ref_anchor, log_total, shift = row_stats
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    x = tl.where(mask_v, u - anchor, float("-inf"))
-    y = tl.where(mask_v, t - ref_anchor, float("-inf"))
+    x = u - anchor
+    y = t - ref_anchor
     d = _log_ratio(x, y, to_log2, ref_to_log2, shift)
-    log_p = x * to_log2 - log_total
-    log_q = y * ref_to_log2 - (log_total - shift * log2_e())
+    log_p = tl.where(mask_v, x * to_log2, float("-inf")) - log_total
+    log_q = tl.where(mask_v, y * ref_to_log2, float("-inf")) - (log_total - shift * log2_e())
     return tl.exp2(log_p), tl.exp2(log_q), d, log_p, slope
 
 
@@ -359,7 +361,7 @@ def divergences_kernel(
             m = p + beta * (q - p)
             shares += _share(p, m, of_p)
             ref_shares += _share(q, m, of_q)
-        moments += _moment(p, q, d, beta, KIND)
+        moments += _moment(p, q, d, 0.0, beta, KIND)
     share = tl.sum(shares, axis=0)
     if KIND == "jsd":
         share = beta * tl.sum(ref_shares, axis=0) + (1.0 - beta) * share
@@ -410,10 +412,9 @@ def pair_grads_kernel(
             logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
             HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
         )  # fmt: skip
-        slopes = _moment(p, q, d, beta, KIND) - p * mean
+        slopes = _moment(p, q, d, mean, beta, KIND)
         if KIND == "reverse":
-            # The reference has no probability where the policy has: not inf - inf, nor 0 times inf.
-            slopes = tl.where(p > 0.0, slopes, 0.0)
+            # The reference has no probability where the policy has: not inf - inf.
             slopes = tl.where(d == float("inf"), d, slopes)
         d_logits = weight * slopes
         offs_v = start + tl.arange(0, BLOCK_V)
