@@ -257,6 +257,8 @@ def busy(seconds):
         sum(range(100))
 
 
+@pytest.mark.slow
+@pytest.mark.nightly  # measures: 0.2 s without a processor change what happens first
 @pytest.mark.parametrize("where", (lambda work: work(), in_thread))
 @pytest.mark.parametrize("inner", (0.1, 5.0))
 def test_a_block_in_a_bounded_block(inner, where):
@@ -300,6 +302,8 @@ def rang():
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly  # measures
 @pytest.mark.parametrize(("seconds", "every"), ((0.0, 0.3), (0.2, 0.0), (0.2, 0.3), (5.0, 0.3)))
 def test_an_alarm_of_the_caller_rings_when_it_is_due(seconds, every, rang):
     """Before the block ends, in it, and after it."""
