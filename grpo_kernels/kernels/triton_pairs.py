@@ -79,8 +79,8 @@ def _log_ratio(x, y, to_log2, ref_to_log2, shift):
     # rounded away.
     # Compared, as both are products, and a fused difference of equal ones is their rounding.
     gap = tl.where(to_log2 == ref_to_log2, 0.0, to_log2 - ref_to_log2)
-    rest = tl.where(y == float("-inf"), 0.0, y * gap)
-    return ((x - y) * to_log2 + rest) * ln_2() - shift
+    # A y of -inf is infinite in the first term already.
+    return ((x - y) * to_log2 + tl.maximum(y, -1e30) * gap) * ln_2() - shift
 
 
 @triton.jit
