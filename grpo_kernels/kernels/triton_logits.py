@@ -80,7 +80,7 @@ def _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP: tl.
 
 @triton.jit
 def _anchor(
-    row_ptr, target_logit, last, logit_scale, softcap, to_log2,
+    row_ptr, target_logit, last, logit_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The largest of the target's logit and those before `last`, before `_scale`."""
@@ -97,9 +97,8 @@ def _anchor(
         u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
         peaks = tl.maximum(peaks, tl.where(mask_v, u, float("-inf")))
     peak = tl.maximum(target_logit, tl.max(peaks, axis=0))
-    # Nothing but -inf so far (-inf - -inf is NaN), or a temperature that leaves nothing.
-    useless = (peak == float("-inf")) | (to_log2 == 0.0)
-    return tl.where(useless, 0.0, peak)
+    # Nothing but -inf so far: -inf - -inf is NaN.
+    return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit
@@ -169,8 +168,7 @@ def token_stats_kernel(
     target_logit = tl.where(here, target_logit, float("-inf"))
     anchor = _anchor(
         row_ptr, target_logit, V if INVARIANT else tl.minimum(V, BLOCK_V),
-        logit_scale, softcap, to_log2,
-        HAS_SOFTCAP, BLOCK_V,
+        logit_scale, softcap, HAS_SOFTCAP, BLOCK_V,
     )  # fmt: skip
 
     whole = V // BLOCK_V * BLOCK_V
@@ -202,7 +200,7 @@ def token_stats_kernel(
         out_of_reach = out_of_reach & (not INVARIANT)
         if out_of_reach:
             anchor = _anchor(
-                row_ptr, target_logit, V, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V,
+                row_ptr, target_logit, V, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V,
             )  # fmt: skip
 
     log_total = tl.log2(total)

@@ -176,13 +176,10 @@ def pair_stats_kernel(
     target_logit = tl.where(here, target_logit, float("-inf"))
     ref_logit = tl.where(here, ref_logit, float("-inf"))
     last = V if INVARIANT else tl.minimum(V, BLOCK_V)
-    anchor = _anchor(
-        row_ptr, target_logit, last, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V
-    )
+    anchor = _anchor(row_ptr, target_logit, last, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
     ref_anchor = _anchor(
-        ref_row_ptr, ref_logit, last, ref_logit_scale, ref_softcap, ref_to_log2, REF_SOFTCAP,
-        BLOCK_V,
-    )  # fmt: skip
+        ref_row_ptr, ref_logit, last, ref_logit_scale, ref_softcap, REF_SOFTCAP, BLOCK_V
+    )
 
     whole = V // BLOCK_V * BLOCK_V
     shift = tl.zeros((), tl.float32)
@@ -236,13 +233,10 @@ def pair_stats_kernel(
         ref_far = (ref_above > reach()) | ((ref_above < -reach()) & (ref_above > float("-inf")))
         again = (far | ref_far) & (not INVARIANT)
         if again:
-            anchor = _anchor(
-                row_ptr, target_logit, V, logit_scale, softcap, to_log2, HAS_SOFTCAP, BLOCK_V
-            )
+            anchor = _anchor(row_ptr, target_logit, V, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
             ref_anchor = _anchor(
-                ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, ref_to_log2,
-                REF_SOFTCAP, BLOCK_V,
-            )  # fmt: skip
+                ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, REF_SOFTCAP, BLOCK_V
+            )
         if KIND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
             excess = _sum(excesses, INVARIANT, BLOCK_V) / total
