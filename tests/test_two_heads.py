@@ -223,6 +223,24 @@ def test_sums_whose_quotient_is_no_float32(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("model", [0, 1])
+def test_logits_that_are_no_numbers(model, value, kind, backend):
+    """A loss of NaN has a gradient of NaN: otherwise an optimizer would step on it."""
+    both = logits(1.0, rows=3)
+    divergence, gradient = truth(*both, kind, 0.3)
+    both[model][1, 700] = value
+    stats, d = of_kernels(BACKENDS[backend], *both, kind)
+    assert stats.divergence[1].isnan() and not d[1].isfinite().any()
+    for row in (0, 2):
+        torch.testing.assert_close(
+            stats.divergence[row].double(), divergence[row], rtol=1e-5, atol=0
+        )
+        assert relative_error(d[row], gradient[row]) <= 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics(backend):
     """Both models' log-probs, entropies and likeliest ids; rows far from their first block."""
     z, t = logits(0.3, rows=5, V=2500)

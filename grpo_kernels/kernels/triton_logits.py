@@ -232,7 +232,7 @@ def _store_logit_grads(
     p = tl.exp2(log_p)
     coef = d_softmax
     if HAS_ENTROPY:
-        coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+        coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
     d_logits = tl.where(offs_v == target, at_target, -p * coef) * slope
     tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=mask_v)
 

@@ -61,7 +61,7 @@ def _phi(x):
 @triton.jit
 def _share(a, b, x):
     """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
-    far = tl.where(a > 0.0, a * x, 0.0) + b - a
+    far = tl.where(a == 0.0, 0.0, a * x) + b - a
     return tl.where(tl.abs(x) < small(), a * _phi(x), far)
 
 
@@ -99,7 +99,7 @@ def _moment(p, q, d, mean, beta, KIND: tl.constexpr):
         return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
     if KIND == "jsd":
         d, _ = _to_mixture(d, beta)
-    return tl.where(p > 0.0, p * (d - mean), 0.0)
+    return tl.where(p == 0.0, 0.0, p * (d - mean))
 
 
 @triton.jit
@@ -136,10 +136,10 @@ def _add_pair(
         above = tl.where(near, p * (phi - d), q - p)
         excess += above
         if KIND == "reverse":
-            shares += tl.where(near, p * phi, tl.where(p > 0.0, p * d, 0.0) + above)
+            shares += tl.where(near, p * phi, tl.where(p == 0.0, 0.0, p * d) + above)
         else:  # q (e^d - 1 - d), by q = p e^-d
             of_q = p * (d * d - phi * (1.0 + d))
-            shares += tl.where(near, of_q, tl.where(q > 0.0, -q * d, 0.0) - above)
+            shares += tl.where(near, of_q, tl.where(q == 0.0, 0.0, -q * d) - above)
     ref_at_peak = tl.where(u > peak, t, ref_at_peak)
     peak = tl.maximum(peak, u)
     ref_peak = tl.maximum(ref_peak, t)
@@ -250,7 +250,7 @@ def pair_stats_kernel(
                 # The shares are of q times e^shift.
                 scaled = tl.where(shifted, total * tl.exp(minus_c), ref_total)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
-            # What cancels may be 8 times what is left of it. NaN and infinity are not.
+            # What cancels may be 8 times what is left of it. A NaN or an infinity never is.
             cancels = (not (extra <= divergence * 8.0)) & (not shifted) & (not again)
             if cancels:
                 shift -= minus_c
@@ -415,7 +415,7 @@ def pair_grads_kernel(
         if HAS_GRADS:
             coef = d_softmax
             if HAS_ENTROPY:
-                coef = d_softmax + d_entropy * (tl.where(p > 0.0, log_p, 0.0) + entropy)
+                coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
             d_logits += tl.where(offs_v == target, at_target, -p * coef)
         d_logits = d_logits * slope
         tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=offs_v < V)
