@@ -174,7 +174,7 @@ def fused_grpo_loss(
         Gradient.of(call, one_pass=one_pass, by_others=by_others),
         entropy=True,
         tokens_with_grad=partial(_tokens_with_grad, config, inputs),
-        reference=None if config.exact_kl else other,
+        reference=None if config.exact_kl or not config.beta else other,
         of_loss={
             "one pass": one_pass,
             "entropy_coef": config.entropy_coef,

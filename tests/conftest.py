@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from tests.helpers.tiers import INTERPRETED
 
     emulated = config.getoption("--ptx-cuda", False)
-    asked = config.option.markexpr == "gpu"
+    asked = "gpu" in config.option.markexpr.split()
     if asked and not (emulated or torch.cuda.is_available()):
         raise pytest.UsageError("-m gpu: no CUDA device")
     elsewhere = {"gpu": not asked, "real_gpu": emulated, "compiled": INTERPRETED}

@@ -163,7 +163,7 @@ CALLS = {
     ),
     # Without a head.
     "log_softmax": (log_softmax, [], 8, 0, 20),
-    "loss of log-probs": (of_logps("kl_old_delta"), [], 1, 0, 75),
+    "loss of log-probs": (of_logps("kl_old_delta"), [], 1, 0, 80),
 }  # fmt: skip
 
 

@@ -159,23 +159,25 @@ WRONG_VALUES = {
         "ce_weights": torch.tensor([[0.1, 0.0, 0.0]] * B), "mask": torch.zeros(B, T), **NOT_IDS,
     },
     r"bias: expected shape \[7\]; got \[4\]": {"bias": torch.zeros(H)},
-    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(6 of them\)": {
+    r"bias: expected no unmasked target to be banned; .* -inf: .*\(6 of them\)": {
         "bias": BANS_0, "targets": torch.zeros(B, T).long()
     },
-    r"bias: expected the bias of every unmasked target to be finite; .* -inf .*\(2 of them\)": {
+    r"bias: expected no unmasked target to be banned; .* -inf: .*\(2 of them\)": {
         "bias": BANS_0.bfloat16(), "targets": torch.zeros(B, T).long(), "softcap": 9.0,
         "mask": torch.eye(B, T), "support": NO_SETS,
     },
-    "bias: expected the bias of every unmasked target to be finite; .*": {
+    "bias: expected no unmasked target to be banned": {
         "bias": BANS_0, "targets": torch.zeros(B, T).long(), "capturable": True
     },
-    "logit_scale: expected a number > 0; got 0": {"logit_scale": 0},
-    "logit_scale: expected a number > 0; got -0.5": {"logit_scale": -0.5},
+    "logit_scale: expected a number > 0, as a float32; got 0": {"logit_scale": 0},
+    "logit_scale: expected a number > 0, as a float32; got -0.5": {"logit_scale": -0.5},
     r"low_rank\[0\]: expected shape": {"low_rank": (A[..., :2], LORA_B)},
     r"low_rank\[1\]: expected shape": {"low_rank": (A, LORA_B.T)},
     "logits_dtype: expected 'fp32' or 'model'": {"logits_dtype": "bf16"},
-    "num_items: expected a number > 0; got -5": {"num_items": -5, **of_loss(loss_type="grpo")},
-    "num_items: expected a number > 0; got -1": {"num_items": -1},
+    "num_items: expected a number > 0, as a float32; got -5": {
+        "num_items": -5, **of_loss(loss_type="grpo"),
+    },
+    "num_items: expected a number > 0, as a float32; got -1": {"num_items": -1},
     r"num_items: expected a 0-d tensor; got shape \[2\]": {"num_items": torch.ones(2)},
     "num_items: expected a tensor on cpu; got one on meta": {
         "num_items": torch.zeros((), device="meta")
@@ -201,7 +203,7 @@ WRONG_VALUES = {
     r"sampling_logps: expected shape \[2, 3\]; got \[2, 4\]": {
         "sampling_logps": torch.zeros(B, T + 1)
     },
-    "temperature: expected a number > 0; got 0": {"temperature": 0},
+    "temperature: expected a number > 0, as a float32; got 0": {"temperature": 0},
     r"temperature: expected shape \[2, 3\]; got \[2\]": {"temperature": torch.ones(B)},
     r"temperature: expected finite numbers > 0; got others \(4 of them\)": {
         "temperature": torch.tensor([[1.0, 0.0, -1.0], [1.0, NAN, INF]])
@@ -209,7 +211,13 @@ WRONG_VALUES = {
     "temperature: expected a constant; got a tensor requiring grad": {
         "temperature": torch.ones(B, T, requires_grad=True)
     },
-    "softcap: expected a number > 0, or None; got -1.0": {"softcap": -1.0},
+    "temperature: expected a number > 0, as a float32; got 1e\\+39": {"temperature": 1e39},
+    "logit_scale: expected a number > 0, as a float32; got 1e-46": {"logit_scale": 1e-46},
+    "num_items: expected a number > 0, as a float32; got 1000": {"num_items": 10**400},
+    r"logps: expected log-probs above -inf at unmasked positions; got .* \(2 of them\)": {
+        "logps": torch.full((B, T), -INF), "mask": torch.eye(B, T),
+    },
+    "softcap: expected a number > 0, as a float32; got -1.0": {"softcap": -1.0},
     "backend: expected one of auto, triton, torch; got 'cuda'": {"backend": "cuda"},
     "chunk_bytes: expected a positive int, or None; got 0": {"chunk_bytes": 0},
     # What `grpo_loss` alone takes.
@@ -280,12 +288,13 @@ def test_masked_targets_may_be_anything():
 
 
 def test_a_target_that_a_reference_bans():
-    """Its log-prob enters the loss; the exact KL looks at every id, and is infinite."""
+    """Its log-prob enters the KL; the exact KL looks at every id, and is infinite."""
     arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
     teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
-    message = r"reference\.head\.bias: expected the bias of every unmasked target to be finite"
+    message = r"reference\.head\.bias: expected no unmasked target to be banned"
     with pytest.raises(ValueError, match=message):
         fused_grpo_loss(**arguments, reference=teacher, config=GRPOLossConfig(beta=0.1))
+    assert fused_grpo_loss(**arguments, reference=teacher).loss.isfinite()
     exact = GRPOLossConfig(beta=0.1, kl_estimator="exact")
     assert fused_grpo_loss(**arguments, reference=teacher, config=exact).metrics["kl"] == INF
 

@@ -22,8 +22,10 @@ _AS_TENSORS = ("torch.distributed.", "torch._subclasses.", "torch.testing.")
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (*HEAD_DTYPES, torch.float64)
+_FLOAT32 = torch.finfo(torch.float32)
 RANGES: dict[str, Callable[[float], bool]] = {
     "> 0": lambda x: x > 0,
+    "> 0, as a float32": lambda x: _FLOAT32.tiny <= x <= _FLOAT32.max,
     ">= 0": lambda x: x >= 0,
     "> 1": lambda x: x > 1,
     "in [0, 1]": lambda x: 0 <= x <= 1,
@@ -98,6 +100,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...], hint: st
 def scalar(name: str, value: object, device: torch.device) -> float | Tensor:
     """Returns a number, or a 0-d tensor on `device`; one on the CPU is read without waiting."""
     if isinstance(value, Tensor):
+        check_tensor(name, value)
         if value.ndim != 0:
             raise ValueError(f"{name}: expected a 0-d tensor; got shape {list(value.shape)}")
         if value.is_complex() or value.dtype == torch.bool:

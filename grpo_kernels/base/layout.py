@@ -117,8 +117,8 @@ class Layout:
         if temperature.ndim == 0:
             temperature = temperature.expand(self.shape)
         flat = self.flat("temperature", temperature)
-        finite = torch.finfo(torch.float32)
-        invalid = flat != flat.clamp(finite.tiny, finite.max)
+        float32 = torch.finfo(torch.float32)
+        invalid = flat != flat.clamp(float32.tiny, float32.max)
         checks.add(
             invalid if mask is None else invalid & mask,
             "temperature: expected finite numbers > 0; got others",

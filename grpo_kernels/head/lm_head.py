@@ -118,15 +118,12 @@ class LMHead:
 
     def __post_init__(self) -> None:
         self._check_tensors()
-        check_number("logit_scale", self.logit_scale, "> 0")
+        check_number("logit_scale", self.logit_scale, "> 0, as a float32")
         for name in ("softcap", "temperature"):
             value = getattr(self, name)
             if isinstance(value, Tensor) or (value is None and name == "softcap"):
                 continue
-            check_number(name, value)
-            if value <= 0:
-                suffix = ", or None" if name == "softcap" else ""
-                raise ValueError(f"{name}: expected a number > 0{suffix}; got {value}")
+            check_number(name, value, "> 0, as a float32")
         if isinstance(self.softcap, Tensor):
             raise TypeError("softcap: expected a number > 0, or None; got a tensor")
         if isinstance(self.temperature, Tensor) and self.temperature.requires_grad:

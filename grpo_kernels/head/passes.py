@@ -320,8 +320,8 @@ def _check_bans(prefix: str, call: HeadCall, ranks: OneRank) -> None:
         banned = ranks.sum((banned & (places == columns)).long())
     call.checks.add(
         banned,
-        f"{prefix}bias: expected the bias of every unmasked target to be finite; got targets that "
-        "a bias of -inf bans: mask these tokens, or lift the ban",
+        f"{prefix}bias: expected no unmasked target to be banned; got targets whose bias is -inf: "
+        "mask these tokens, or lift the ban",
     )
 
 

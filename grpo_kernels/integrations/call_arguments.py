@@ -50,10 +50,12 @@ def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) ->
                 f"{name}: expected {expected}, or None, as a fused head returns a FusedHeadOutput "
                 f"and nothing else; got {given!r}"
             )
+    for name in _CACHES:
+        if name in kwargs and kwargs[name] is None:
+            del kwargs[name]
     cached = ["use_cache"] if kwargs.pop("use_cache", None) else []
     cached += [
-        name for name, x in kwargs.items()
-        if isinstance(x, Cache) or (name in _CACHES and x is not None)
+        name for name, x in kwargs.items() if isinstance(x, Cache) or name in _CACHES
     ]  # fmt: skip
     if cached:
         raise ValueError(
@@ -71,6 +73,11 @@ def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) ->
         raise ValueError(
             "input_ids: expected token ids; got inputs_embeds (PEFT's virtual tokens pass them)"
         )
+
+
+def usual_results(config: Any) -> dict[str, bool]:
+    """Arguments by which a body returns its last hidden states alone, whatever its config says."""
+    return {name: x for name, x in _RESULTS.items() if getattr(config, name, x) != x}
 
 
 @dataclass

@@ -98,9 +98,10 @@ class Adapter(NamedTuple):
     dropout: nn.Module
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules that PEFT calls."""
-        return self.dropout, self.lora_a, self.lora_b
+    def not_called(self) -> tuple[nn.Module, ...]:
+        """The modules that PEFT calls, and whose weight is used here."""
+        is_sharded = hasattr(next(self.lora_a.parameters()), "full_tensor")
+        return (self.lora_a, self.lora_b) if is_sharded else (self.lora_b,)
 
     def lora_a_out(self, hidden: Tensor) -> Tensor:
         """Returns `scaling * lora_a(dropout(hidden))`, `[..., r]`."""
@@ -151,7 +152,7 @@ def head_of(model: Any) -> Head:
     outer = model.get_output_embeddings()
     layer, adapters = _split_adapters(outer)
     weight = _weight_of(layer)
-    for part in (outer, layer, *(part for adapter in adapters for part in adapter.modules)):
+    for part in (outer, layer, *(part for adapter in adapters for part in adapter.not_called)):
         _check_forward(part)
     softcaps = (getattr(config, name, None) for name in SOFTCAP_FIELDS)
     softcap = next((cap for cap in softcaps if cap is not None), None)

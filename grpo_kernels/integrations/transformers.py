@@ -50,7 +50,7 @@ try:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from .call_arguments import Labels, check_arguments
+    from .call_arguments import Labels, check_arguments, usual_results
 except ImportError as error:
     raise ImportError(
         f"{__name__}: expected the package transformers, 5.0 or newer; got: {error}. "
@@ -109,7 +109,7 @@ class Objective:
             row-major order of the log-probs. Also without advantages.
         reference: another model's states and head on the same tokens, as in `fused_grpo_loss`.
         states: asks for these: `output` has nothing then, and `reference` is this model's, to be
-            the reference of another call's objective, at any time. A head that is trained
+            the reference of other calls' objectives, also after a step. A head that is trained
             (`requires_grad`) or sharded is copied, a frozen one is shared with the model.
         temperature: divides the logits of this call; None: as attached.
         execution: of this call; None: as attached.
@@ -308,7 +308,7 @@ def _fused_forward(
     labels = Labels.pop_from(kwargs)
     _check_packing(objective, kwargs)
     items = _items_of(objective, kwargs.pop("num_items_in_batch", None))
-    outputs = body_of(model)(use_cache=False, **kwargs)
+    outputs = body_of(model)(use_cache=False, **kwargs, **usual_results(config))
     gather_head(model)
     head = head_of(model)
     check_is_loaded(head.weight)
@@ -357,11 +357,11 @@ def _items_of(objective: Objective, given: Any) -> dict[str, Any]:
     if objective.advantages is None:
         reason = "without advantages, as there is no loss to divide"
     elif "num_items" in objective.loss_arguments:
-        reason = "with Objective(num_items=...), which has its place"
+        return {}  # whoever made the objective knows, and Trainer adds its own to any call
     elif (aggregation := objective.config.effective_aggregation) not in TOKEN_MEANS:
         reason = (
             f"with the {aggregation!r} aggregation, which divides by sequences: pass their number "
-            "as Objective(num_items=...)"
+            "as Objective(num_items=...), which is then used"
         )
     if reason:
         raise ValueError(f"num_items_in_batch: expected None {reason}; got {given!r}")

@@ -99,6 +99,13 @@ def grpo_loss(
         ce_weights=ce_weights,
         num_items=num_items,
     )
+    flat_logps = flatten(logps)
+    banned = flat_logps.detach() == -torch.inf
+    checks.add(
+        banned if inputs.mask is None else banned & inputs.mask,
+        "logps: expected log-probs above -inf at unmasked positions; got tokens that the policy "
+        "bans: mask them, or lift the ban",
+    )
     checks.check_without_sync()
     check_entropy_given(config, entropy)
     flat_entropy = None
@@ -107,7 +114,7 @@ def grpo_loss(
             "entropy", entropy, shape=layout.shape, dtypes=HEAD_DTYPES, device=layout.device
         )
         flat_entropy = flatten(entropy)
-    loss, metrics = flat_loss(config, inputs, flatten(logps), flat_entropy, selected)
+    loss, metrics = flat_loss(config, inputs, flat_logps, flat_entropy, selected)
     detached = None if entropy is None else entropy.detach().float()
     return GRPOLossOutput(loss, metrics, logps.detach().float(), detached)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -115,10 +113,11 @@ def number_of_items(num_items: object, count: Tensor, checks: ValueChecks) -> fl
     expected = "num_items: expected a finite number > 0, or 0 where every token is masked"
     if isinstance(number, Tensor):
         # In float32, as an integer is compared with a number in the default dtype.
-        x, least = number.float(), count.clamp(max=torch.finfo(torch.float32).tiny)
-        checks.add(~((x >= least) & (x < math.inf)), f"{expected}; got another")
+        float32, x = torch.finfo(torch.float32), number.float()
+        least = count.clamp(max=float32.tiny)
+        checks.add(x != x.clamp(max=float32.max).maximum(least), f"{expected}; got another")
     elif number:
-        check_number("num_items", number, "> 0")
+        check_number("num_items", number, "> 0, as a float32")
     else:
         checks.add(count > 0, f"{expected}; got 0")
     return number

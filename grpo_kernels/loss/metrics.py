@@ -22,7 +22,7 @@ TAKEN = frozenset({
     "tokens", "ratio_mean", "ratio_max", "ess", "zero_gradient", "entropy", "kl", "kl_max",
     "clip_low", "clip_high", "off_policy_dropped", "entropy_kept", "ce_loss", "ce_tokens", "ce_nll",
     "step", "reward", "reward_std", "accuracy", "groups_equal", "completion_length", "truncated",
-    "grad_norm", "learning_rate", "loss", "micro_batch_size", "bad_updates", "seconds",
+    "grad_norm", "learning_rate", "loss", "warnings", "micro_batch_size", "bad_updates", "seconds",
     "peak_memory_gib",
 })  # fmt: skip
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")

@@ -64,7 +64,7 @@ class Cached(NamedTuple):
 
     @staticmethod
     def of(output: Any) -> Cached | None:
-        """Finds the cache in a model's output; None: there is none."""
+        """Returns the cache in a model's output, or None where it has none."""
         from transformers import Cache
 
         found = (Cached(name, x) for name, x in output.items() if isinstance(x, Cache))

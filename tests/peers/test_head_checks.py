@@ -52,9 +52,7 @@ PARTS = {
     "layer": (None, ""),
     "LoRA": ("head", ""),
     "base_layer": ("head", "base_layer"),
-    "lora_A": ("head", "lora_A.default"),
     "lora_B": ("head", "lora_B.default"),
-    "lora_dropout": ("head", "lora_dropout.default"),
     "copy": ("head_copied", "modules_to_save.default"),
 }
 
@@ -73,6 +71,20 @@ def test_hooks_on_what_is_not_called_are_refused(part, kind):
         model(**inputs, labels=labels, fused_head=True)
     handle.remove()
     model(**inputs, labels=labels, fused_head=True).logps.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ("forward_hook", "full_backward_hook"))
+@pytest.mark.parametrize("part", ("lora_A", "lora_dropout"))
+def test_hooks_on_what_is_called_run(part, kind):
+    model, inputs, labels = with_head(with_lora(family_model("qwen2"), **LORAS["head"]))
+    layer = model.get_output_embeddings()
+    torch.nn.init.normal_(layer.lora_B.default.weight)
+    getattr(layer.get_submodule(f"{part}.default"), f"register_{kind}")(
+        lambda *x: 2 * x[2] if kind == "forward_hook" else tuple(2 * d for d in x[1])
+    )
+    wanted = gradients_of(model, expected(model, inputs, labels)[0].sum())
+    out = model(**inputs, labels=labels, fused_head=True)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
 
 
 def test_a_hook_on_the_body_runs():

@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "banned targets": (lambda c, r: {
         "bias": make_batch().bias.masked_fill(torch.arange(1003) == c.targets[0, 0], -torch.inf)
                 .chunk(2)[r]},
-                "bias: expected the bias of every unmasked target to be finite"),
+                "bias: expected no unmasked target to be banned"),
     "group": (lambda c, r: {"group": "tensor"},
               "ranks.group: expected a torch.distributed process group that this rank is in"),
     "no group": (lambda c, r: {"group": None, "start": 3},
