@@ -75,8 +75,8 @@ def test_models_that_agree_keep_their_digits(kind, apart, backend):
     z, t = logits(apart)
     divergence, gradient = truth(z, t, kind, 0.3)
     stats, d = of_kernels(BACKENDS[backend], z, t, kind)
-    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=5e-5, atol=0.0)
-    assert max(map(relative_error, d, gradient)) <= (2e-4 if apart < 1e-2 else 3e-5)
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
+    assert max(map(relative_error, d, gradient)) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,7 +204,7 @@ def test_limits(temperature, kind, backend):
             continue
         near = (x[row, None].masked_fill(x[row, None] == -INF, -60.0) for x in (z, t))
         divergence, gradient = truth(*near, kind, 0.3)
-        torch.testing.assert_close(stats.divergence[row].double(), divergence[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(stats.divergence[row].double(), divergence[0], rtol=3e-5, atol=0)
         assert relative_error(d[row], gradient[0]) <= 1e-4
     assert not d.isnan().any() and not stats.divergence.isnan().any()
 

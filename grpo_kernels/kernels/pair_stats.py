@@ -42,7 +42,7 @@ class PairStats:
         ref_logps: log-probs of the targets under the reference.
         ref_logsumexp: of its logits.
         ref_entropy: of its softmax.
-        shift: what d subtracts from the difference of the logits, each less its anchor.
+        shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
         divergence: of the softmaxes.
         mean: of h over the policy (`pairs.py`), as it comes with this shift.
         peak: the policy's largest logit.

@@ -6,8 +6,8 @@ only when both sums are. Until then it is off by one number c of the row, which 
     sum p e^-(d + c) = e^-c,    sum p (d + c + e^-(d + c) - 1) = L + c + e^-c - 1
 
 A row in which the second would cancel is swept once more, with c subtracted. Statistics and
-gradient take d from the same difference of anchored logits, so that its rounding is in the mean of
-h as it is in h: where a row has one likely id, the gradient is what is left of these two.
+gradient make d alike, so that its rounding is in the mean of h as it is in h: where a row has one
+likely id, the gradient is what is left of these two.
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ def _log1p(x):
 
 
 @triton.jit
-def _log_ratio(x, y, to_log2, ref_to_log2, shift):
-    """The d of two logits, each less its row's anchor and before `_scale`."""
-    # Not x * to_log2 - y * ref_to_log2: of models that are close it has lost what the products have
-    # rounded away.
-    # Compared, as both are products, and a fused difference of equal ones is their rounding.
-    gap = tl.where(to_log2 == ref_to_log2, 0.0, to_log2 - ref_to_log2)
-    # A y of -inf is infinite in the first term already.
-    return ((x - y) * to_log2 + tl.maximum(y, -1e30) * gap) * ln_2() - shift
+def _log_ratio(u, t, scale, ref_scale, shift):
+    """The d of two logits before `_scale`."""
+    # Not u * scale - t * ref_scale: of models that are close it has lost what the products have
+    # rounded away. Scales are compared, as a fused difference of equal products is their rounding.
+    gap = tl.where(scale == ref_scale, 0.0, scale - ref_scale)
+    # A t of -inf is infinite in the first term already.
+    return ((u - t) * scale + tl.maximum(t, -1e30) * gap) - shift
 
 
 @triton.jit
@@ -105,8 +104,8 @@ def _moment(p, q, d, mean, beta, KIND: tl.constexpr):
 @triton.jit
 def _add_pair(
     total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak,
-    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
-    logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
+    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
     HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -115,22 +114,20 @@ def _add_pair(
     mask_v = WHOLE | (offs_v < V)
     u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    x = u - anchor
-    y = t - ref_anchor
-    u = x * to_log2
-    t = y * ref_to_log2
+    x = (u - anchor) * (scale * log2_e())
+    y = (t - ref_anchor) * (ref_scale * log2_e())
     if not WHOLE:
-        u = tl.where(mask_v, u, float("-inf"))
-        t = tl.where(mask_v, t, float("-inf"))
-    p = tl.exp2(u)
-    q = tl.exp2(t)
+        x = tl.where(mask_v, x, float("-inf"))
+        y = tl.where(mask_v, y, float("-inf"))
+    p = tl.exp2(x)
+    q = tl.exp2(y)
     total += p
     ref_total += q
-    weighted += p * tl.maximum(u, -1e4, propagate_nan=tl.PropagateNan.ALL)
-    ref_weighted += q * tl.maximum(t, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    weighted += p * tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    ref_weighted += q * tl.maximum(y, -1e4, propagate_nan=tl.PropagateNan.ALL)
     if KIND is not None:
-        d = _log_ratio(x, y, to_log2, ref_to_log2, shift)
-        q = tl.exp2(t + shift * log2_e())
+        d = _log_ratio(u, t, scale, ref_scale, shift)
+        q = tl.exp2(y + known * log2_e())
         near = tl.abs(d) < small()
         phi = _phi(d)
         above = tl.where(near, p * (phi - d), q - p)
@@ -140,9 +137,9 @@ def _add_pair(
         else:  # q (e^d - 1 - d), by q = p e^-d
             of_q = p * (d * d - phi * (1.0 + d))
             shares += tl.where(near, of_q, tl.where(q == 0.0, 0.0, -q * d) - above)
-    ref_at_peak = tl.where(u > peak, t, ref_at_peak)
-    peak = tl.maximum(peak, u)
-    ref_peak = tl.maximum(ref_peak, t)
+    ref_at_peak = tl.where(x > peak, y, ref_at_peak)
+    peak = tl.maximum(peak, x)
+    ref_peak = tl.maximum(ref_peak, y)
     return total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak
 
 
@@ -165,8 +162,6 @@ def pair_stats_kernel(
         ref_temperature = tl.load(ref_temperature_ptr + row)
     scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
     ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
-    to_log2 = scale * log2_e()
-    ref_to_log2 = ref_scale * log2_e()
     target = tl.load(targets_ptr + row)
     here = target >= 0
     target_logit, _ = _load_logits(row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP)
@@ -182,7 +177,9 @@ def pair_stats_kernel(
     )
 
     whole = V // BLOCK_V * BLOCK_V
-    shift = tl.zeros((), tl.float32)
+    # d is less the difference of the anchors, and less what is known of that of the sums.
+    shift = anchor * scale - ref_anchor * ref_scale
+    known = tl.zeros((), tl.float32)
     total = tl.zeros((), tl.float32)
     ref_total = tl.zeros((), tl.float32)
     weighted = tl.zeros((), tl.float32)
@@ -209,8 +206,8 @@ def pair_stats_kernel(
              peaks, at_peaks, ref_peaks) = _add_pair(
                 totals, ref_totals, weights, ref_weights, shares, excesses,
                 peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
-                logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
+                logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
                 HAS_SOFTCAP, REF_SOFTCAP, KIND, True, BLOCK_V,
             )  # fmt: skip
         for start in range(whole, V, BLOCK_V):
@@ -218,8 +215,8 @@ def pair_stats_kernel(
              peaks, at_peaks, ref_peaks) = _add_pair(
                 totals, ref_totals, weights, ref_weights, shares, excesses,
                 peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift,
-                logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
+                logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
                 HAS_SOFTCAP, REF_SOFTCAP, KIND, False, BLOCK_V,
             )  # fmt: skip
         total = _sum(totals, INVARIANT, BLOCK_V)
@@ -237,23 +234,25 @@ def pair_stats_kernel(
             ref_anchor = _anchor(
                 ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, REF_SOFTCAP, BLOCK_V
             )
+            shift = anchor * scale - ref_anchor * ref_scale
         if KIND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
             excess = _sum(excesses, INVARIANT, BLOCK_V) / total
-            far = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + shift
+            far = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
             minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), far)
             if KIND == "reverse":
                 extra = expm1_minus(minus_c)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
             else:
                 extra = expm1_minus(-minus_c)
-                # The shares are of q times e^shift.
+                # The shares are of q times e^known.
                 scaled = tl.where(shifted, total * tl.exp(minus_c), ref_total)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
             # What cancels may be 8 times what is left of it. A NaN or an infinity never is.
             cancels = (not (extra <= divergence * 8.0)) & (not shifted) & (not again)
             if cancels:
                 shift -= minus_c
+                known -= minus_c
                 shifted = True
             again = again | cancels
 
@@ -271,14 +270,15 @@ def pair_stats_kernel(
     tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
     tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * ln_2())
     if KIND is None:
-        tl.store(out_ptr + 6 * stride_stats, (log_total - ref_log_total) * ln_2())
+        tl.store(out_ptr + 6 * stride_stats, shift + (log_total - ref_log_total) * ln_2())
     else:
-        # h is of the shift as stored, and so is its mean: c less what the sum has rounded away.
+        # h is of the shift as stored, and so is its mean: off by what the difference rounds away.
         stored = shift - minus_c
-        error = (stored - shift) + minus_c
+        moved = stored - shift
+        error = ((stored - moved) - shift) + (moved + minus_c)
         mean = divergence - error if KIND == "reverse" else -expm1(error)
         tl.store(out_ptr + 6 * stride_stats, stored)
-        tl.store(out_ptr + 7 * stride_stats, tl.maximum(divergence, 0.0))
+        tl.store(out_ptr + 7 * stride_stats, tl.where(divergence < 0.0, 0.0, divergence))
         tl.store(out_ptr + 8 * stride_stats, mean)
     tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * ln_2())
     tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * ln_2())
@@ -291,30 +291,32 @@ def pair_stats_kernel(
 @triton.jit
 def _softmaxes(
     row_ptr, ref_row_ptr, start, V, row_stats,
-    logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
     HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
-    anchor, ref_anchor, log_total, shift = row_stats
+    anchor, ref_anchor, log_total, ref_log_total, shift = row_stats
     u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
     t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    x = u - anchor
-    y = t - ref_anchor
-    d = _log_ratio(x, y, to_log2, ref_to_log2, shift)
-    log_p = tl.where(mask_v, x * to_log2, float("-inf")) - log_total
-    log_q = tl.where(mask_v, y * ref_to_log2, float("-inf")) - (log_total - shift * log2_e())
+    d = _log_ratio(u, t, scale, ref_scale, shift)
+    x = (u - anchor) * (scale * log2_e())
+    y = (t - ref_anchor) * (ref_scale * log2_e())
+    log_p = tl.where(mask_v, x, float("-inf")) - log_total
+    log_q = tl.where(mask_v, y, float("-inf")) - ref_log_total
     return tl.exp2(log_p), tl.exp2(log_q), d, log_p, slope
 
 
 @triton.jit
-def _row_stats(stats_ptr, stride_stats):
-    """Both anchors, log2 of p's sum, the shift: p, q and d of a row are made with these."""
-    return (
-        tl.load(stats_ptr + 12 * stride_stats), tl.load(stats_ptr + 13 * stride_stats),
-        tl.load(stats_ptr + 14 * stride_stats), tl.load(stats_ptr + 6 * stride_stats),
-    )  # fmt: skip
+def _row_stats(stats_ptr, stride_stats, scale, ref_scale):
+    """Both anchors, log2 of both sums, the shift: p, q and d of a row are made with these."""
+    shift = tl.load(stats_ptr + 6 * stride_stats)
+    anchor = tl.load(stats_ptr + 12 * stride_stats)
+    ref_anchor = tl.load(stats_ptr + 13 * stride_stats)
+    log_total = tl.load(stats_ptr + 14 * stride_stats)
+    ref_log_total = log_total - (shift - (anchor * scale - ref_anchor * ref_scale)) * log2_e()
+    return anchor, ref_anchor, log_total, ref_log_total, shift
 
 
 @per_row
@@ -334,16 +336,16 @@ def divergences_kernel(
         temperature = tl.load(temperature_ptr + row)
     if REF_TEMPERATURE:
         ref_temperature = tl.load(ref_temperature_ptr + row)
-    to_log2 = _scale(logit_scale, temperature, HAS_SOFTCAP) * log2_e()
-    ref_to_log2 = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP) * log2_e()
-    row_stats = _row_stats(stats_ptr + row, stride_stats)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    row_stats = _row_stats(stats_ptr + row, stride_stats, scale, ref_scale)
     shares = tl.zeros((BLOCK_V,), tl.float32)
     ref_shares = tl.zeros((BLOCK_V,), tl.float32)
     moments = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, V, BLOCK_V):
         p, q, d, _, _ = _softmaxes(
             row_ptr, ref_row_ptr, start, V, row_stats,
-            logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
             HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
         )  # fmt: skip
         if KIND == "reverse":
@@ -384,10 +386,10 @@ def pair_grads_kernel(
         temperature = tl.load(temperature_ptr + row)
     if REF_TEMPERATURE:
         ref_temperature = tl.load(ref_temperature_ptr + row)
-    to_log2 = _scale(logit_scale, temperature, HAS_SOFTCAP) * log2_e()
-    ref_to_log2 = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP) * log2_e()
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
     chain = logit_scale / temperature
-    row_stats = _row_stats(stats_ptr + row, stride_stats)
+    row_stats = _row_stats(stats_ptr + row, stride_stats, scale, ref_scale)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
     weight = chain * tl.load(d_divergence_ptr + row)
     if KIND == "jsd":
@@ -403,7 +405,7 @@ def pair_grads_kernel(
     for start in range(0, V, BLOCK_V):
         p, q, d, log_p, slope = _softmaxes(
             row_ptr, ref_row_ptr, start, V, row_stats,
-            logit_scale, softcap, to_log2, ref_logit_scale, ref_softcap, ref_to_log2,
+            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
             HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
         )  # fmt: skip
         slopes = _moment(p, q, d, mean, beta, KIND)

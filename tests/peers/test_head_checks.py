@@ -183,8 +183,6 @@ NOT_CALLED = (
     ({"use_cache": True}, "use_cache: expected none"),
     *(({name: transformers.DynamicCache()}, f"{name}: expected none")
       for name in ("past_key_values", "cache", "by_another_name")),
-    ({"num_items_in_batch": 9, "fused_head": Objective(torch.ones(3), num_items=9)},
-     r"num_items_in_batch: expected None with Objective\(num_items"),
     ({"num_items_in_batch": torch.tensor(9), "fused_head": OF_SEQUENCES},
      "num_items_in_batch: expected None with the 'grpo' aggregation, which divides by sequences"),
     ({"num_items_in_batch": torch.ones(2), "fused_head": Objective(torch.ones(3))},
