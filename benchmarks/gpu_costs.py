@@ -53,7 +53,7 @@ OF_COPY, SCATTERED = LIKELY.of_copy, 0.6  # of gathers and scatters of whole row
 WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
-    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 29,
+    "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
 }  # fmt: skip
 
 # What the library does: bytes of logits at once, and rows per strip of them at least.

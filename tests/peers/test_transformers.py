@@ -144,6 +144,15 @@ def test_the_parts_of_a_step_add_up(kind):
     assert_same_gradients(gradients_of(model, sum(parts)), gradients_of(model, whole))
 
 
+@pytest.mark.parametrize("name", ("qwen2", "gpt2", "gemma2"))
+def test_a_config_that_asks_for_another_result(name):
+    model, inputs, labels = with_head(family_model(name))
+    expected = model(**inputs, labels=labels, fused_head=True).logps
+    model.config.return_dict, model.config.output_hidden_states = False, True
+    found = model(**inputs, labels=labels, fused_head=True, past_key_values=None).logps
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
 def test_a_trainer_of_transformers_accumulates(loss_type, tmp_path):
     """It adds `num_items_in_batch` to each call, and does not divide by the accumulation steps."""
