@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -210,15 +210,19 @@ def pairs_of(backend: Backend) -> ModuleType:
     return import_module(backend.PAIRS, __package__)
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def select_backend(name: str, device: torch.device) -> Backend:
     """The backend `name` for tensors on `device`; `"auto"` is Triton on a GPU, torch on a CPU."""
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {name!r}")
     on_gpu = device.type in ("cuda", "xpu")
-    has_triton = importlib.util.find_spec("triton") is not None
-    if name == "torch" or (name == "auto" and not (on_gpu and has_triton)):
+    if name == "torch" or (name == "auto" and not (on_gpu and _has_triton())):
         return cast("Backend", import_module(".torch_backend", __package__))
-    if not has_triton:
+    if not _has_triton():
         raise ValueError("backend: 'triton' needs the triton package, which is not installed")
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
