@@ -67,7 +67,7 @@ def _share(a, b, x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x in (-1, 0], without cancellation."""
+    """log(1 + x) for x in (-1, 1), without cancellation."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -238,8 +238,8 @@ def pair_stats_kernel(
         if KIND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
             excess = _sum(excesses, INVARIANT, BLOCK_V) / total
-            far = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
-            minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), far)
+            by_logs = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
+            minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), by_logs)
             if KIND == "reverse":
                 extra = expm1_minus(minus_c)
                 divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
