@@ -171,7 +171,7 @@ CORRECTED = GRPOLossConfig(is_correction="token_truncate", off_policy_threshold=
 
 
 def everything(batch, backend, numbers):
-    """What each public call returns, and its gradients; two tokens of each row are masked."""
+    """Results and gradients of each public call; two tokens of each row are masked."""
     (hidden, weight), found = head(batch), []
     hidden.data.nan_to_num_()
     B, T = batch.mask.shape
@@ -246,7 +246,7 @@ MAKERS = {
 
 
 def test_every_tensor_is_made_with_a_dtype():
-    """Of the whole package; `arange` counts, in int64, and `new_zeros` has a tensor's own."""
+    """No call in the package leaves it out: `arange` has int64, `new_zeros` that of its tensor."""
     for path in Path(grpo_kernels.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "torch":

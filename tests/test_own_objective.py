@@ -361,7 +361,7 @@ def test_a_metric_has_no_name_of_the_librarys(name):
 
 
 def test_own_metrics_come_through_a_trainer(tiny_model, tmp_path):
-    """Whatever their names begin with; and every other name of a row is taken."""
+    """A prefix hides none of them, and every other name of a row is taken."""
     values = {"ce_gap": 2.0, "ratio": 3.0, "square": 4.0, "scored": 5.0}
 
     def metrics(self, tokens, ratio):

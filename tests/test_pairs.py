@@ -409,7 +409,7 @@ def one_in(cases, counts):
 
 
 def stores_bfloat16(case):
-    """Whether kernels do, of which the interpreter cuts digits off."""
+    """True where kernels store bfloat16, of which the interpreter cuts digits off."""
     return torch.bfloat16 in case or (case[-1] == "entries" and "logits_dtype" in case[0])
 
 

@@ -1,4 +1,4 @@
-"""What others keep to themselves is there in this version, and is named where it is not."""
+"""Private parts of other packages: they are there in this version, and named where they are not."""
 
 import re
 from importlib import import_module

@@ -123,7 +123,7 @@ def peaked(*peaks, rows=4, V=1500):
 
 
 def of_ranks(module, z, t, kind):
-    """What `of_kernels` returns, as ranks compute it: the divergence from merged statistics."""
+    """Results like those of `of_kernels`, by the way of ranks: from merged statistics."""
     targets, stats, out = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z), z.clone()
     module.pair_stats(z, t, targets, NONE, NONE, stats, kind=None)
     stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
@@ -138,7 +138,7 @@ def of_ranks(module, z, t, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", [of_kernels, of_ranks])
 def test_peaks_beyond_the_first_block(call, kind, backend):
-    """Of one model, of both, at different ids: sums that differ by up to e^70."""
+    """Peaks in one model, in both, at different ids: sums that differ by up to e^70."""
     for peaks in (
         ((1200, 12), None), ((1200, 15), None), (None, (1200, 12)), (None, (1200, 15)),
         ((1200, 25), (5, 10)), ((5, 10), (1200, 25)), ((1200, 50), (1300, 50)),

@@ -1,4 +1,4 @@
-"""What torch and others have no public name for, and the error of a version without it."""
+"""Private parts of torch and other packages, and the error of a version without them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def without_memory() -> AbstractContextManager[Any]:
 
 
 def keeps_a_state(model: Any) -> bool:
-    """Whether a transformers model says that it has a recurrent state."""
+    """True for a transformers model that says that it has a recurrent state."""
     return bool(_private(model, "_is_stateful", "transformers"))
 
 
@@ -78,13 +78,13 @@ def whole_layers(model: Any) -> Any:
 
 
 def variants_of_lora(layer: Any) -> Any:
-    """What each of PEFT's adapters on a layer is beside plain LoRA: True for DoRA, or an object."""
+    """The variant of LoRA of each PEFT adapter on a layer: None or False, True for DoRA, an object."""
     has_variants = version_numbers(import_module("peft").__version__) >= (0, 16)
     return _private(layer, "lora_variant" if has_variants else "use_dora", "peft")
 
 
 def of_trl(owner: Any, name: str) -> Any:
-    """What TRL's class or module has under a private name."""
+    """A private attribute of TRL's class or module."""
     return _private(owner, name, "trl")
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of TRL.
+"""Differences between the versions of TRL.
 
 From 1.15 on TRL asks its model for log-probs. Before that it asks for logits, and takes log-probs
 and entropies out of them with functions of its module: `LogitsInName` stands for the logits, and
