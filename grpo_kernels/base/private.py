@@ -78,7 +78,7 @@ def whole_layers(model: Any) -> Any:
 
 
 def variants_of_lora(layer: Any) -> Any:
-    """The variant of LoRA of each PEFT adapter on a layer: None or False, True for DoRA, an object."""
+    """The variant of LoRA of each PEFT adapter on a layer: none, True for DoRA, or an object."""
     has_variants = version_numbers(import_module("peft").__version__) >= (0, 16)
     return _private(layer, "lora_variant" if has_variants else "use_dora", "peft")
 
