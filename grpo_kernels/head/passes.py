@@ -317,7 +317,7 @@ def _check_bans(prefix: str, call: HeadCall, ranks: OneRank) -> None:
     banned = bias.detach()[columns] == -torch.inf
     banned = banned if call.mask is None else banned & call.mask
     if not ranks.alone:
-        banned = ranks.sum((banned & (places == columns)).long())
+        banned = ranks.sum((banned & (places == columns)).sum())
     call.checks.add(
         banned,
         f"{prefix}bias: expected no unmasked target to be banned; got targets whose bias is -inf: "
