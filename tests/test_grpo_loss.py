@@ -107,7 +107,7 @@ def test_who_takes_the_kernel(options, taken):
         return PolicyLoss(logps.sum(), logps, None)
 
     x, ones = torch.zeros(3), torch.ones(3)
-    sequences = Sequences(torch.zeros(3, dtype=torch.long), 1)
+    sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
     inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
     policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True)
     assert len(asked) == taken
