@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan
+from grpo_kernels.head.plan import ROW_MULTIPLE, SWEPT_ROWS, RowPlan
 
 
 class Guesses(NamedTuple):
@@ -56,11 +56,11 @@ INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
 }  # fmt: skip
 
-# What the library does: bytes of logits at once, and rows per strip of them at least.
-CHUNK_BYTES, STRIP = 1792 << 20, 512
+# Bytes of logits that the library has at once.
+CHUNK_BYTES = 1792 << 20
 # Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
-REPLAY_LAUNCHES, BYTES_OF_ORDER = 261, 1200
+REPLAY_LAUNCHES, BYTES_OF_ORDER = 237, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
 
 
@@ -201,7 +201,7 @@ def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
 
     `in_gemm`: the logits' GEMM leaves them. Of a single chunk the gradients are the backward's.
     """
-    plan = plan_of(s.N, s.V)
+    plan = plan_of(s.d, s.N, s.V)
     chunks = len([*plan.parts()])
     if in_gemm:
         s.logits(s.N, 2, "GEMM 1, which leaves X", s.guesses.fused_gemm)
@@ -214,14 +214,14 @@ def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
     if chunks > 1:
         s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
     strips = 2 * chunks if in_gemm else math.ceil(s.N / plan.logit_rows)
-    return s.finish(100 + 15 * chunks + 2 * strips, waits=1)
+    return s.finish(50 + 15 * chunks + 2 * strips, waits=1)
 
 
-def plan_of(N: int, V: int) -> RowPlan:
+def plan_of(d: Device, N: int, V: int) -> RowPlan:
     """The chunks and strips that the library cuts tokens into, but for a GPU's tiles of dH."""
-    rows = (CHUNK_BYTES - STRIP * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
-    sizes = max(STRIP, rows), STRIP
-    return RowPlan(None, N, N, *sizes, row_bytes=(4 * V, 2 * V), budget=CHUNK_BYTES)
+    strip = min(SWEPT_ROWS * d.sms, CHUNK_BYTES // (16 * V)) // ROW_MULTIPLE * ROW_MULTIPLE
+    rows = (CHUNK_BYTES - strip * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
+    return RowPlan(None, N, N, rows, strip, N, row_bytes=(4 * V, 2 * V))
 
 
 def scoring(s: Step, in_gemm: bool = False) -> dict[str, float]:
@@ -246,7 +246,7 @@ def exact_two_sweeps(s: Step, again: bool = False) -> dict[str, float]:
     s.gradients(rows, 4)
     s.copy("dH to bf16", 6 * s.N * s.H)
     s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
-    return s.finish(100 + (23 if again else 15) * _chunks(s.N, rows), waits=1)
+    return s.finish(60 + (23 if again else 15) * _chunks(s.N, rows), waits=1)
 
 
 def with_estimate(s: Step) -> dict[str, float]:
@@ -265,7 +265,7 @@ def two_heads(s: Step) -> dict[str, float]:
     s.gradients(rows, 4)
     s.copy("dH to bf16", 6 * s.N * s.H)
     s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
-    return s.finish(110 + 20 * _chunks(s.N, rows), waits=1)
+    return s.finish(70 + 20 * _chunks(s.N, rows), waits=1)
 
 
 def replay(s: Step, entries: float) -> dict[str, float]:

@@ -25,8 +25,8 @@ _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
 _GPU_CHUNK_BYTES = 1792 << 20
 # GEMMs on a GPU take rows in tiles of this many.
 ROW_MULTIPLE = 128
-# Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
-_MOST_STRIP_BYTES = 640 << 20
+# Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
+SWEPT_ROWS = 5
 # Rows at a time where a row takes next to nothing.
 _MOST_ROWS = 16_384
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
@@ -49,10 +49,11 @@ class RowPlan:
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
+            of ever other sizes is given back in pieces that fit nothing.
         has_masked: whether masked rows take part, too.
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
         row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
-        budget: bytes for both, of which strips of logits take what the chunks leave.
     """
 
     order: Tensor | None
@@ -60,10 +61,10 @@ class RowPlan:
     num_rows: int
     max_chunk_rows: int
     max_logit_rows: int
+    num_tokens: int
     has_masked: bool = False
     tiles: tuple[int, int] | None = None
     row_bytes: tuple[int, int] = (0, 0)
-    budget: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
@@ -75,7 +76,7 @@ class RowPlan:
         """The chunks as slices of `order`, and whether they need a gradient."""
         for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
             yield rows, True
-        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
+        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_chunk_rows):
             yield rows, False
 
     def _rows_per_chunk(self) -> int:
@@ -105,19 +106,12 @@ class RowPlan:
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        rows, (of_logits, of_gradient) = self.max_logit_rows, self.row_bytes
-        if of_logits and of_gradient and self.budget:
-            left = min(self.budget - of_gradient * self.gradient_rows, _MOST_STRIP_BYTES)
-            rows = max(rows, left // of_logits // ROW_MULTIPLE * ROW_MULTIPLE)
-        return min(rows, self.largest_chunk)
+        return min(self.max_logit_rows, self.num_tokens)
 
     @property
     def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients: one of eight sizes, whatever the mask is.
-
-        Memory given back fits again.
-        """
-        rows, most = self.largest_of(needs_grad=True), self.max_chunk_rows
+        """The rows of the buffer of gradients: as many as fit; of a small call, in eighths."""
+        rows, most = min(self.num_tokens, self.max_chunk_rows), self.max_chunk_rows
         if most < 8 * ROW_MULTIPLE:
             return rows
         step = -(-most // 8 // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -135,7 +129,7 @@ class RowPlan:
             max(least, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
-        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows, budget=0)
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -199,9 +193,8 @@ def plan_rows(
     num_grad_rows = num_rows if active_grad is None else next(counts)
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
     return RowPlan(
-        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
+        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
         tiles=_tiles(weight), row_bytes=buffers.row_bytes,
-        budget=_budget(weight, buffers, chunk_bytes),
     )  # fmt: skip
 
 
@@ -212,9 +205,8 @@ def every_row(
     checks.check_without_sync()
     sizes = buffer_rows(weight, buffers, chunk_bytes)
     return RowPlan(
-        None, num_tokens, num_tokens, *sizes, True, _tiles(weight), buffers.row_bytes,
-        _budget(weight, buffers, chunk_bytes),
-    )  # fmt: skip
+        None, num_tokens, num_tokens, *sizes, num_tokens, True, _tiles(weight), buffers.row_bytes
+    )
 
 
 def _tiles(weight: Tensor) -> tuple[int, int] | None:
@@ -268,9 +260,13 @@ def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tu
     bytes_per_row = of_logits + of_gradient
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
     if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
-        # Of the budget's rows of logits a sixth: the others are worth most as gradients.
-        most = min(chunk_bytes // 6, _MOST_STRIP_BYTES)
-        strip = max(most // of_logits // least * least, least)
+        # A quarter of the budget at most: the others are worth more as gradients.
+        strip = chunk_bytes // 4 // of_logits // least * least
+        if weight.device.type == "cuda":
+            # A sweep's second wave of programs would leave most of the GPU idle.
+            at_once = SWEPT_ROWS * gpu(weight.device).multi_processor_count
+            strip = min(strip, at_once // least * least)
+        strip = max(strip, least)
         rows = (chunk_bytes - of_logits * strip) // of_gradient
         return rows // least * least, strip
     rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
