@@ -154,14 +154,17 @@ class Step:
         if width:
             self.copy(f"{name}, its output", g.exposed * width * self.N * self.V)
 
-    def gradients(self, rows: int, width: int) -> None:
-        """Adds the GEMMs of dH and dW, whose sum is read and written per chunk, `width` bytes."""
+    def gradients(self, rows: int, width: int, summed: bool = True) -> None:
+        """Adds the GEMMs of dH and dW, whose sum is read and written per chunk, `width` bytes.
+
+        Not `summed`: dW's GEMM writes each chunk's part, and leaves the sum to others.
+        """
         chunks = math.ceil(self.N / rows)
         rows = min(self.N, math.ceil(self.N / chunks / 128) * 128)
         share = self.N / rows
         self.add("dH", share * gemm_ms(self.d, rows, self.H, self.V))
         self.add("dW", share * gemm_ms(self.d, self.V, self.H, rows))
-        moved = (2 * chunks - 1) * width * self.V * self.H
+        moved = (2 * chunks - 1 if summed else chunks) * width * self.V * self.H
         self.copy("dW, read and written per chunk", self.guesses.exposed * moved)
 
     def finish(self, launches: float, waits: int = 0) -> dict[str, float]:
@@ -304,13 +307,26 @@ def trl(s: Step) -> dict[str, float]:
     return s.finish(60 + 25 * tiles * s.N / rows)
 
 
+def trl_sft(s: Step) -> dict[str, float]:
+    """TRL's `chunked_nll` in bf16, as published: `eager` on 256 tokens at once, not recomputed.
+
+    Autograd adds up the chunks' dW.
+    """
+    rows, chunks = 256, math.ceil(s.N / 256)
+    s.logits(rows, 2)
+    s.copy("element-wise", 40 * s.N * s.V, OF_COPY)
+    s.gradients(rows, 2, summed=False)
+    s.copy("sums of dW", 6 * (chunks - 1) * s.V * s.H, OF_COPY)
+    return s.finish(20 + 20 * chunks)
+
+
 def liger_flce(s: Step, copied: bool = False) -> dict[str, float]:
-    """Liger 0.8.5's Triton cross-entropy; `copied`: as before it, dW through a float32 copy."""
+    """Liger 0.8.5's Triton cross-entropy; `copied`: up to 0.8.0, dW through a float32 copy."""
     rows = 1 << math.ceil(math.log2(math.ceil(s.N / math.ceil(s.V / s.H))))
     chunks = math.ceil(s.N / rows)
     s.logits(rows, 2)
     s.add("sweep", sweep_ms(s.d, s.N * s.V, 6, 40, s.guesses))
-    s.gradients(rows, 2)
+    s.gradients(rows, 2, summed=not copied)
     if copied:  # to float32, 6 bytes; added to the sum, 8
         s.copy("float32 copies of dW", 14 * chunks * s.V * s.H, OF_COPY)
     return s.finish(20 + 8 * chunks, waits=1)
