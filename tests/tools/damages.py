@@ -120,7 +120,7 @@ DAMAGES = [
     *damages_in(
         "fused_grpo_loss.py", "test_fused_grpo_loss",
         ("the loss is the last chunk's",
-         "losses.append(policy.loss)", "losses = [policy.loss]"),
+         "loss = policy.loss if loss is None else loss + policy.loss", "loss = policy.loss"),
         ("tokens of negative advantage are skipped",
          "inputs.advantages != 0, inputs", "inputs.advantages > 0, inputs"),
     ),
