@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from grpo_kernels.head.plan import ROW_MULTIPLE, SWEPT_ROWS, RowPlan
+from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan, strip_rows
 
 
 class Guesses(NamedTuple):
@@ -222,7 +222,7 @@ def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
 
 def plan_of(d: Device, N: int, V: int) -> RowPlan:
     """The chunks and strips that the library cuts tokens into, but for a GPU's tiles of dH."""
-    strip = min(SWEPT_ROWS * d.sms, CHUNK_BYTES // (16 * V)) // ROW_MULTIPLE * ROW_MULTIPLE
+    strip = strip_rows(CHUNK_BYTES, 4 * V, ROW_MULTIPLE, d.sms)
     rows = (CHUNK_BYTES - strip * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
     return RowPlan(None, N, N, rows, strip, N, row_bytes=(4 * V, 2 * V))
 

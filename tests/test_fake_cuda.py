@@ -62,7 +62,7 @@ def of_head(
     """
 
     def call(**num_items):
-        tensors = given(names, shape, entries) | num_items
+        tensors, rows = given(names, shape, entries) | num_items, shape[0] if len(shape) > 1 else B
         hidden = empty(*shape, H, dtype=dtype, train=True)
         weight = empty(V, H, dtype=dtype, train=not frozen)
         targets = empty(*shape, *K, dtype=torch.long)
@@ -76,7 +76,7 @@ def of_head(
         else:
             cfg = config(**(objective or {}))
             given_and_asked = {"config": cfg, **tensors, **options}
-            out = fused_grpo_loss(hidden, weight, targets, empty(B), **given_and_asked)
+            out = fused_grpo_loss(hidden, weight, targets, empty(rows), **given_and_asked)
         return out.loss
 
     call.is_loss = kind != "logps"
@@ -95,6 +95,7 @@ def of_logps(objective, shape=(B, N // B)):
         logps = empty(*shape, train=True)
         return grpo_loss(logps, empty(B), config=config(**cfg), **tensors).loss
 
+    call.is_loss = True
     return call
 
 
@@ -102,6 +103,9 @@ def log_softmax():
     logits = empty(B, 65, V, dtype=torch.bfloat16, train=True)[:, :-1]
     targets, temperature = empty(B, 64, dtype=torch.long), empty(B, 64)
     return selective_log_softmax(logits, targets, temperature=temperature).sum()
+
+
+log_softmax.is_loss = False
 
 
 EVERYTHING = loss(
@@ -117,6 +121,7 @@ CALLS = {
     # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
     "loss": (loss("old_logps"), [[N]], 5, 6, 65),
     "two chunks": (loss("old_logps", **HALVES), [[N]], 18, 20, 75),
+    "one sequence": (loss("old_logps", shape=(1, N)), [[N]], 5, 6, 65),
     "masked": (loss("mask old_logps"), [[900, 900]], 3, 4, 90),
     "packed": (
         loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 110
@@ -125,7 +130,7 @@ CALLS = {
     "LoRA": (loss("old_logps bias low_rank temperature"), [[N]], 5, 13, 90),
     "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 75),
     # Logits and gradients on the same memory.
-    "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 90),
+    "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
     # A second sweep makes the gradient.
     "float16": (loss("old_logps", dtype=torch.float16), [[N]], 3, 3, 80),
     "entropy": (loss("old_logps", objective={"entropy_coef": 0.1}), [[]], 3, 3, 75),
@@ -199,7 +204,7 @@ def test_what_a_call_asks(name):
 
 
 @pytest.mark.parametrize("num_items", (7, 7.5))
-@pytest.mark.parametrize("name", [x for x in CALLS if getattr(CALLS[x][0], "is_loss", False)])
+@pytest.mark.parametrize("name", [x for x in CALLS if CALLS[x][0].is_loss])
 def test_a_number_goes_with_a_launch(name, num_items):
     call, answers, *_ = CALLS[name]
     own, other = count(call, *answers), count(call, *answers, num_items=num_items)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.head.plan import SWEPT_ROWS, Buffers, RowPlan, buffer_rows, gpu, plan_rows
+from grpo_kernels.head.plan import SWEPT_ROWS_PER_SM, Buffers, RowPlan, buffer_rows, gpu, plan_rows
 from grpo_kernels.kernels.triton_logits import REGISTERS, ROW_LAUNCH
 from tests.helpers.fake_cuda import CountedCUDA
 
@@ -103,10 +103,14 @@ def test_strips_of_logits_beside_gradients(budget, sizes, on_a_gpu):
 def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
     """As many programs as fit the registers, and no second wave: 5 x 132 rows in tiles of 128."""
     registers_of_a_multiprocessor, threads = 65_536, 32 * ROW_LAUNCH.num_warps
-    assert registers_of_a_multiprocessor // (REGISTERS * threads) == SWEPT_ROWS
+    assert registers_of_a_multiprocessor // (REGISTERS * threads) == SWEPT_ROWS_PER_SM
     assert gpu(on_a_gpu.device).multi_processor_count == 132
     plan = plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True))
     assert (plan.largest_chunk, plan.logit_rows) == (4096, 640)
+    # Of a small vocabulary, or on a small GPU, as many whole waves as are worth a GEMM.
+    assert plan_of_all(16_384, on_a_gpu, Buffers(32_000, 2, strips=True)).logit_rows == 3200
+    on_a_gpu.gpu.properties.multi_processor_count = 58
+    assert plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True)).logit_rows == 512
 
 
 def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):

@@ -31,7 +31,7 @@ def float16_scale(dtypes: Iterable[torch.dtype], largest: Callable[[], Tensor]) 
     if torch.float16 not in dtypes:
         return None
     # By the exponent's bits: torch.exp2 on CUDA is compiled in the first call of a process.
-    exponent = largest().float().clamp(min=1e-30).view(torch.int32) >> 23
+    exponent = largest().float().clamp(1e-30, 1e38).view(torch.int32) >> 23
     return ((254 - exponent) << 23).view(torch.float32)
 
 

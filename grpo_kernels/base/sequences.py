@@ -30,7 +30,7 @@ class Sequences:
 
     count: int
     ids: Tensor | None = None
-    length: int = 0
+    length: int | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x [..., N]` over each sequence, `[..., B]`.
@@ -40,6 +40,7 @@ class Sequences:
         """
         dtype = wide_dtype(x)
         if self.ids is None:
+            assert self.length is not None
             return x.unflatten(-1, (self.count, self.length)).sum(-1, dtype=dtype).to(x.dtype)
         total = x.new_zeros(*x.shape[:-1], self.count, dtype=dtype)
         return total.index_add_(-1, self.ids, x.to(dtype)).to(x.dtype)
@@ -47,7 +48,8 @@ class Sequences:
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Gives every token its sequence's value, `[N]` from `[B]`."""
         if self.ids is None:
-            return per_sequence[:, None].expand(self.count, self.length).reshape(-1)
+            assert self.length is not None
+            return per_sequence.repeat_interleave(self.length)  # in memory of its own, always
         return per_sequence[self.ids]
 
 

@@ -25,8 +25,10 @@ _CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
 _GPU_CHUNK_BYTES = 1792 << 20
 # GEMMs on a GPU take rows in tiles of this many.
 ROW_MULTIPLE = 128
+# Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
+_MOST_STRIP_BYTES = 640 << 20
 # Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
-SWEPT_ROWS = 5
+SWEPT_ROWS_PER_SM = 5
 # Rows at a time where a row takes next to nothing.
 _MOST_ROWS = 16_384
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
@@ -243,36 +245,39 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
-def _budget(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> int:
-    """The bytes that buffers may take, where the caller says nothing by the device."""
-    if chunk_bytes is not None:
-        return chunk_bytes
-    device, memory = weight.device, None
-    if device.type == "cuda":
-        memory = gpu(device).total_memory
-    return max(buffers.models, 1) * default_chunk_bytes(buffers.columns, device.type, memory)
-
-
 def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
-    """The rows whose gradients, and those whose logits, fit the budget together."""
+    """The rows whose gradients, and those whose logits, fit the budget together.
+
+    `chunk_bytes` None: the device's budget.
+    """
     *_, strips, models = buffers
-    (of_logits, of_gradient), chunk_bytes = buffers.row_bytes, _budget(weight, buffers, chunk_bytes)
+    of_logits, of_gradient = buffers.row_bytes
+    if chunk_bytes is None:
+        device = weight.device
+        memory = gpu(device).total_memory if device.type == "cuda" else None
+        each = default_chunk_bytes(buffers.columns, device.type, memory)
+        chunk_bytes = max(models, 1) * each
     bytes_per_row = of_logits + of_gradient
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
     if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
-        # A quarter of the budget at most: the others are worth more as gradients.
-        strip = chunk_bytes // 4 // of_logits // least * least
-        if weight.device.type == "cuda":
-            # A sweep's second wave of programs would leave most of the GPU idle.
-            at_once = SWEPT_ROWS * gpu(weight.device).multi_processor_count
-            strip = min(strip, at_once // least * least)
-        strip = max(strip, least)
+        cuda = weight.device.type == "cuda"
+        sms = gpu(weight.device).multi_processor_count if cuda else 1
+        strip = strip_rows(chunk_bytes, of_logits, least, sms)
         rows = (chunk_bytes - of_logits * strip) // of_gradient
         return rows // least * least, strip
     rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
     if rows >= least:
         rows = rows // least * least
     return rows, rows
+
+
+def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
+    """The rows of a strip of logits, a multiple of `least`, on so many multiprocessors."""
+    # A quarter of the budget at most: the rest is worth more as gradients.
+    rows = min(chunk_bytes // 4, _MOST_STRIP_BYTES) // row_bytes
+    # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
+    wave = SWEPT_ROWS_PER_SM * sms
+    return max((rows // wave * wave or rows) // least * least, least)
 
 
 # What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's

@@ -37,7 +37,7 @@ class _PerToken:
     """The values of every token `[N]`, by the name of their metric.
 
     Args:
-        rows: what is averaged over the unmasked tokens.
+        rows: what is averaged over the unmasked tokens; of some, metrics are made.
         by_sequence: names among these whose mean over each sequence is averaged instead.
         maxima: what has its maximum taken.
         two_bounds: whether the loss clips at both ends.
@@ -199,10 +199,9 @@ def _largest(x: Tensor, excluded: Tensor | None) -> Tensor:
     """The maximum of each row of `x [K, N]` over the columns that count, 0 where none does."""
     if not x.shape[1]:
         return x.new_zeros(x.shape[0])
-    if excluded is None:
-        return x.amax(1)
-    largest = x.masked_fill_(excluded, -torch.inf).amax(1)
-    return largest.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)
+    if excluded is not None:
+        x.masked_fill_(excluded, -torch.inf)
+    return x.amax(1).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
 
 def _stack(rows: dict[str, Tensor]) -> Tensor:
