@@ -28,7 +28,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 test: $(VENV)/installed ## the fast tests [ARGS="-k vespo" WORKERS=8]
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
 
-bench: $(VENV)/installed ## time and memory beside eager, TRL and Liger, in MINUTES [ARGS="-k rollout --benchmark-json=bench.json"]
+bench: $(VENV)/installed ## time and memory beside eager, TRL and Liger [ARGS="-k rollout --benchmark-json=bench.json"]
 	$(RUN) -m pytest benchmarks $(ARGS)
 
 # What other processors compute differently: the products of NumPy, in which kernels are interpreted,

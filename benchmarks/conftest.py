@@ -19,6 +19,7 @@ GROUPS = pytest.StashKey[list[Any]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--rounds", type=int, default=3, help="of each contender (default: 3)")
     parser.addoption("--device", default=default, help=f"cpu or cuda (default: {default})")
     parser.addoption(
         "--shape", type=shape, metavar="N,V,H", help="of every workload (default: their own)"

@@ -112,7 +112,10 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
 
 
 def trl_chunked(w: Workload) -> Tensor:
-    """Runs TRL's chunked head, with Triton on the unmasked tokens only, as TRL does."""
+    """Runs TRL's chunked head: on a GPU by Triton, on the unmasked tokens only, as TRL does.
+
+    On a CPU it runs by torch operations on all tokens, which hold eight copies of a tile of logits.
+    """
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 

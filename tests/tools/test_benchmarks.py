@@ -266,7 +266,7 @@ def test_rollout_has_padding_tools_and_equal_rewards(tokens):
 def suite(folder, chosen, **env):
     """Runs `pytest benchmarks` at a tiny shape; returns its process and what it measured."""
     path = folder / "suite.json"
-    options = ["--device", "cpu", "--shape", "512,500,16", "--benchmark-min-rounds", "2"]
+    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2"]
     options += ["-p", "no:cacheprovider", "-k", chosen, "--benchmark-json", path]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks", *options], capture_output=True, text=True,
