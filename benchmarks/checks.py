@@ -57,11 +57,10 @@ def _gradients(w: Workload) -> dict[str, Tensor]:
 def errors(loss: Loss, truth: Truth) -> dict[str, float]:
     """Returns the absolute error of the loss and the relative errors of the gradients."""
     w = with_grad(truth.w.each(Tensor.detach))
-    value, found = step(loss, w), _gradients(w)
-    if found.keys() != truth.gradients.keys():
-        raise ValueError(f"gradients: expected {[*truth.gradients]}; got {[*found]}")
-    pairs = {name: (x, truth.gradients[name]) for name, x in found.items()}
-    relative = {name: _relative_error(*pair) for name, pair in pairs.items()}
+    value, gradients = step(loss, w), _gradients(w)
+    if gradients.keys() != truth.gradients.keys():
+        raise ValueError(f"gradients: expected {[*truth.gradients]}; got {[*gradients]}")
+    relative = {k: _relative_error(x, truth.gradients[k]) for k, x in gradients.items()}
     return {"loss": abs(value.item() - truth.loss), **relative}
 
 

@@ -187,8 +187,8 @@ def trl_divergence(w: Workload) -> Tensor:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     states, head = _teacher(w)
-    given = _rows(w)[0], w.weight, None, states.flatten(0, 1), head, None
-    return _mean(w, ChunkedDivergenceFunction.apply(*given, 1.0)[0])
+    models = w.hidden.flatten(0, 1), w.weight, None, states.flatten(0, 1), head, None
+    return _mean(w, ChunkedDivergenceFunction.apply(*models, 1.0)[0])
 
 
 def liger_divergence(w: Workload) -> Tensor:

@@ -46,7 +46,7 @@ CUDA_SHAPE = (4096, QWEN_V, 896)
 
 
 class Group:
-    """A stored workload with what its contenders are compared with."""
+    """A stored workload, and what its contenders are compared with."""
 
     def __init__(
         self, w: Workload, path: Path, device: torch.device, process: ProcessPoolExecutor
@@ -75,7 +75,9 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     shape = request.config.getoption("--shape") or (CUDA_SHAPE if cuda else SHAPES[request.param])
     w = make(request.param, shape, device).to(torch.bfloat16 if cuda else torch.float32)
     with stored(w) as path, fresh_process() as process:
-        yield Group(w, path, device, process)
+        group = Group(w, path, device, process)
+        del w  # frees a GPU's memory
+        yield group
 
 
 @pytest.mark.filterwarnings("ignore")  # Peers warn of the way in which they are called here.
@@ -84,8 +86,8 @@ def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRe
     absent = CONTENDERS[name].absent(group.device)
     if name not in group.contenders or absent:
         pytest.skip(absent or "no counterpart for this workload")
-    found = check(name, group.truth, "auto")
-    assert found.pop("status") == "ok", found
+    errors = check(name, group.truth, "auto")
+    assert errors.pop("status") == "ok", errors
     torch.compiler.reset()  # drops what was compiled for the shapes of the check
     step = name, group.path, group.device, "auto"
     with fresh_process() as process:
@@ -101,7 +103,7 @@ def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRe
         benchmark.group = group.about
         benchmark.pedantic(run, (kept_step, *step), rounds=request.config.getoption("--rounds"))
     floor = group.floor_around()
-    known = {"contender": name, "tokens": group.tokens, "errors": found}
+    known = {"contender": name, "tokens": group.tokens, "errors": errors}
     benchmark.extra_info |= {**known, "peak_bytes": peak_bytes, "floor_seconds": floor}
     if benchmark.stats is not None:  # with --benchmark-disable
         benchmark.extra_info["x_floor"] = benchmark.stats.stats.median / floor

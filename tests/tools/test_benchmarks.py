@@ -276,11 +276,11 @@ def suite(folder, chosen, **env):
 
 
 def test_the_suite_tells_time_memory_and_floor(tmp_path):
-    process, told = suite(tmp_path, "(frozen or heads) and (softmax or ours or fused)")
+    process, report = suite(tmp_path, "(frozen or heads) and (softmax or ours or fused)")
     assert process.returncode == 0, process.stdout
-    assert {"device", "torch", "triton"} <= set(told["machine_info"]) and told["commit_info"]["id"]
+    assert {"device", "torch", "triton"} <= set(report["machine_info"])
     groups = {}
-    for row in told["benchmarks"]:
+    for row in report["benchmarks"]:
         info = row["extra_info"]
         groups.setdefault(row["group"].split(":")[0], []).append(info["contender"])
         assert row["stats"]["rounds"] == 2 and info["peak_bytes"] > 0 and info["tokens"] == 512
@@ -313,8 +313,8 @@ measure.kept_norms = other_norms
 """)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     env = {"PYTHONPATH": path, "PYTEST_PLUGINS": "damages"}
-    process, told = suite(tmp_path, "dense and (softmax or ours)", **env)
-    assert [row["extra_info"]["contender"] for row in told["benchmarks"]] == [BASELINE]
+    process, report = suite(tmp_path, "dense and (softmax or ours)", **env)
+    assert [row["extra_info"]["contender"] for row in report["benchmarks"]] == [BASELINE]
     assert "2 failed, 1 passed" in process.stdout
     assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
     assert "AssertionError: expected [" in process.stdout
