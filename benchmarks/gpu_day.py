@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,9 @@ def graph(day: Day, N: int, H: int) -> Rows:
         raise ImportError("needs CUDA")
     w = day.workload(N, H)
     run, captured = run_of(day, w, "ours, capturable"), torch.cuda.CUDAGraph()
-    run()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    day.wait()
     with torch.cuda.graph(captured):
         results = run()
     with torch.no_grad():
@@ -524,6 +527,8 @@ def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name:
 
 def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
     """Runs the parts and returns what came of them, as it is in the file at any time."""
+    for module in ("triton", "torch._dynamo"):  # here, as every part would import them
+        import_module(module)
     about = {"date": str(date.today()), "python": sys.version, **measure.header("cpu")}
     result: Row = {**about, "parts": {}}
     for name, run, limit in parts:
@@ -536,14 +541,16 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
             process = multiprocessing.get_context("fork").Process(
                 target=work, args=(run, device, path, result, name)
             )
-            process.start()
             try:
+                process.start()
                 process.join(limit := min(limit, left))
-            finally:
+            finally:  # after a signal, too
                 ended = not process.is_alive()
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)
-                process.join(10)  # a kernel that hangs may hold it
+                if process.pid:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()  # of no group yet
+                    process.join(10)  # a kernel that hangs may hold it
             result = json.loads(path.read_text())
             mine = result["parts"][name]
             if mine["status"] == status:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # as the runs that are forked here would import it one by one
 
 from benchmarks import gpu_day, measure
 from grpo_kernels.base.checks import ValueChecks
@@ -118,7 +119,7 @@ def gpu(real_memory, monkeypatch):
     for name, value in {
         "synchronize": None, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None,
         "memory_allocated": 0, "max_memory_allocated": 1 << 30,
-        "graph": contextlib.nullcontext(),
+        "graph": contextlib.nullcontext(), "stream": contextlib.nullcontext(), "Stream": None,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "Event", Event)
