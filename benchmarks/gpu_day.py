@@ -151,14 +151,8 @@ class Day:
         for name, row in peaks.items():
             ms, host = (measure.spread([turn[name][i] for turn in taken]) for i in range(2))
             first = first or ms[0]
-            row = {
-                "run": name,
-                "shape": shape,
-                "ms": ms,
-                "x": ms[0] / first,
-                "host_ms": host,
-                **row,
-            }
+            row = {"run": name, "shape": shape, "ms": ms, "x": ms[0] / first} | row
+            row["host_ms"] = host
             if self.model and name in MODELLED:
                 terms = MODELLED[name](gpu_costs.Step(self.model, *shape))
                 row |= {"model": terms, "model_ms": sum(terms.values())}
@@ -218,10 +212,10 @@ def run_of(day: Day, w: Workload, name: str) -> Run:
             raise ImportError(why)
         loss = CONTENDERS[name].loss
         return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
+    exp_gemm, capturable = "exp_gemm" in name, "capturable" in name
     # In Triton's interpreter only what needs it, as that takes its time.
-    exp_gemm = True if "exp_gemm" in name else None
     backend = "triton" if day.large or exp_gemm else "torch"
-    execution = Execution(backend=backend, exp_gemm=exp_gemm, capturable="capturable" in name)
+    execution = Execution(backend=backend, exp_gemm=exp_gemm, capturable=capturable)
     given = w.hidden, w.weight, w.targets
 
     def loss_and_gradients() -> list[Tensor]:
