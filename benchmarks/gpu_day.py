@@ -155,8 +155,8 @@ class Day:
             row["host_ms"] = host
             if self.model and name in MODELLED:
                 terms = MODELLED[name](gpu_costs.Step(self.model, *shape))
-                row |= {"model": terms, "model_ms": sum(terms.values())}
-                row["x_model"] = ms[0] / row["model_ms"]
+                expected = sum(terms.values())
+                row |= {"model": terms, "model_ms": expected, "x_model": ms[0] / expected}
             yield row
 
 
@@ -315,9 +315,8 @@ def gemms(day: Day, H: int) -> Rows:
     for name, rows, columns, dtype in products:
         x, y = hidden[:rows], weight[:columns]
         z = new_rows(x, len(x), columns, dtype if name == "logits" else half).normal_()
-        out = {"logits": z, "dh": torch.zeros_like(x, dtype=dtype)}.get(name)
-        out = torch.zeros_like(y, dtype=dtype) if out is None else out
-        a, b = {"logits": (x, y.T), "dh": (z, y), "dw": (z.T, x)}[name]
+        out, a, b = {"logits": (z, x, y.T), "dh": (x, z, y), "dw": (y, z.T, x)}[name]
+        out = out if out is z else torch.zeros_like(out, dtype=dtype)
         run = partial(addmm, out, a, b, beta=float(name == "dw" and dtype == fp32))
         shape = (len(x), columns, x.shape[1])
         yield day.rate(f"{name}, {dtype}", shape, 2 * math.prod(shape), run)
@@ -329,22 +328,20 @@ def sweep(day: Day) -> Rows:
 
     stats, repeat = select_backend("triton", day.device).token_stats, day.size(10, 1)
     # Many at a time, as a launch takes the CPU a good part of a strip's time.
-    cases: list[tuple[int, Any]] = [(rows, None) for rows in STRIPS]
-    for rows, launch in [*cases, *((640, Launch(*x)) for x in LAUNCHES)]:
+    cases: list[tuple[int, Row]] = [(rows, {}) for rows in STRIPS]
+    for rows, how in [*cases, *((640, {"launch": Launch(*x)}) for x in LAUNCHES)]:
         shape = (day.size(rows, 2), day.size(V, 201))
         logits = 3 * torch.randn(shape, device=day.device)
         targets = torch.randint(0, shape[1], shape[:1], device=day.device)
         exps = torch.empty_like(logits, dtype=torch.bfloat16 if day.large else torch.float32)
-        how = {"launch": launch} if launch else {}
         run = partial(stats, logits, targets, LogitTransform(), entropy=True, exps=exps, **how)
         true = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
         moved = 6 * logits.numel()  # four bytes of a logit are read, two are written
         source = torch.zeros(moved // 2, dtype=torch.uint8, device=day.device)
         copy = partial(torch.empty_like(source).copy_, source)
-        if launch is None:
-            yield day.rate("copy", shape, moved, copy, repeat=repeat)
         check = partial(lambda run, true: errors([run().logps], [true]), run, true)
-        yield day.rate(f"sweep, {launch or 'as launched'}", shape, moved, run, check, repeat)
+        yield day.rate("copy", shape, moved, copy, repeat=repeat)
+        yield day.rate(f"sweep {how or ''}".strip(), shape, moved, run, check, repeat)
 
 
 def tiles(day: Day, H: int) -> Rows:
@@ -497,8 +494,7 @@ def _few_digits(number: str) -> float:
 
 def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name: str) -> None:
     """Runs a part in a new process, which saves its rows as they come, and then its status."""
-    os.setsid()  # what it starts ends with it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgrp()  # what it starts ends with it
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(1, signal.SIGKILL)  # and it with the run
     mine = result["parts"][name]
@@ -538,7 +534,7 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
             try:
                 process.start()
                 process.join(limit := min(limit, left))
-            finally:  # after a signal, too
+            finally:  # after Ctrl-C, too
                 ended = not process.is_alive()
                 if process.pid:
                     with suppress(ProcessLookupError):
@@ -590,7 +586,6 @@ def main(argv: list[str] | None = None) -> None:
         return choose(args.json)
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parts = [x for x in PARTS if not args.parts or x[0].startswith((*args.parts,))]
     done = run_all(parts, args.json, args.device, began + 60 * args.minutes)
     bad = [name for name, x in done.items() if not x["status"].startswith(("ok", "not run"))]
