@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-processors sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
+.PHONY: help demo test bench test-processors sanitize test-rest test-with test-all smoke-newest lint format compile-report api vllm with-vllm with-trl with-liger with-verl with-ms-swift with-axolotl with-kernels with-others
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -22,11 +22,14 @@ demo: $(VENV)/installed ## train a model of 135M parameters on a CPU [STEPS= MOD
 # The tests stand in tiers (docs/testing.md). Each worker computes on one core; ranks are processes
 # of their own, so they run without workers beside them.
 WORKERS ?= 2
-TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+TEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:benchmark
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 test: $(VENV)/installed ## the fast tests [ARGS="-k vespo" WORKERS=8]
 	$(TEST) $(PARALLEL) -m "not slow" tests/test_*.py $(ARGS)
+
+bench: $(VENV)/installed ## time and memory beside eager, TRL and Liger [ARGS="-k rollout --benchmark-json=bench.json"]
+	$(RUN) -m pytest benchmarks $(ARGS)
 
 # What other processors compute differently: the products of NumPy, in which kernels are interpreted,
 # its vector functions, and those of torch. What this processor cannot run is left out.

@@ -1,8 +1,9 @@
 """The contenders: this library, PyTorch, and every peer that can be imported, on the same loss.
 
 Each takes a workload and returns the DAPO loss per token, clipped at 0.2, over the unmasked tokens;
-its backward leaves gradients in the hidden states and the head. A peer that computes log-probs only
-is completed with the reference's loss.
+its backward leaves gradients in the hidden states and in a head that is not frozen. A peer that
+computes log-probs only is completed with the reference's loss. Of a workload with a teacher the
+loss is the mean reverse KL, from those that have one.
 
 No peer takes a support. Trainers that score the policy which acted set the logits of all other ids
 to -inf, as eager does here; it stands for every peer.
@@ -13,25 +14,42 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.workloads import Workload
-from grpo_kernels import Execution, fused_grpo_loss, grpo_loss, linear_logprobs, reference
+from benchmarks.workloads import Teacher, Workload
+from grpo_kernels import (
+    Execution,
+    Reference,
+    fused_distillation_loss,
+    fused_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+    reference,
+)
 
 # Rows per chunk for Liger's fused linear loss.
 LIGER_CHUNK = 512
 
 
-class Contender(NamedTuple):
+@dataclass(frozen=True)
+class Contender:
     """A loss; `absent` returns why it cannot run on a device, or None if it can."""
 
     loss: Callable[..., Tensor]
     absent: Callable[[torch.device], str | None] = lambda _: None
+    divergence: Callable[..., Tensor] | None = None  # the loss of a workload with a teacher
+
+    def __call__(self, w: Workload, **execution: Any) -> Tensor:
+        """Returns the loss of a workload."""
+        loss = self.loss if w.teacher is None else self.divergence
+        assert loss is not None
+        return loss(w, **execution)
 
 
 def _loss_of(w: Workload, logps: Tensor) -> Tensor:
@@ -94,7 +112,10 @@ def two_passes(w: Workload, **execution: Any) -> Tensor:
 
 
 def trl_chunked(w: Workload) -> Tensor:
-    """Runs TRL's chunked head, with Triton on the unmasked tokens only, as TRL does."""
+    """Runs TRL's chunked head: on a GPU by Triton, on the unmasked tokens only, as TRL does.
+
+    On a CPU it runs by torch operations on all tokens, which hold eight copies of a tile of logits.
+    """
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
@@ -135,6 +156,52 @@ def liger_triton(w: Workload) -> Tensor:
         logits, w.old_logps, None, w.targets, w.advantages, _liger_mask(w), temperature=1.0,
         beta=0.0, eps_low=0.2, eps_high=0.2, loss_type="dapo", reduce=True,
     )[0]  # fmt: skip
+
+
+def _teacher(w: Workload) -> Teacher:
+    assert w.teacher is not None
+    return w.teacher
+
+
+def _mean(w: Workload, divergence: Tensor) -> Tensor:
+    kept = slice(None) if w.mask is None else w.mask.flatten()
+    return divergence.flatten()[kept].mean()
+
+
+def eager_divergence(w: Workload) -> Tensor:
+    """Materializes both models' logits and log-probs."""
+    states, head = _teacher(w)
+    s = (w.hidden @ w.weight.T).float().log_softmax(-1)
+    t = (states @ head.T).float().log_softmax(-1)
+    return _mean(w, (s.exp() * (s - t)).sum(-1))
+
+
+def fused_divergence(w: Workload, **execution: Any) -> Tensor:
+    return fused_distillation_loss(
+        w.hidden, w.weight, Reference(*_teacher(w)), w.mask, execution=Execution(**execution)
+    ).loss
+
+
+def trl_divergence(w: Workload) -> Tensor:
+    """Runs TRL's chunked divergence; `beta` 1 is the reverse KL."""
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    states, head = _teacher(w)
+    models = w.hidden.flatten(0, 1), w.weight, None, states.flatten(0, 1), head, None
+    return _mean(w, ChunkedDivergenceFunction.apply(*models, 1.0)[0])
+
+
+def liger_divergence(w: Workload) -> Tensor:
+    """Runs Liger's fused linear JSD; `beta` 1 is the reverse KL."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=1.0, chunk_size=LIGER_CHUNK,
+        compiled=w.hidden.device.type == "cuda",
+    )  # fmt: skip
+    states, head = _teacher(w)
+    hidden, labels = _labelled(w)
+    return loss(hidden, w.weight, states.flatten(0, 1), head, labels)
 
 
 def _labelled(w: Workload) -> tuple[Tensor, Tensor]:
@@ -184,16 +251,23 @@ BASELINE = "eager, log_softmax"
 OURS = ("ours, one pass", "ours, two passes")
 # In the order in which they are measured: a run may end early, and what compiles is slow to begin.
 CONTENDERS: dict[str, Contender] = {
-    BASELINE: Contender(eager),
-    OURS[0]: Contender(one_pass),
+    BASELINE: Contender(eager, divergence=eager_divergence),
+    OURS[0]: Contender(one_pass, divergence=fused_divergence),
     OURS[1]: Contender(two_passes),
     "torch linear CE": Contender(torch_linear_cross_entropy, _linear_cross_entropy_absent),
-    "TRL chunked head": Contender(trl_chunked, _needs("trl")),
+    "TRL chunked head": Contender(trl_chunked, _needs("trl"), trl_divergence),
     "Liger scaled CE": Contender(liger_scaled_cross_entropy, _needs("liger_kernel")),
     "cut-cross-entropy": Contender(cut_cross_entropy, _needs("cut_cross_entropy", cuda=True)),
     "Liger Triton loss": Contender(liger_triton, _needs("liger_kernel", cuda=True)),
-    "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel")),
+    "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel"), liger_divergence),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
 # What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
 TRUSTED = (BASELINE, *OURS, "torch linear CE")
+
+
+def contenders_of(w: Workload) -> list[str]:
+    """Returns the names of those that compute a workload's loss."""
+    if w.support is not None:
+        return [BASELINE, *OURS]
+    return [n for n, x in CONTENDERS.items() if w.teacher is None or x.divergence is not None]

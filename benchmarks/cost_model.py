@@ -39,6 +39,7 @@ from benchmarks.gpu_costs import (
     liger_flce,
     liger_scaled_ce,
     replay,
+    trl_sft,
 )
 
 Shape = tuple[int, int, int]  # N, V, H
@@ -89,7 +90,7 @@ class Published(NamedTuple):
     ms: float
 
 
-_TRL, _CUTE = (8192, 151_936, 4096), (4096, 128_256, 4096)
+_TRL, _CUTE, _SFT = (8192, 151_936, 4096), (4096, 128_256, 4096), (16_384, 248_320, 2048)
 _SCALED = (8192, 131_072, 4096)  # published as a rate; the tokens are assumed
 PUBLISHED = (
     Published("three bare GEMMs", "H100", _TRL, partial(bare_gemms, rows=8192), 42),
@@ -100,6 +101,9 @@ PUBLISHED = (
     Published("quack's chunked linear CE", "H200", _CUTE, in_place_ce, 17.3),
     Published("Liger scaled CE, 682 TFLOP/s at 4 GEMMs", "H100", _SCALED, liger_scaled_ce,
               8 * math.prod(_SCALED) / 682e9),
+    Published("one bf16 GEMM, materialized cross-entropy", "H100", _SFT, eager, 137.0),
+    Published("TRL's SFT loss, 256 tokens at once", "H100", _SFT, trl_sft, 224.4),
+    Published("Liger FLCE, Triton", "H100", _SFT, partial(liger_flce, copied=True), 321.2),
     Published("materialized GRPO", "B200", (8192, 128_256, 4096), eager, 44),
 )  # fmt: skip
 

@@ -33,45 +33,34 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED
+from benchmarks.checks import ERRORS, check, truth_of, wrong_in_full
+from benchmarks.contenders import BASELINE, CONTENDERS, OURS, TRUSTED, contenders_of
 from benchmarks.cost_model import error_of_the_model, predict, shape
 from benchmarks.gpu_costs import METHODS, device_of
 from benchmarks.measure import (
     FLOOR,
     Found,
-    Loss,
     extra_memory,
     header,
     load,
-    loss_of,
     new_result,
     parser_of,
     reason,
     release,
     run_alone,
     spread,
-    step,
     stored,
     times,
-    with_grad,
     write_json,
 )
 from benchmarks.workloads import SYNTHETIC, TRUNCATED, WORKLOADS, Workload, make
-from grpo_kernels import reference
 from grpo_kernels.kernels import BACKENDS
 
-CHECKED_SEQUENCES, CHECKED_POSITIONS = 2, 64
-# Allowed errors. Those of gradients are relative to the norm of the float64 gradient of the same
-# inputs, that of the loss to the mean size of its terms, which is 1.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-ERRORS = ("loss", "d_hidden", "d_weight")
 # Contenders, and the methods of the cost model that stand for them.
 PREDICTED_BY = {
     FLOOR: "bare GEMMs",
@@ -83,48 +72,6 @@ PREDICTED_BY = {
 }
 
 
-class Truth(NamedTuple):
-    """A few sequences of a workload with their loss and gradients in float64."""
-
-    w: Workload
-    loss: float
-    d_hidden: Tensor
-    d_weight: Tensor
-
-
-def truth_of(w: Workload) -> Truth:
-    """Picks a few sequences that have a gradient and computes their loss in float64."""
-    trained = torch.arange(len(w.advantages), device=w.advantages.device)
-    if w.mask is not None:
-        trained = trained[(w.advantages != 0) & w.mask.any(1)]
-    w = w.sequences(trained[:CHECKED_SEQUENCES]).first(CHECKED_POSITIONS).each(Tensor.detach)
-    exact = with_grad(w.each(lambda x: x.double() if x.is_floating_point() else x))
-    given = exact.hidden, exact.weight, exact.targets, exact.advantages, exact.mask
-    loss = reference.fused_grpo_loss(*given, old_logps=exact.old_logps, support=exact.support).loss
-    loss.backward()
-    assert exact.hidden.grad is not None and exact.weight.grad is not None
-    return Truth(w, loss.item(), exact.hidden.grad, exact.weight.grad)
-
-
-def errors(loss: Loss, truth: Truth) -> dict[str, float]:
-    """Returns the absolute error of the loss and the relative errors of the gradients."""
-    w = with_grad(truth.w.each(Tensor.detach))
-    value = step(loss, w)
-    assert w.hidden.grad is not None and w.weight.grad is not None
-    return {
-        "loss": abs(value.item() - truth.loss),
-        "d_hidden": _relative_error(w.hidden.grad, truth.d_hidden),
-        "d_weight": _relative_error(w.weight.grad, truth.d_weight),
-    }
-
-
-def _relative_error(grad: Tensor, expected: Tensor) -> float:
-    # In parts, so that a large head is in memory once in float64, not three times.
-    parts = zip(grad.split(4096), expected.split(4096), strict=True)
-    squares = sum(float((x - y).square().sum()) for x, y in parts)
-    return squares**0.5 / float(expected.norm())
-
-
 class Results:
     """What has been found out about a workload's contenders so far, saved whenever it grows."""
 
@@ -133,13 +80,14 @@ class Results:
     ) -> None:
         self.workload, self.save, self.dtype = w.describe(), save, w.hidden.dtype
         # Over the entries of a support the FLOPs are others.
-        self.flop = 6 * w.tokens * w.weight.numel() if w.support is None else None
-        self.gradient_bytes = w.hidden.nbytes + 4 * w.weight.numel()
+        self.flop = 2 * w.gemms * w.tokens * w.weight.numel() if w.support is None else None
+        self.gradient_bytes = w.hidden.nbytes + (0 if w.frozen else 4 * w.weight.numel())
         self.found: Found = {name: {"status": "not measured"} for name in (*names, FLOOR)}
         self.predicted: dict[str, float] = {}
         model = device_of(header(device)["device"])
-        # The model is of bfloat16 where every token counts.
-        if model and w.mask is None and w.support is None and self.dtype == torch.bfloat16:
+        # The model is of bfloat16 and three GEMMs where every token counts.
+        plain = w.mask is None and w.support is None and w.gemms == 3
+        if model and plain and self.dtype == torch.bfloat16:
             V, H = w.weight.shape
             self.predicted = {
                 name: predict(model, (w.tokens, V, H), METHODS[method]) / 1e3
@@ -173,20 +121,6 @@ class Results:
         return row
 
 
-def wrong_in_full(found: Found, dtype: torch.dtype) -> set[str]:
-    """Returns those whose loss or gradient norms are not the median of all."""
-    results = {k: x["results"] for k, x in found.items() if x["status"] == "ok" and "results" in x}
-    expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
-    wrong = set()
-    for name, steps in results.items():
-        for loss, *norms in steps:
-            off = [abs(x / y - 1) for x, y in zip(norms, expected[1:], strict=True)]
-            # Written so that NaN is wrong.
-            if not all(x <= TOLERANCE[dtype] for x in (abs(loss - expected[0]), *off)):
-                wrong.add(name)
-    return wrong
-
-
 def run_workload(
     workload: str,
     args: argparse.Namespace,
@@ -196,8 +130,8 @@ def run_workload(
     deadline = time.monotonic() + args.limit_s
     cuda = torch.device(args.device).type == "cuda"
     w = make(workload, args.shapes, args.device).to(torch.bfloat16 if cuda else torch.float32)
-    print(f"\n{w.describe()}, forward + backward, head trained, {args.rounds} rounds", flush=True)
-    names = args.contenders if w.support is None else [BASELINE, *OURS]
+    print(f"\n{w.describe()}, forward + backward, {args.rounds} rounds", flush=True)
+    names = [name for name in contenders_of(w) if name in args.contenders]
     results = Results(w, names, args.device, save)
     # On a GPU, a peer that takes too long or ends its process shall not take the others with it.
     alone = [n for n in names if args.isolate and n not in TRUSTED]
@@ -271,16 +205,6 @@ def measure_together(
                 row["status"] = reason(error)
             tell(found)
     return found
-
-
-def check(name: str, truth: Truth, backend: str) -> dict[str, Any]:
-    """Returns the errors of a contender and its status, also if it raises an exception."""
-    try:
-        row = errors(loss_of(name, backend), truth)
-    except Exception as error:
-        return {"status": reason(error)}
-    right = all(row[key] <= TOLERANCE[truth.w.hidden.dtype] for key in ERRORS)
-    return {**row, "status": "ok" if right else "wrong"}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

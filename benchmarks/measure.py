@@ -92,35 +92,43 @@ def _peak_resident_bytes() -> int:
 
 
 def bare_gemms(w: Workload) -> Callable[[], None]:
-    """Returns the lower bound: the three GEMMs of the unmasked tokens, into existing buffers."""
-    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
-    if w.mask is not None:
-        hidden = hidden[w.mask.flatten()]
-    chunks = hidden.split(4096)
-    logits = hidden.new_zeros(len(chunks[0]), weight.shape[0])
+    """Returns the lower bound: the GEMMs of the unmasked tokens, into existing buffers.
+
+    They are the logits and the gradients of the hidden states and of a head that is not frozen,
+    and the logits of a teacher.
+    """
+    weight, teacher = w.weight.detach(), w.teacher
+    kept = slice(None) if w.mask is None else w.mask.flatten()
+    chunks = w.hidden.detach().flatten(0, 1)[kept].split(4096)
+    others = teacher.hidden.flatten(0, 1)[kept].split(4096) if teacher else ()
+    logits = weight.new_zeros(len(chunks[0]), weight.shape[0])
     d_hidden, d_weight = torch.zeros_like(chunks[0]), torch.zeros_like(weight)
 
     def run() -> None:
         for i, chunk in enumerate(chunks):
             out = logits[: len(chunk)]
+            if teacher:
+                torch.mm(others[i], teacher.head.T, out=out)
             torch.mm(chunk, weight.T, out=out)
             torch.mm(out, weight, out=d_hidden[: len(chunk)])
-            torch.addmm(d_weight, out.T, chunk, beta=min(i, 1), out=d_weight)
+            if not w.frozen:
+                torch.addmm(d_weight, out.T, chunk, beta=min(i, 1), out=d_weight)
 
     return run
 
 
 def with_grad(w: Workload) -> Workload:
-    """Makes hidden states and head require gradients, and clears those that they have."""
-    for x in (w.hidden, w.weight):
+    """Makes hidden states and a trained head require gradients, and clears what they have."""
+    for x, trained in ((w.hidden, True), (w.weight, not w.frozen)):
         x.grad = None
-        x.requires_grad_()
+        x.requires_grad_(trained)
     return w
 
 
 def loss_of(name: str, backend: str) -> Loss:
     """Returns a contender's loss, with `backend` if it is one of this library's."""
-    return partial(CONTENDERS[name].loss, **({"backend": backend} if "ours" in name else {}))
+    execution: dict[str, Any] = {"backend": backend} if "ours" in name else {}
+    return partial(CONTENDERS[name], **execution)
 
 
 def step(loss: Loss, w: Workload) -> Tensor:
@@ -287,9 +295,13 @@ def time_step(loss: Loss, w: Workload) -> dict[str, Any]:
         seconds, value = timed(partial(step, loss, w), w.hidden.device)
         if not left or _page_faults() - before < _FEW_FAULTS:
             break
+    return {"seconds": seconds, "results": (float(value), *gradient_norms(w))}
+
+
+def gradient_norms(w: Workload) -> list[float]:
+    """Returns the norms of the gradients of the hidden states and the head; 0 where is none."""
     gradients = [x.grad for x in (w.hidden, w.weight)]
-    norms = [0.0 if x is None else float(x.float().norm()) for x in gradients]
-    return {"seconds": seconds, "results": (float(value), *norms)}
+    return [0.0 if x is None else float(x.float().norm()) for x in gradients]
 
 
 def _page_faults() -> int:
@@ -327,6 +339,19 @@ def measure_memory(name: str, path: Path, device: torch.device, backend: str) ->
     if memory.extra_bytes is None:
         raise OSError(f"this system does not report peak memory for {w.hidden.device}")
     return memory.extra_bytes
+
+
+def kept_step(name: str, path: Path, device: torch.device, backend: str) -> float:
+    """Runs a step whose memory this process keeps for the next one; returns the loss."""
+    if device.type == "cpu":
+        keep_memory()  # as PyTorch does on a GPU
+    w = load(path, device, shared=False)
+    return float(timed(partial(step, loss_of(name, backend), w), device)[1])
+
+
+def kept_norms(path: Path) -> list[float]:
+    """Returns the norms of the gradients of `kept_step`, in the same process."""
+    return gradient_norms(_held[path])
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

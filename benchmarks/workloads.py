@@ -10,9 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +39,17 @@ PROMPTS = (
 )
 
 Device = str | torch.device
-# Files of workloads have it in them.
-torch.serialization.add_safe_globals([Support])
+
+
+class Teacher(NamedTuple):
+    """Another model on the same tokens."""
+
+    hidden: Tensor  # [B, T, H]
+    head: Tensor  # [V, H]
+
+
+# Files of workloads have these in them.
+torch.serialization.add_safe_globals([Support, Teacher])
 
 
 @dataclass
@@ -56,29 +64,39 @@ class Workload:
     old_logps: Tensor  # [B, T]
     mask: Tensor | None = None  # [B, T], bool
     support: Support | None = None  # what sampling kept for each token
+    frozen: bool = False  # the head takes no gradient
+    teacher: Teacher | None = None  # the loss is then the reverse KL from it
 
     @property
     def tokens(self) -> int:
         """The number of positions that count."""
         return self.targets.numel() if self.mask is None else int(self.mask.sum())
 
+    @property
+    def gemms(self) -> int:
+        """The number of GEMMs that forward and backward need."""
+        return 3 - self.frozen + (self.teacher is not None)
+
     def describe(self) -> str:
         (B, T, H), V = self.hidden.shape, self.weight.shape[0]
         dtype = str(self.hidden.dtype).removeprefix("torch.")
         counted = "" if self.mask is None else f" of {B * T:,} positions"
         about = f"{self.name}: N = {self.tokens:,}{counted}, V = {V:,}, H = {H:,}, {dtype}"
+        about += ", head frozen" * self.frozen + ", KL from a teacher" * (self.teacher is not None)
         return about if self.support is None else f"{about}, {_sizes(self.support)}"
 
     def to(self, dtype: torch.dtype) -> Workload:
         """Returns the workload with hidden states and head in another dtype."""
-        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+        teacher = self.teacher and Teacher(*(x.to(dtype) for x in self.teacher))
+        states, weight = self.hidden.to(dtype), self.weight.to(dtype)
+        return replace(self, hidden=states, weight=weight, teacher=teacher)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Workload:
         """Returns the workload with `change` applied to every tensor."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, tuple):
-                changed[name] = Support(*map(change, value))
+                changed[name] = type(value)(*map(change, value))
             else:
                 changed[name] = change(value) if isinstance(value, Tensor) else value
         return Workload(**changed)
@@ -92,8 +110,10 @@ class Workload:
         return self._part(lambda x: x if x.ndim == 1 else x[:, :T])
 
     def _part(self, take: Callable[[Tensor], Tensor]) -> Workload:
-        weight, support = self.weight, self.support
-        part = replace(self, support=None).each(lambda x: x if x is weight else take(x))
+        heads, support = [self.weight, *(self.teacher or ())[1:]], self.support
+        part = replace(self, support=None).each(
+            lambda x: x if any(x is head for head in heads) else take(x)
+        )
         if support is not None:
             numbers = torch.arange(self.targets.numel()).view_as(self.targets)
             part.support = _support_of(support, take(numbers).flatten().tolist())
@@ -103,6 +123,8 @@ class Workload:
         """Returns copies of the first sequence and of 64 rows of the head, for a warm-up."""
         tiny = self.sequences(slice(1)).each(Tensor.detach)
         tiny.weight, tiny.targets = self.weight.detach()[:64], tiny.targets % 64
+        if tiny.teacher is not None:
+            tiny.teacher = Teacher(tiny.teacher.hidden, tiny.teacher.head[:64])
         if self.support is not None:
             ids = torch.stack([tiny.targets, (tiny.targets + 1) % 64], -1).flatten()
             tiny.support = Support(ids, torch.arange(0, len(ids) + 1, 2, device=ids.device))
@@ -266,6 +288,38 @@ def rollout(
     return w
 
 
+def frozen(*shape: Any, **options: Any) -> Workload:
+    """Makes what `synthetic` does, with a head that takes no gradient."""
+    return replace(synthetic(*shape, **options), frozen=True)
+
+
+def two_heads(*shape: Any, **options: Any) -> Workload:
+    """Makes what `synthetic` does, and a teacher whose states are near the model's."""
+    w = synthetic(*shape, **options)
+    g = torch.Generator(w.hidden.device).manual_seed(1)
+    noise = torch.randn(w.hidden.shape, generator=g, device=w.hidden.device)
+    return replace(w, teacher=Teacher(w.hidden + 1.5 * noise, w.weight.clone()))
+
+
+@torch.no_grad()
+def nucleus(
+    name: str, N: int, V: int, H: int, device: Device = "cpu", T: int = 64, seed: int = 0
+) -> Workload:
+    """Makes what `synthetic` does, sampled with top-p 0.9 from the 1,024 likeliest tokens."""
+    w = synthetic(name, N, V, H, device, T, seed)
+    g = torch.Generator(device).manual_seed(seed)
+    targets, ids, sizes = [], [], []
+    for states in w.hidden.flatten(0, 1).split(256):
+        p, order = (states @ w.weight.T).softmax(-1).topk(min(1024, V))
+        kept = p.cumsum(-1) - p < 0.9
+        targets.append(order.gather(1, torch.multinomial(p * kept, 1, generator=g)))
+        ids.append(order[kept])
+        sizes.append(kept.sum(-1))
+    w.targets = torch.cat(targets).view_as(w.targets)
+    w.support = Support(torch.cat(ids), F.pad(torch.cat(sizes).cumsum(0), (1, 0)))
+    return replace(w, **_policy_inputs(w.hidden, w.weight, w.targets, seed, w.support))
+
+
 @torch.no_grad()
 def _sampled(name: str, hidden: Tensor, weight: Tensor, seed: int) -> Workload:
     g = torch.Generator(hidden.device).manual_seed(seed)
@@ -298,6 +352,9 @@ SYNTHETIC: dict[str, tuple[Callable[..., Workload], tuple[int, int, int]]] = {
     "dense": (synthetic, (2048, DEMO_V, DEMO_H)),
     "rollout": (rollout, (4096, DEMO_V, DEMO_H)),
     "flat": (flat, (2048, DEMO_V, DEMO_H)),
+    "frozen": (frozen, (2048, DEMO_V, DEMO_H)),
+    "nucleus": (nucleus, (2048, DEMO_V, DEMO_H)),
+    "two-heads": (two_heads, (2048, DEMO_V, DEMO_H)),
     "qwen05": (synthetic, (4096, QWEN_V, 896)),
     "qwen15": (synthetic, (4096, QWEN_V, 1536)),
     "qwen7": (synthetic, (4096, QWEN_V, 3584)),
@@ -319,7 +376,7 @@ def make(name: str, shape: tuple[int, int, int] | None = None, device: Device = 
         return samples.each(lambda x: x.to(device))
     maker, default = SYNTHETIC[name]
     N, V, H = shape or default
-    T = signature(maker).parameters["T"].default
+    T = 256 if maker is rollout else 64
     if N % T:
         raise ValueError(f"shape: expected a multiple of {T} tokens for {name}; got {N:,}")
     w = maker(name, min(N, MOST_MADE), V, H, device)

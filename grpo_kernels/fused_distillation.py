@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.autograd import keep_gradients, kept_gradients, power_of_two_scale
+from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
 from .base.checks import check_choice, check_number
 from .base.outputs import DistillationOutput
 from .head.call import head_call
@@ -94,11 +94,13 @@ def fused_distillation_loss(
     count = torch.full((), N, dtype=torch.float32, device=hidden.device)
     if mask is not None:
         count = mask.sum(dtype=torch.float32)
-    given = number_of_items(num_items, count, call.checks)
-    if given is None:
-        items = count
+    items = number_of_items(num_items, count, call.checks)
+    if items is None:
+        weight = 1.0 / count.clamp(min=1)
+    elif isinstance(items, Tensor):
+        weight = 1.0 / torch.where(items == 0, 1.0, items.float())
     else:
-        items = given.float() if isinstance(given, Tensor) else torch.full_like(count, given)
+        weight = torch.full_like(count, 1.0 / (items or 1.0))
     passes = passes_of(
         call,
         None,
@@ -106,7 +108,7 @@ def fused_distillation_loss(
         entropy=True,
         of_loss={"kind": KINDS.index(kind), "beta": beta},
     )
-    run = partial(_Distillation.apply, *call.tensors, items, passes)
+    run = partial(_Distillation.apply, *call.tensors, weight, passes)
     loss, values = passes.run(run)
     stats = PairStats(values)
     return DistillationOutput(
@@ -128,19 +130,19 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, items, passes, plan = args
+        *tensors, weight, passes, plan = args
         N = len(tensors[0])
         values = tensors[0].new_zeros((PairStats.size(), N), dtype=torch.float32)
-        weight = 1.0 / torch.where(items == 0, 1.0, items)
         with torch.autocast(weight.device.type, enabled=False):
-            scale = power_of_two_scale(weight)
+            dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+            scale = float16_scale(dtypes, lambda: weight)
             grads = Gradients(tensors, passes.wanted, every_row=plan.num_grad_rows == N)
             dense = passes.dense(tensors, plan)
             for rows in plan.chunks():
                 found = dense.sweep(rows)  # GEMMs 1 and 2
                 values[:, rows.index] = found.values
                 if any(passes.wanted):
-                    d = (scale * weight).expand(rows.size)
+                    d = scaled(weight, scale).expand(rows.size)
                     if plan.has_masked and passes.tokens is not None:
                         d = d * passes.tokens[rows.index]
                     dense.add(rows, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4

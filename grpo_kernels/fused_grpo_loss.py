@@ -14,8 +14,8 @@ overwritten: one pass, three GEMMs.
 The gradient of the logits, r o X, is never made. Where the entropy has a gradient, or the GEMMs
 take float16, it is, by a second sweep: `logit_grads_(Z)`.
 
-The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. They
-are computed and stored `scale` times as large, a power of two that float16 needs. Where one chunk
+The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
+float16 they are computed and stored `scale` times as large, a power of two. Where one chunk
 has all rows, X is kept and GEMMs 2 and 3 are the backward's, with the loss's gradient in r: dW is
 rounded once, by its GEMM, and nothing is scaled.
 
@@ -38,10 +38,12 @@ import torch
 from torch import Tensor
 
 from .base.autograd import (
+    float16_scale,
     keep_gradients,
     kept_gradients,
-    power_of_two_scale,
     refuse_double_backward,
+    scaled,
+    unscaled,
 )
 from .base.checks import saveable
 from .base.outputs import GRPOLossOutput
@@ -210,11 +212,13 @@ class _OnePass(torch.autograd.Function):
         per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
         logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
         by_kl = d_kl(config, inputs)
-        losses = [logps.new_zeros(())]
+        by_entropy = any_wanted and config.entropy_has_gradient
+        loss = None
         # With a cross-entropy term there are rows outside the policy's mask.
         masked = plan.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
-            scale = power_of_two_scale(_largest_weight(config, inputs))
+            dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+            scale = float16_scale(dtypes, partial(_largest_weight, config, inputs))
             later = passes.makes_gradients_later(plan)
             grads = None if later else passes.gradients(tensors, plan)
             dense = passes.dense(tensors, plan)
@@ -233,29 +237,32 @@ class _OnePass(torch.autograd.Function):
                     passes.call.backend,
                     grad=rows.needs_grad and any_wanted,
                 )
-                losses.append(policy.loss)
+                loss = policy.loss if loss is None else loss + policy.loss
                 logps[index], entropy[index] = stats.logps, stats.entropy
                 if policy.d_logps is None:
                     continue
-                g, e = scale * policy.d_logps, None
+                g, e = scaled(policy.d_logps, scale), None
                 d_logps[index] = g
                 if policy.d_entropy is not None:
-                    e = d_entropy[index] = scale * policy.d_entropy
+                    e = d_entropy[index] = scaled(policy.d_entropy, scale)
                 if grads is None:
                     ctx.plan, ctx.passes = plan, passes
                     kept = (x if x.requires_grad else saveable(x) for x in tensors)
                     ctx.save_for_backward(scale, *dense.leave(g), *kept)
                     continue
-                more = [] if by_kl is None else [None, scale * by_kl[index]]
+                more = [] if by_kl is None else [None, scaled(by_kl[index], scale)]
                 dense.add(rows, grads, g, e, *more)  # GEMMs 2 and 3
             if plan.has_masked and passes.tokens is not None:
                 per_token[:3].masked_fill_(~passes.tokens, 0.0)
+        d_stats = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
         ctx.later = later
         if grads is not None:
             keep_gradients(ctx, tensors, scale, grads.all())
-        d_stats = (d_logps, d_entropy) if any_wanted else (None, None)
-        ctx.mark_non_differentiable(logps, entropy, kl, d_logps, d_entropy)
-        return torch.stack(losses).sum(), logps, entropy, None if by_kl is None else kl, *d_stats
+        if loss is None:
+            loss = logps.new_zeros(())
+        kl = None if by_kl is None else kl
+        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *d_stats) if x is not None))
+        return loss, logps, entropy, kl, *d_stats
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -268,7 +275,7 @@ class _OnePass(torch.autograd.Function):
             grads = passes.gradients(tensors, plan, once=True)
             (rows,) = (rows for rows in plan.chunks() if rows.needs_grad)
             dense = passes.dense(tensors, plan)
-            dense.add_left(rows, grads, exps, factors * (d_loss / scale))
+            dense.add_left(rows, grads, exps, factors * unscaled(d_loss, scale))
         found = (
             None if x is None else x.to(y.dtype) for x, y in zip(grads.all(), tensors, strict=True)
         )

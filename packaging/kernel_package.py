@@ -1,16 +1,18 @@
-"""Lays the core out as Hugging Face's `kernels` loads it, in a folder that could be uploaded.
+"""Lays the core out as Hugging Face's `kernels` loads it, beside the source of `kernel-builder`.
 
     python packaging/kernel_package.py [FOLDER]           # build/kernel, if none is named
 
     from kernels import get_local_kernel
     grpo_kernels = get_local_kernel(Path("build/kernel"))
 
-The core needs torch and Triton alone, and imports itself relatively, so that it works under any
-name. Trainer and integrations, which need more, are left out.
+`build/torch-<backend>/` is what is loaded; `kernel-builder` makes the same of `build.toml`,
+`CARD.md` and `torch-ext/`. The core needs torch and Triton alone, and imports itself relatively, so
+that it works under any name. Trainer and integrations, which need more, are left out.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -21,54 +23,79 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grpo_kernels"
 LEFT_OUT = ("integrations", "training")
-BACKENDS = ("cpu", "cuda", "rocm", "xpu")
-VERSION = 1  # of what the hub serves, which goes up where calls change
+BACKENDS = ("cpu", "cuda", "rocm")  # those that the kernels are compiled for
+VERSION = 0  # the hub's number for calls that may still change
+CARD = """\
+---
+library_name: kernels
+license: mit
+---
+# grpo_kernels
+
+The GRPO loss and its gradients from hidden states and the LM head, without the logits. An alpha:
+calls may change, and no GPU has run it yet.
+
+```python
+{code}```
+
+From a publisher that the hub does not list as trusted, `get_kernel` also needs
+`trust_remote_code=True`. Python 3.10 or newer, PyTorch 2.10 or newer and, on a GPU, Triton.
+"""
 
 
 def files() -> list[Path]:
-    """The core's modules, relative to the package."""
-    found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-    return sorted(path for path in found if path.parts[0] not in LEFT_OUT)
+    """Returns the core's files, relative to the package: all that a wheel has of it."""
+    paths = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file())
+    core = (path for path in paths if path.parts[0] not in LEFT_OUT)
+    return sorted(path for path in core if path.suffix != ".pyc")
+
+
+def copy_to(folder: Path) -> None:
+    """Copies the core into a folder."""
+    for path in files():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PACKAGE / path, folder / path)
 
 
 def lay_out(folder: Path) -> None:
-    """Writes `build/torch-<backend>/` for each backend, `build.toml`, the card and the license."""
+    """Writes the variant of each backend, and what `kernel-builder` makes them of."""
     shutil.rmtree(folder, ignore_errors=True)
-    digest = hashlib.sha256(b"".join((PACKAGE / path).read_bytes() for path in files()))
+    hashes = {path: hashlib.sha256((PACKAGE / path).read_bytes()) for path in files()}
+    digest = {path.as_posix(): base64.b64encode(h.digest()).decode() for path, h in hashes.items()}
+    unique = hashlib.sha256(json.dumps(digest).encode()).hexdigest()[:8]
     for backend in BACKENDS:
         variant = folder / f"build/torch-{backend}"
-        for path in files():
-            (variant / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(PACKAGE / path, variant / path)
+        copy_to(variant)
         metadata = {
-            "id": f"_grpo_kernels_{backend}_{digest.hexdigest()[:8]}",
+            "id": f"_grpo_kernels_{backend}_{unique}",
             "name": "grpo-kernels",
             "version": VERSION,
             "license": "MIT",
             "python-depends": [],
             "backend": {"type": backend},
+            "digest": {"algorithm": "sha256", "files": digest},
         }
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    copy_to(folder / "torch-ext/grpo_kernels")
+    extensions = sorted({path.suffix[1:] for path in files()})
     (folder / "build.toml").write_text(
-        f'[general]\nname = "grpo-kernels"\nversion = {VERSION}\nlicense = "MIT"\n'
-        f"backends = {json.dumps(BACKENDS)}\n\n[torch-noarch]\n"
+        f'[general]\nname = "grpo-kernels"\nversion = {VERSION}\nedition = 5\nlicense = "MIT"\n'
+        f'backends = {json.dumps(BACKENDS)}\n\n[general.hub]\nrepo-id = "OWNER/grpo-kernels"\n\n'
+        f"[torch-noarch]\npyext = {json.dumps(extensions)}\n"
     )
     shutil.copyfile(ROOT / "LICENSE", folder / "LICENSE")
     quickstart = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert quickstart is not None
     code = quickstart[1].replace(
         "from grpo_kernels import fused_grpo_loss, group_advantages\n",
-        'from kernels import get_kernel\n\ngrpo_kernels = get_kernel("OWNER/grpo-kernels", '
-        f"version={VERSION})\nfused_grpo_loss = grpo_kernels.fused_grpo_loss\n"
+        'from kernels import get_kernel\n\ngrpo_kernels = get_kernel("{{ repo_id }}", '
+        "version={{ version }})\nfused_grpo_loss = grpo_kernels.fused_grpo_loss\n"
         "group_advantages = grpo_kernels.group_advantages\n",
     )
-    (folder / "README.md").write_text(
-        "---\nlicense: mit\ntags: [kernels]\n---\n# grpo_kernels\n\nThe GRPO loss and its gradients"
-        f" from hidden states and the LM head, without the logits.\n\n```python\n{code}```\n"
-    )
+    (folder / "CARD.md").write_text(CARD.format(code=code))
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "build/kernel")
     lay_out(target)
-    print(f"{len(files())} modules for {', '.join(BACKENDS)} in {target}")
+    print(f"{len(files())} files for {', '.join(BACKENDS)} in {target}")

@@ -107,7 +107,7 @@ def test_who_takes_the_kernel(options, taken):
         return PolicyLoss(logps.sum(), logps, None)
 
     x, ones = torch.zeros(3), torch.ones(3)
-    sequences = Sequences(torch.zeros(3, dtype=torch.long), 1)
+    sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
     inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
     policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True)
     assert len(asked) == taken
@@ -213,3 +213,28 @@ def test_gradient_of_the_kl_far_from_the_reference(estimator, level, clamp, back
         size = size.amax(1, keepdim=True) if level == "sequence" else size
         worst = ((actual - exact).abs() / size).max()
         assert worst <= 1e-5, f"d_logps: relative error {worst:.1e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", ((1, 7), (5, 1), (1, 1)))
+def test_one_sequence_and_one_token(shape, backend):
+    """Advantages per sequence, `[B]`, every third of the caller's; no mask, so nothing is indexed.
+
+    A kernel reads one value per token: a view of fewer would be read past its end.
+    """
+    g = torch.Generator().manual_seed(0)
+    advantages = torch.randn(shape[0], 3, generator=g)[:, 0]
+    logps, old_logps = (-3 * torch.rand(shape, generator=g) for _ in range(2))
+    for loss_type in ("dapo", "grpo", "gspo"):
+        cfg, outs, grads = config(loss_type=loss_type, epsilon=0.9, epsilon_high=20.0), [], []
+        for call, dtype, how in (
+            (reference.grpo_loss, torch.float64, {}),
+            (grpo_loss, torch.float32, {"backend": backend}),
+        ):
+            leaf = logps.to(dtype).requires_grad_()
+            out = call(leaf, advantages.to(dtype), old_logps=old_logps.to(dtype), config=cfg, **how)
+            outs.append(out.loss)
+            grads.append(*torch.autograd.grad(out.loss, leaf))
+        torch.testing.assert_close(outs[1].double(), outs[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grads[1].double(), grads[0], rtol=1e-5, atol=1e-6)
+        assert grads[0].abs().max() > 0.01

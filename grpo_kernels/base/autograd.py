@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,26 +22,42 @@ def refuse_double_backward(call: str) -> None:
         )
 
 
-def power_of_two_scale(largest: Tensor) -> Tensor:
-    """The power of two, 0-d, that brings `largest` to between 1 and 2.
+def float16_scale(dtypes: Iterable[torch.dtype], largest: Callable[[], Tensor]) -> Tensor | None:
+    """The power of two, 0-d, that brings `largest()` to between 1 and 2; None without a float16.
 
     A token's share of a mean is about 1 / N, soon too small for float16; times this it fits, and
-    a power of two is taken out again without losing digits.
+    a power of two is taken out again without losing digits. Other dtypes have the exponents.
     """
-    return torch.exp2(-largest.float().clamp(min=1e-30).log2().floor())
+    if torch.float16 not in dtypes:
+        return None
+    # By the exponent's bits: torch.exp2 on CUDA is compiled in the first call of a process.
+    exponent = largest().float().clamp(1e-30, 1e38).view(torch.int32) >> 23
+    return ((254 - exponent) << 23).view(torch.float32)
+
+
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """`x * scale`; `x` where there is no scale."""
+    return x if scale is None else x * scale
+
+
+def unscaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """`x / scale`; `x` where there is no scale."""
+    return x if scale is None else x / scale
 
 
 def scaled_gradient(
-    stored: Tensor | None, scale: Tensor, dtype: torch.dtype, *, fresh: bool = False
+    stored: Tensor | None, scale: Tensor | None, dtype: torch.dtype, *, fresh: bool = False
 ) -> Tensor | None:
     """`scale * stored` in `dtype`, for a gradient that was computed in the forward.
 
     Scales `stored` in place, unless the caller retains the graph: a full card has no room for a
     second tensor of the head's size. `fresh`: `stored` was computed in this backward, and no other
-    will ask for it.
+    will ask for it; only such a one may come without a scale.
     """
     if stored is None:
         return None
+    if scale is None:
+        return stored.to(dtype)
     kept = not fresh and graph_is_kept()
     if stored.dtype == torch.float32:
         if kept or dtype != torch.float32:
@@ -56,7 +72,7 @@ def scaled_gradient(
 
 
 def keep_gradients(
-    ctx: Any, tensors: Sequence[Tensor], scale: Tensor, gradients: Sequence[Tensor | None]
+    ctx: Any, tensors: Sequence[Tensor], scale: Tensor | None, gradients: Sequence[Tensor | None]
 ) -> None:
     """Keeps a scalar loss's gradients by `tensors`, computed `scale` times as large."""
     ctx.save_for_backward(scale, *gradients)
@@ -67,7 +83,7 @@ def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | Non
     """The gradients of the tensors, from that of the loss; refuses a double backward."""
     refuse_double_backward(call)
     scale, *gradients = ctx.saved_tensors
-    factor = d_loss / scale
+    factor = unscaled(d_loss, scale)
     for stored, dtype in zip(gradients, ctx.dtypes, strict=True):
         yield scaled_gradient(stored, factor, dtype)
 

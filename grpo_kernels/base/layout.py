@@ -41,8 +41,7 @@ class Layout:
             if x.ndim == 1:
                 return Layout(x.shape, x.device, None)
             B, T = x.shape
-            ids = torch.arange(B, device=x.device).repeat_interleave(T, output_size=B * T)
-            return Layout(x.shape, x.device, Sequences(ids, B))
+            return Layout(x.shape, x.device, Sequences(B, length=T))
         if x.ndim == 2:
             raise ValueError(
                 "cu_seqlens: expected None with padded input [B, T], as it belongs to packed input "
@@ -63,7 +62,7 @@ class Layout:
         positions = torch.arange(N, device=x.device, dtype=cu_seqlens.dtype)
         ids = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
         count = cu_seqlens.numel() - 1
-        return Layout(x.shape, x.device, Sequences(ids.clamp(max=max(count - 1, 0)), count))
+        return Layout(x.shape, x.device, Sequences(count, ids.clamp(max=max(count - 1, 0))))
 
     def flat(self, name: str, x: object, dtype: torch.dtype = torch.float32) -> Tensor:
         """Flattens a constant with one value per token to `[N]`."""
@@ -90,9 +89,10 @@ class Layout:
         x = x.detach().to(dtype)
         sequences = self.sequences
         if x.shape == self.shape:
-            if len(self.shape) == 1 and sequences and sequences.count == self.num_tokens:
+            ids = None if sequences is None else sequences.ids
+            if sequences and ids is not None and len(ids) == sequences.count:
                 checks.add(
-                    sequences.ids != torch.arange(self.num_tokens, device=self.device),
+                    ids != torch.arange(self.num_tokens, device=self.device),
                     f"advantages: expected {list(x.shape)} to be one per sequence or one per "
                     "token; got as many sequences as tokens, some of them empty, so that it may be "
                     "either: pass one per token with the empty sequences removed from cu_seqlens",

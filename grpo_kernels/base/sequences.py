@@ -20,29 +20,42 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequence of each token: `ids`, int64 `[N]`, in `[0, count)`."""
+    """The sequences of a call's tokens.
 
-    ids: Tensor
+    Args:
+        count: B, the number of sequences.
+        ids: the sequence of each packed token, int64 `[N]`, in `[0, count)`; None with `length`.
+        length: T, where every sequence has as many positions.
+    """
+
     count: int
+    ids: Tensor | None = None
+    length: int | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums `x [..., N]` over each sequence, `[..., B]`.
 
-        In float64 where there is one: a GPU adds in any order, and the differences that makes are
-        then rounded away.
+        In float64 where there is one: a GPU adds packed tokens in any order, and the differences
+        that makes are then rounded away.
         """
-        wide = widened(x)
-        total = wide.new_zeros(*x.shape[:-1], self.count)
-        return total.index_add_(-1, self.ids, wide).to(x.dtype)
+        dtype = wide_dtype(x)
+        if self.ids is None:
+            assert self.length is not None
+            return x.unflatten(-1, (self.count, self.length)).sum(-1, dtype=dtype).to(x.dtype)
+        total = x.new_zeros(*x.shape[:-1], self.count, dtype=dtype)
+        return total.index_add_(-1, self.ids, x.to(dtype)).to(x.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """Gives every token its sequence's value, `[N]` from `[B]`."""
+        if self.ids is None:
+            assert self.length is not None
+            return per_sequence.repeat_interleave(self.length)  # in memory of its own, always
         return per_sequence[self.ids]
 
 
-def widened(x: Tensor) -> Tensor:
-    """The same in float64, except on devices that have none."""
-    return x.double() if x.device.type in ("cpu", "cuda", "meta") else x
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of sums over `x`: float64, except on devices that have none."""
+    return torch.float64 if x.device.type in ("cpu", "cuda", "meta") else x.dtype
 
 
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -125,7 +138,7 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
     if not x.numel():
         return x.new_zeros(())
     ordered = torch.where(mask != 0, x, torch.inf).sort().values
-    position = q * (widened(mask).sum() - 1).clamp(min=0)
+    position = q * (mask.sum(dtype=wide_dtype(mask)) - 1).clamp(min=0)
     below = position.floor()
     # Not ordered[below], which would read the index from the device.
     ends = ordered.index_select(0, torch.stack([below, position.ceil()]).long())

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from ..base.autograd import (
     dtypes_of,
-    power_of_two_scale,
+    float16_scale,
     refuse_double_backward,
+    scaled,
     scaled_gradient,
 )
 from ..base.checks import check_bool, check_tensor
@@ -256,13 +257,15 @@ def second_pass(
         given = [None if x is None else selected(needed, x, 0.0) for x in given]
     if kept and all(x is None for x in others):
         return [_rows_times(u, d_logps, needed) for u in kept]
-    scale = _power_of_two_scale_of(given, needed)
-    given = [None if x is None else scale * x for x in given]
+    dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+    scale = float16_scale(dtypes, partial(_largest, given, needed))
+    given = [None if x is None else scaled(x, scale) for x in given]
     run = partial(_gradients, tensors, passes, stats, given, wanted)
     with torch.autocast(d_logps.device.type, enabled=False):
         gradients = passes.run(run, passes.again(needed, tensors[1]))
+    unscale = None if scale is None else 1 / scale
     return [
-        scaled_gradient(gradient, 1 / scale, dtype, fresh=True)
+        scaled_gradient(gradient, unscale, dtype, fresh=True)
         for gradient, dtype in zip(gradients, dtypes_of(*tensors), strict=True)
     ]
 
@@ -293,9 +296,10 @@ def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | N
     return found.masked_fill_(~needed[:, None], 0.0)
 
 
-def _power_of_two_scale_of(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
+def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
+    """The largest size among the gradients of rows that are needed, 0-d."""
     # Rows that are not needed may be given anything, NaN included.
     given = [x for x in gradients if x is not None and x.numel()]
     peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
     none = torch.zeros((), dtype=torch.float32, device=needed.device)
-    return power_of_two_scale(torch.stack(peaks).amax() if peaks else none)
+    return torch.stack(peaks).amax() if peaks else none

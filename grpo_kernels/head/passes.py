@@ -225,12 +225,10 @@ def reference_logps(reference: HeadCall, passes: Passes, plan: RowPlan) -> Tenso
     """The reference's log-probs of the targets, `[N]`, over the rows of `plan`."""
     found = reference.targets.new_zeros(len(reference.targets), dtype=torch.float32)
     readout = OneTarget(reference, passes.ranks, entropy=False)
-    most = plan.max_logit_rows  # of which no gradients follow
-    if passes.in_gemm:  # rows of the policy, which has no logits
+    if passes.in_gemm:  # the policy has no logits, but the reference does
         weight = reference.terms[0].y
         fit, _ = buffer_rows(weight, Buffers(len(weight)), passes.call.execution.chunk_bytes)
-        most = min(most, fit)
-    plan = replace(plan, max_chunk_rows=most, max_logit_rows=most)
+        plan = replace(plan, max_logit_rows=min(plan.max_logit_rows, fit))
     with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
         dense = Dense(reference, plan, readout, exponentials=False)
         for rows in plan.chunks():

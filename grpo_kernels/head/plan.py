@@ -27,6 +27,8 @@ _GPU_CHUNK_BYTES = 1792 << 20
 ROW_MULTIPLE = 128
 # Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
 _MOST_STRIP_BYTES = 640 << 20
+# Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
+SWEPT_ROWS_PER_SM = 5
 # Rows at a time where a row takes next to nothing.
 _MOST_ROWS = 16_384
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
@@ -49,10 +51,11 @@ class RowPlan:
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
         max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
+            of ever other sizes is given back in pieces that fit nothing.
         has_masked: whether masked rows take part, too.
         tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
         row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
-        budget: bytes for both, of which strips of logits take what the chunks leave.
     """
 
     order: Tensor | None
@@ -60,10 +63,10 @@ class RowPlan:
     num_rows: int
     max_chunk_rows: int
     max_logit_rows: int
+    num_tokens: int
     has_masked: bool = False
     tiles: tuple[int, int] | None = None
     row_bytes: tuple[int, int] = (0, 0)
-    budget: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
@@ -75,7 +78,7 @@ class RowPlan:
         """The chunks as slices of `order`, and whether they need a gradient."""
         for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
             yield rows, True
-        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_logit_rows):
+        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_chunk_rows):
             yield rows, False
 
     def _rows_per_chunk(self) -> int:
@@ -105,19 +108,12 @@ class RowPlan:
     @property
     def logit_rows(self) -> int:
         """The rows of the buffer of logits."""
-        rows, (of_logits, of_gradient) = self.max_logit_rows, self.row_bytes
-        if of_logits and of_gradient and self.budget:
-            left = min(self.budget - of_gradient * self.gradient_rows, _MOST_STRIP_BYTES)
-            rows = max(rows, left // of_logits // ROW_MULTIPLE * ROW_MULTIPLE)
-        return min(rows, self.largest_chunk)
+        return min(self.max_logit_rows, self.num_tokens)
 
     @property
     def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients: one of eight sizes, whatever the mask is.
-
-        Memory given back fits again.
-        """
-        rows, most = self.largest_of(needs_grad=True), self.max_chunk_rows
+        """The rows of the buffer of gradients: as many as fit; of a small call, in eighths."""
+        rows, most = min(self.num_tokens, self.max_chunk_rows), self.max_chunk_rows
         if most < 8 * ROW_MULTIPLE:
             return rows
         step = -(-most // 8 // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -135,7 +131,7 @@ class RowPlan:
             max(least, min(rows, self.largest_chunk) // 2)
             for rows in (self.max_chunk_rows, self.max_logit_rows)
         )
-        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows, budget=0)
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
 
 
 def slices(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -199,9 +195,8 @@ def plan_rows(
     num_grad_rows = num_rows if active_grad is None else next(counts)
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
     return RowPlan(
-        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes),
+        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
         tiles=_tiles(weight), row_bytes=buffers.row_bytes,
-        budget=_budget(weight, buffers, chunk_bytes),
     )  # fmt: skip
 
 
@@ -212,9 +207,8 @@ def every_row(
     checks.check_without_sync()
     sizes = buffer_rows(weight, buffers, chunk_bytes)
     return RowPlan(
-        None, num_tokens, num_tokens, *sizes, True, _tiles(weight), buffers.row_bytes,
-        _budget(weight, buffers, chunk_bytes),
-    )  # fmt: skip
+        None, num_tokens, num_tokens, *sizes, num_tokens, True, _tiles(weight), buffers.row_bytes
+    )
 
 
 def _tiles(weight: Tensor) -> tuple[int, int] | None:
@@ -251,32 +245,39 @@ def gpu(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
-def _budget(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> int:
-    """The bytes that buffers may take, where the caller says nothing by the device."""
-    if chunk_bytes is not None:
-        return chunk_bytes
-    device, memory = weight.device, None
-    if device.type == "cuda":
-        memory = gpu(device).total_memory
-    return max(buffers.models, 1) * default_chunk_bytes(buffers.columns, device.type, memory)
-
-
 def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
-    """The rows whose gradients, and those whose logits, fit the budget together."""
+    """The rows whose gradients, and those whose logits, fit the budget together.
+
+    `chunk_bytes` None: the device's budget.
+    """
     *_, strips, models = buffers
-    (of_logits, of_gradient), chunk_bytes = buffers.row_bytes, _budget(weight, buffers, chunk_bytes)
+    of_logits, of_gradient = buffers.row_bytes
+    if chunk_bytes is None:
+        device = weight.device
+        memory = gpu(device).total_memory if device.type == "cuda" else None
+        each = default_chunk_bytes(buffers.columns, device.type, memory)
+        chunk_bytes = max(models, 1) * each
     bytes_per_row = of_logits + of_gradient
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
     if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
-        # Of the budget's rows of logits a sixth: the others are worth most as gradients.
-        most = min(chunk_bytes // 6, _MOST_STRIP_BYTES)
-        strip = max(most // of_logits // least * least, least)
+        cuda = weight.device.type == "cuda"
+        sms = gpu(weight.device).multi_processor_count if cuda else 1
+        strip = strip_rows(chunk_bytes, of_logits, least, sms)
         rows = (chunk_bytes - of_logits * strip) // of_gradient
         return rows // least * least, strip
     rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
     if rows >= least:
         rows = rows // least * least
     return rows, rows
+
+
+def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
+    """The rows of a strip of logits, a multiple of `least`, on so many multiprocessors."""
+    # A quarter of the budget at most: the rest is worth more as gradients.
+    rows = min(chunk_bytes // 4, _MOST_STRIP_BYTES) // row_bytes
+    # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
+    wave = SWEPT_ROWS_PER_SM * sms
+    return max((rows // wave * wave or rows) // least * least, least)
 
 
 # What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's

@@ -40,7 +40,7 @@ from .triton_common import Launch, at_most, build, device_of, expm1, ln_2, log2_
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
 # (`benchmarks.compile_report`); `benchmarks.gpu_day` times others.
 ROW_LAUNCH = Launch(2048, 8)
-_REGISTERS = 48
+REGISTERS = 48
 
 # Pointers to one value per row are not specialized: otherwise each new first row would compile the
 # kernel again, in the middle of training.
@@ -339,7 +339,7 @@ def token_stats(
         kept = logits if exps is None else exps
         # Five programs per multiprocessor, not four: an A100 then takes a strip at once.
         plain = exps is not None and transform.softcap is None
-        room = at_most(_REGISTERS, logits) if plain else {}
+        room = at_most(REGISTERS, logits) if plain else {}
         with device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),

@@ -6,7 +6,7 @@ shares, which every loss has, are 0 where nothing is clipped.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,9 +26,27 @@ TAKEN = frozenset({
     "peak_memory_gib",
 })  # fmt: skip
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")
-_SCORED, _RATIO, _SQUARE, _MASK = range(4)
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _WEIGHT = "sampling/importance_sampling_ratio"
+# Rows that metrics are made of, under a prefix that no loss may use.
+_SCORED, _RATIO, _SQUARE = "sampling/scored", "sampling/ratio", "sampling/squared_ratio"
+
+
+@dataclass
+class _PerToken:
+    """The values of every token `[N]`, by the name of their metric.
+
+    Args:
+        rows: what is averaged over the unmasked tokens; of some, metrics are made.
+        by_sequence: names among these whose mean over each sequence is averaged instead.
+        maxima: what has its maximum taken.
+        two_bounds: whether the loss clips at both ends.
+    """
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    by_sequence: set[str] = field(default_factory=set)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    two_bounds: bool = False
 
 
 @torch.no_grad()
@@ -42,64 +60,92 @@ def loss_metrics(
 ) -> dict[str, Tensor]:
     """Means over the unmasked tokens; over sequences where one ratio stands for a sequence.
 
-    `d_logps`, `d_entropy [N]`: the gradient of the loss; None where it was not computed.
+    `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
     tokens = tokens_of(config, inputs, logps, entropy)
-    loss = config.loss
-    log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
-    ratio = log_ratio.exp()
-    # Per token `[N]`, by name: to be averaged over tokens, over sequences, and to be maximized.
-    means = {"ratio_mean": ratio}
-    by_sequence: dict[str, Tensor] = {}
-    maxima = {"ratio_max": ratio}
-    # Likewise averaged over tokens; metrics are made of them. No loss can have such a name.
-    parts: dict[Any, Tensor] = {}
-    if inputs.kl is not None:
-        means["kl"] = maxima["kl_max"] = inputs.kl
-    elif tokens.ref_logps is not None:
-        means["kl"] = maxima["kl_max"] = kl_terms(config, tokens, log_ratio)
-    if tokens.entropy is not None:
-        means["entropy"] = tokens.entropy
-    if d_logps is not None:
-        still = d_logps == 0
-        means["zero_gradient"] = still if d_entropy is None else still & (d_entropy == 0)
-    bounds = _bounds(loss, tokens, ratio)
-    low, high = (torch.zeros_like(ratio) if cut_off is None else cut_off for cut_off in bounds)
-    clips = means if config.ratio_level == "token" else by_sequence
-    clips |= {"clip_low": low, "clip_high": high}
-    own = by_sequence if loss.needs_sequences else means
-    own |= _own_metrics(loss, tokens, ratio)
-    if config.off_policy_threshold is not None:
-        means["off_policy_dropped"] = ~off_policy_mask(config, tokens)
-    if config.top_entropy_quantile < 1:
-        means["entropy_kept"] = high_entropy_mask(config, tokens)
-    if tokens.sampling_logps is not None:
-        # A token the sampler has no log-prob of (NaN) is no part of the mean.
-        gap = (tokens.old_logps - tokens.sampling_logps).abs()
-        parts[_SCORED] = ~gap.isnan()
-        means[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
-    rho = tokens.importance_sampling_weights
-    if rho is not None:
-        of = by_sequence if config.corrects_sequences else means
-        of[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
-        maxima[f"{_WEIGHT}/min"] = -rho
-
-    tiny = torch.finfo(ratio.dtype).tiny
-    metrics = {"tokens": inputs.count, **_maxima(maxima, tokens)}
+    values = _per_token(config, inputs, tokens, d_logps, d_entropy)
+    rows, masked = values.rows, None if inputs.mask is None else ~inputs.mask
+    maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
-    parts[_RATIO] = ratio / metrics["ratio_max"].clamp(min=tiny)
-    parts[_SQUARE] = parts[_RATIO].square()
-    averages = _means(means | parts, tokens)
-    metrics |= {name: averages[name] for name in means} | _means_of_sequences(by_sequence, tokens)
-    metrics["ess"] = averages[_RATIO].square() / averages[_SQUARE].clamp(min=tiny)
-    if _SCORED in parts:
-        metrics[f"{_DIFFERENCE}/mean"] /= averages[_SCORED].clamp(min=tiny)
-    if rho is not None:
+    tiny = torch.finfo(torch.float32).tiny
+    rows[_RATIO] = rows["ratio_mean"] / maxima["ratio_max"].clamp(min=tiny)
+    rows[_SQUARE] = rows[_RATIO].square()
+
+    # All rows are summed at once, each over its sequences first: a GPU's launches add up.
+    table, sequences = _stack(rows), tokens.sequences
+    if masked is not None:
+        table.masked_fill_(masked, 0.0)
+    sums = table if sequences is None else sequences.sum(table)
+    means = _by_name(rows, sums.sum(1) / inputs.count.clamp(min=1))
+    clips = _clip_ratios(means) if values.two_bounds else {}
+    if sequences is not None and (values.by_sequence or clips):
+        lengths = sequences.sum(tokens.mask)
+        shares, empty = sums / lengths.clamp(min=1), lengths == 0
+        if values.by_sequence:
+            over_sequences = _by_name(rows, shares.sum(1) / (~empty).sum().clamp(min=1))
+            means |= {name: over_sequences[name] for name in values.by_sequence}
+        if clips:
+            clips |= _clip_ratios_of_sequences(_by_name(rows, shares), empty)
+    scored, ratio, square = (means.pop(name, None) for name in (_SCORED, _RATIO, _SQUARE))
+    assert ratio is not None and square is not None
+    metrics = {"tokens": inputs.count, **maxima, **means}
+    metrics["ess"] = ratio.square() / square.clamp(min=tiny)
+    if scored is not None:
+        metrics[f"{_DIFFERENCE}/mean"] /= scored.clamp(min=tiny)
+    if f"{_WEIGHT}/min" in metrics:
         metrics[f"{_WEIGHT}/min"] = -metrics[f"{_WEIGHT}/min"]
     if inputs.ce_weights is not None:
         metrics |= cross_entropy_metrics(inputs.ce_weights, logps)
-    # TRL's names, which it has where there are two bounds.
-    return metrics if None in bounds else metrics | _clip_ratios(tokens, metrics, low, high)
+    return metrics | clips
+
+
+def _per_token(
+    config: GRPOLossConfig,
+    inputs: LossInputs,
+    tokens: Tokens,
+    d_logps: Tensor | None,
+    d_entropy: Tensor | None,
+) -> _PerToken:
+    loss = config.loss
+    log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
+    ratio = log_ratio.exp()
+    values = _PerToken({"ratio_mean": ratio}, maxima={"ratio_max": ratio})
+    rows, by_sequence, maxima = values.rows, values.by_sequence, values.maxima
+    if inputs.kl is not None:
+        rows["kl"] = maxima["kl_max"] = inputs.kl
+    elif tokens.ref_logps is not None:
+        rows["kl"] = maxima["kl_max"] = kl_terms(config, tokens, log_ratio)
+    if tokens.entropy is not None:
+        rows["entropy"] = tokens.entropy
+    if d_logps is not None:
+        still = d_logps == 0
+        rows["zero_gradient"] = still if d_entropy is None else still & (d_entropy == 0)
+    bounds = _bounds(loss, tokens, ratio)
+    values.two_bounds = None not in bounds
+    low, high = (torch.zeros_like(ratio) if cut_off is None else cut_off for cut_off in bounds)
+    rows |= {"clip_low": low, "clip_high": high}
+    if config.ratio_level == "sequence":
+        by_sequence |= {"clip_low", "clip_high"}
+    own = _own_metrics(loss, tokens, ratio)
+    rows |= own
+    if loss.needs_sequences:
+        by_sequence |= own.keys()
+    if config.off_policy_threshold is not None:
+        rows["off_policy_dropped"] = ~off_policy_mask(config, tokens)
+    if config.top_entropy_quantile < 1:
+        rows["entropy_kept"] = high_entropy_mask(config, tokens)
+    if tokens.sampling_logps is not None:
+        # A token the sampler has no log-prob of (NaN) is no part of the mean.
+        gap = (tokens.old_logps - tokens.sampling_logps).abs()
+        rows[_SCORED] = ~gap.isnan()
+        rows[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
+    rho = tokens.importance_sampling_weights
+    if rho is not None:
+        rows[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
+        maxima[f"{_WEIGHT}/min"] = -rho
+        if config.corrects_sequences:
+            by_sequence.add(f"{_WEIGHT}/mean")
+    return values
 
 
 def _bounds(loss: Loss, tokens: Tokens, ratio: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -132,63 +178,38 @@ def _own_metrics(loss: Loss, tokens: Tokens, ratio: Tensor) -> dict[str, Tensor]
     return own
 
 
-def _clip_ratios(
-    tokens: Tokens, metrics: dict[str, Tensor], low: Tensor, high: Tensor
-) -> dict[str, Tensor]:
-    """The clip shares under TRL's names, and their extremes over sequences."""
-    clip_low, clip_high = metrics["clip_low"], metrics["clip_high"]
-    named = {
-        "clip_ratio/low_mean": clip_low,
-        "clip_ratio/high_mean": clip_high,
-        "clip_ratio/region_mean": clip_low + clip_high,
+def _clip_ratios(means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The clip shares under TRL's names."""
+    low, high = means["clip_low"], means["clip_high"]
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
     }
-    if tokens.sequences is not None:
-        shares, empty = _shares_of_sequences({"low": low, "high": high}, tokens)
-        shares[0].neg_()
-        lowest, highest = _largest(shares.masked_fill_(empty, -torch.inf))
-        named |= {"clip_ratio/low_min": -lowest, "clip_ratio/high_max": highest}
-    return named
 
 
-def _means(named: dict[Any, Tensor], tokens: Tokens) -> dict[Any, Tensor]:
-    """The mean of each over the tokens that are not masked, 0 over none; all in one sum."""
-    # With the tokens themselves, whose sum is their number.
-    sums = _stack({**named, _MASK: tokens.mask}, tokens.mask == 0, 0.0).sum(1)
-    return dict(zip(named, (sums[:-1] / sums[-1].clamp(min=1)).unbind(), strict=True))
+def _clip_ratios_of_sequences(shares: dict[str, Tensor], empty: Tensor) -> dict[str, Tensor]:
+    """The extremes of the clip shares over the sequences that are not empty."""
+    ends = torch.stack([-shares["clip_low"], shares["clip_high"]])
+    lowest, highest = _largest(ends, empty).unbind()
+    return {"clip_ratio/low_min": -lowest, "clip_ratio/high_max": highest}
 
 
-def _maxima(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
-    values = _stack(named, tokens.mask == 0, -torch.inf)
-    return dict(zip(named, _largest(values).unbind(), strict=True))
-
-
-def _largest(x: Tensor) -> Tensor:
-    """The maximum of each row of `x [K, N]`, 0 where all of it is -inf."""
+def _largest(x: Tensor, excluded: Tensor | None) -> Tensor:
+    """The maximum of each row of `x [K, N]` over the columns that count, 0 where none does."""
     if not x.shape[1]:
         return x.new_zeros(x.shape[0])
+    if excluded is not None:
+        x.masked_fill_(excluded, -torch.inf)
     return x.amax(1).nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=0.0)
 
 
-def _means_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> dict[str, Tensor]:
-    """The mean, over the sequences that have a token, of each sequence's mean."""
-    if not named:
-        return {}
-    shares, empty = _shares_of_sequences(named, tokens)
-    means = shares.sum(1) / (~empty).sum().clamp(min=1)
-    return dict(zip(named, means.unbind(), strict=True))
+def _stack(rows: dict[str, Tensor]) -> Tensor:
+    """The values as one tensor `[K, N]`, float32 or float64."""
+    dtype = torch.promote_types(torch.float32, next(iter(rows.values())).dtype)
+    return torch.stack([x.to(dtype) for x in rows.values()])
 
 
-def _shares_of_sequences(named: dict[str, Tensor], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The mean of each over each sequence `[K, B]`, and the sequences that have no token `[B]`."""
-    sequences = tokens.sequences
-    assert sequences is not None
-    # With the tokens themselves, whose sum is the sequence's length.
-    sums = sequences.sum(_stack({**named, _MASK: tokens.mask}, tokens.mask == 0, 0.0))
-    lengths = sums[-1]
-    return sums[:-1] / lengths.clamp(min=1), lengths == 0
-
-
-def _stack(named: dict[Any, Tensor], masked: Tensor, fill: float) -> Tensor:
-    """The values of each token, `[K, N]`; `fill` where masked."""
-    dtype = torch.promote_types(torch.float32, next(iter(named.values())).dtype)
-    return torch.stack([x.to(dtype) for x in named.values()]).masked_fill_(masked, fill)
+def _by_name(rows: dict[str, Tensor], values: Tensor) -> dict[str, Tensor]:
+    """The values `[K, ...]` under the names of their rows."""
+    return dict(zip(rows, values.unbind(), strict=True))

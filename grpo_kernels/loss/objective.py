@@ -259,8 +259,8 @@ def aggregation_weights(
     """
     aggregation, items = config.effective_aggregation, num_items
     if items is None:
-        items = count if aggregation in TOKEN_MEANS else _known(sequences).count
-    if isinstance(items, Tensor):
+        items = count.clamp(min=1) if aggregation in TOKEN_MEANS else _known(sequences).count or 1
+    elif isinstance(items, Tensor):
         items = torch.where(items == 0, 1, items).to(mask.dtype)
     else:
         items = items or 1

@@ -254,6 +254,8 @@ class CountedCUDA(EmulatedCUDA):
     def launch(self, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Counts a launch, and notes what of its arguments Triton would compile the kernel for."""
         assert _all_on_cuda(args, kwargs), f"{kernel}: a tensor on the CPU"
+        per_row = [x for x in _tensors((args, kwargs)) if x.dim() == 1]
+        assert all(x.is_contiguous() for x in per_row), f"{kernel}: values that do not lie together"
         self.launches[kernel.__name__] += 1
         constexprs, bind = _binder(kernel)
         params, specialization, options = bind(*args, **kwargs)

@@ -77,7 +77,7 @@ DAMAGES = [
     *damages_in(
         "fused_grpo_loss.py", "test_fused_grpo_loss",
         ("gradients of the backward lose the loss's",
-         "exps, factors * (d_loss / scale))", "exps, factors / scale)"),
+         "exps, factors * unscaled(d_loss, scale))", "exps, factors)"),
     ),
     *damages_in(
         "kernels/__init__.py", "test_pairs",
@@ -120,7 +120,7 @@ DAMAGES = [
     *damages_in(
         "fused_grpo_loss.py", "test_fused_grpo_loss",
         ("the loss is the last chunk's",
-         "losses.append(policy.loss)", "losses = [policy.loss]"),
+         "loss = policy.loss if loss is None else loss + policy.loss", "loss = policy.loss"),
         ("tokens of negative advantage are skipped",
          "inputs.advantages != 0, inputs", "inputs.advantages > 0, inputs"),
     ),
@@ -182,14 +182,13 @@ DAMAGES = [
         ("the KL is of the reference to the policy",
          "tokens.ref_logps - tokens.logps, config", "tokens.logps - tokens.ref_logps, config"),
         ("num_items is ignored",
-         "    if items is None:\n        items = count if",
-         "    if True:\n        items = count if"),
+         "    if items is None:\n        items = count.clamp(min=1) if",
+         "    if True:\n        items = count.clamp(min=1) if"),
     ),
     *damages_in(
         "loss/metrics.py", "test_metrics test_fused_grpo_loss",
         ("metrics count masked tokens",
-         'sums = _stack({**named, _MASK: tokens.mask}, tokens.mask == 0, 0.0).sum(1)',
-         'sums = _stack({**named, _MASK: tokens.mask}, tokens.mask < 0, 0.0).sum(1)'),
+         "table.masked_fill_(masked, 0.0)", "table.masked_fill_(masked & ~masked, 0.0)"),
     ),
 ]  # fmt: skip
 

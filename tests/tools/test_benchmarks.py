@@ -1,15 +1,20 @@
 """The benchmarks end, refuse bad arguments, and print no speed of what is wrong."""
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import head, measure
+from benchmarks import checks, head, measure
 from benchmarks.contenders import BASELINE, CONTENDERS, OURS, Contender, eager, one_pass
 from benchmarks.gpu_costs import DEVICES
 from benchmarks.measure import FLOOR, PeakMemory
@@ -17,6 +22,8 @@ from benchmarks.workloads import TRUNCATED, make, profile
 from grpo_kernels import reference
 from tests.helpers.supports import csr
 from tests.tools import whole_calls
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def raising(error):
 
 def at_full_size(loss):
     """A contender that is right on the few sequences that are checked first."""
-    return lambda w: (one_pass if len(w.advantages) == head.CHECKED_SEQUENCES else loss)(w)
+    return lambda w: (one_pass if len(w.advantages) == checks.CHECKED_SEQUENCES else loss)(w)
 
 
 # Contenders, and what their row says instead of a time.
@@ -251,6 +258,63 @@ def test_rollout_has_padding_tools_and_equal_rewards(tokens):
     assert 0.3 < (w.advantages == 0).float().mean() < 0.7
     holes = (w.mask.int().diff(dim=1) == 1).any(1)
     assert 0 < holes.sum() < len(holes) / 2
+
+
+def suite(folder, chosen, **env):
+    """Runs `pytest benchmarks` at a tiny shape; returns its process and what it measured."""
+    path = folder / "suite.json"
+    options = ["--device", "cpu", "--shape", "512,500,16", "--rounds", "2"]
+    options += ["-p", "no:cacheprovider", "-k", chosen, "--benchmark-json", path]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "benchmarks", *options], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )  # fmt: skip
+    return process, json.loads(path.read_text())
+
+
+def test_the_suite_tells_time_memory_and_floor(tmp_path):
+    process, report = suite(tmp_path, "(frozen or heads) and (softmax or ours or fused)")
+    assert process.returncode == 0, process.stdout
+    assert {"device", "torch", "triton"} <= set(report["machine_info"])
+    groups = {}
+    for row in report["benchmarks"]:
+        info = row["extra_info"]
+        groups.setdefault(row["group"].split(":")[0], []).append(info["contender"])
+        assert row["stats"]["rounds"] == 2 and info["peak_bytes"] > 0 and info["tokens"] == 512
+        assert info["x_floor"] == pytest.approx(row["stats"]["median"] / info["floor_seconds"])
+        assert ("d_weight" in info["errors"]) == ("frozen" not in row["group"])
+        assert re.search(rf"{info['contender']} .* {info['x_floor']:.2f} ", process.stdout)
+    liger = ["Liger fused linear"] if importlib.util.find_spec("liger_kernel") else []
+    assert groups == {
+        "frozen": [BASELINE, *OURS, *liger], "two-heads": [BASELINE, OURS[0], *liger]
+    }  # fmt: skip
+
+
+def test_the_suite_times_nothing_that_is_wrong(tmp_path):
+    """One contender has the wrong sign beside float64, one another gradient in a whole step."""
+    (tmp_path / "damages.py").write_text("""
+import os
+from dataclasses import replace
+from benchmarks import measure
+from benchmarks.contenders import CONTENDERS, OURS, one_pass
+
+def flipped(w, **execution):
+    loss = one_pass(w, **execution)
+    return 2 * loss.detach() - loss
+
+def other_norms(path):
+    return [float(os.getpid())] * 2
+
+CONTENDERS[OURS[0]] = replace(CONTENDERS[OURS[0]], loss=flipped)
+measure.kept_norms = other_norms
+""")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = {"PYTHONPATH": path, "PYTEST_PLUGINS": "damages"}
+    process, report = suite(tmp_path, "dense and (softmax or ours)", **env)
+    assert [row["extra_info"]["contender"] for row in report["benchmarks"]] == [BASELINE]
+    assert "2 failed, 1 passed" in process.stdout
+    assert re.search(r"'d_hidden': (1\.9|2\.0)", process.stdout), process.stdout
+    assert "AssertionError: expected [" in process.stdout
 
 
 def test_peak_memory_sees_what_comes_and_goes():

@@ -1,5 +1,6 @@
 """The built wheel, installed into an environment that has nothing else."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 from grpo_kernels import __version__
 
@@ -55,7 +57,7 @@ def test_source(tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-        metadata = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read().decode()
+        text = archive.extractfile(f"grpo_kernels-{__version__}/PKG-INFO").read()
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("grpo_kernels/**/*.py")}
     beside = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"}
     assert package | beside | {"tests/conftest.py", "grpo_kernels/py.typed"} <= names
@@ -63,8 +65,12 @@ def test_source(tmp_path):
     assert folders == {
         "grpo_kernels", "tests", "examples", "docs", "benchmarks", "packaging", "constraints",
     }  # fmt: skip
-    assert f"\nVersion: {__version__}\n" in metadata and "License-Expression: MIT" in metadata
-    assert "Project-URL" not in metadata  # none that would lie
+    # As `twine check --strict` does, which brings twenty packages.
+    metadata = Metadata.from_email(text, validate=True)
+    assert metadata.description == (ROOT / "README.md").read_text()
+    assert metadata.description_content_type == "text/markdown"
+    assert str(metadata.version) == __version__ and metadata.license_expression == "MIT"
+    assert not metadata.project_urls  # none that would lie
 
 
 def test_contents(wheel):
@@ -83,6 +89,21 @@ def test_contents(wheel):
     assert plugins.split() == [
         "[verl.plugins]", "grpo_kernels", "=", "grpo_kernels.integrations.verl_plugin",
     ]  # fmt: skip
+
+
+def test_the_hub_has_every_file_of_the_core(wheel, tmp_path):
+    _done(sys.executable, ROOT / "packaging/kernel_package.py", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name) for name in archive.namelist()}
+    package = {x.relative_to(x.parts[0]) for x in names if x.parts[0] == "grpo_kernels"}
+    core = {x for x in package if x.parts[0] not in ("integrations", "training")}
+    variants = [*(tmp_path / "build").iterdir()]
+    assert {x.name for x in variants} == {"torch-cpu", "torch-cuda", "torch-rocm"}
+    for folder in (*variants, tmp_path / "torch-ext/grpo_kernels"):
+        there = {x.relative_to(folder) for x in folder.rglob("*") if x.is_file()}
+        assert there - {Path("metadata.json")} == core, folder
+    extensions = re.search("pyext = (.*)", (tmp_path / "build.toml").read_text())[1]
+    assert {*json.loads(extensions)} == {x.suffix[1:] for x in core}
 
 
 def test_quickstart(python):

@@ -1,0 +1,84 @@
+"""Options, header and summary of `pytest benchmarks`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.cost_model import shape
+from benchmarks.measure import header
+
+COLUMNS = ["median", "min", "max", "rounds"]
+GROUPS = pytest.StashKey[list[Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--rounds", type=int, default=3, help="of each contender (default: 3)")
+    parser.addoption("--device", default=default, help=f"cpu or cuda (default: {default})")
+    parser.addoption(
+        "--shape", type=shape, metavar="N,V,H", help="of every workload (default: their own)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("pytest_benchmark") is None:
+        raise pytest.UsageError("pytest-benchmark is not installed: pip install -e '.[test]'")
+    # Threads that spin at barriers take four times as long beside another process.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if getattr(config.option, "benchmark_columns", None) is None:
+        config.option.benchmark_columns = COLUMNS
+
+
+def about(config: pytest.Config) -> dict[str, Any]:
+    return header(config.getoption("--device"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    values = about(config)
+    values |= values.pop("peers")
+    return " | ".join(f"{name}: {value}" for name, value in values.items())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
+    values = about(config)
+    del values["commit"]  # which is in `commit_info`; here, runs of two commits would not compare
+    machine_info.update(values)
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_benchmark_group_stats(config: pytest.Config) -> Generator[None, list[Any], list[Any]]:
+    groups = yield
+    config.stash[GROUPS] = groups
+    return groups
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Prints time and memory beside eager's and the bare GEMMs."""
+    for name, rows in config.stash.get(GROUPS, []):
+        # Those of a run to compare with have a path.
+        by_name = {r["extra_info"].get("contender"): r for r in rows if r["path"] is None}
+        measured = {x: by_name[x] for x in CONTENDERS if x in by_name}
+        base = measured.get(BASELINE)
+        terminalreporter.write_line(f"\n{name}")
+        terminalreporter.write_line(
+            f"{'':22}{'seconds':>8} {'x eager':>8} {'x GEMMs':>8} {'peak MiB':>9} {'x eager':>8}"
+        )
+        for contender, row in measured.items():
+            peak, line = row["extra_info"]["peak_bytes"], f"{contender:22}{row['median']:8.3f}"
+            line += f" {row['median'] / base['median']:8.2f}" if base else f"{'':9}"
+            line += f" {row['extra_info']['x_floor']:8.2f} {peak / 2**20:9,.0f}"
+            line += f" {peak / base['extra_info']['peak_bytes']:8.2f}" if base else ""
+            terminalreporter.write_line(line)

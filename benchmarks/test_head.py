@@ -1,0 +1,109 @@
+"""Compares time and memory of contenders, each in a process of its own: `pytest benchmarks`.
+
+A test is a contender and a workload. Its loss and gradients are compared with float64 on a few
+sequences, then those of a whole step with the contenders before it; one that is wrong fails and has
+no time. A fresh process runs a step for its peak memory, another one whose memory it keeps, as
+PyTorch does on a GPU, and then the timed ones.
+
+`extra_info` of the JSON file: `peak_bytes`, the memory of forward and backward beyond the inputs;
+`floor_seconds`, what the bare GEMMs took in another process just before and after; `x_floor`, the
+median time over that; the errors; tokens and contender.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.checks import agree, check, truth_of
+from benchmarks.contenders import CONTENDERS, contenders_of
+from benchmarks.measure import (
+    FLOOR,
+    fresh_process,
+    kept_norms,
+    kept_step,
+    measure_memory,
+    stored,
+    take_turn,
+)
+from benchmarks.workloads import DEMO_H, DEMO_V, QWEN_V, Workload, make
+
+# name: (N, V, H) on a CPU; a GPU has one for all
+SHAPES = {
+    "rollout": (1024, DEMO_V, DEMO_H),
+    "dense": (512, DEMO_V, DEMO_H),
+    "frozen": (512, DEMO_V, DEMO_H),
+    "nucleus": (512, DEMO_V, DEMO_H),
+    "two-heads": (512, DEMO_V, DEMO_H),
+}
+CUDA_SHAPE = (4096, QWEN_V, 896)
+
+
+class Group:
+    """A stored workload, and what its contenders are compared with."""
+
+    def __init__(
+        self, w: Workload, path: Path, device: torch.device, process: ProcessPoolExecutor
+    ) -> None:
+        self.path, self.device, self.process = path, device, process
+        self.about, self.tokens, self.dtype = w.describe(), w.tokens, w.hidden.dtype
+        self.contenders, self.truth = contenders_of(w), truth_of(w)
+        self.steps: list[list[float]] = []  # loss and norms of the contenders that were right
+        self.floors = [self.floor()]
+
+    def floor(self) -> float:
+        """Returns the seconds of the bare GEMMs."""
+        turn = FLOOR, self.path, self.device, "auto"
+        return float(self.process.submit(take_turn, *turn).result()["seconds"])
+
+    def floor_around(self) -> float:
+        """Returns the mean of the bare GEMMs before a contender and after it."""
+        self.floors.append(self.floor())
+        return statistics.mean(self.floors[-2:])
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    device = torch.device(request.config.getoption("--device"))
+    cuda = device.type == "cuda"
+    shape = request.config.getoption("--shape") or (CUDA_SHAPE if cuda else SHAPES[request.param])
+    w = make(request.param, shape, device).to(torch.bfloat16 if cuda else torch.float32)
+    with stored(w) as path, fresh_process() as process:
+        group = Group(w, path, device, process)
+        del w  # frees a GPU's memory
+        yield group
+
+
+@pytest.mark.filterwarnings("ignore")  # Peers warn of the way in which they are called here.
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_step(group: Group, name: str, benchmark: Any, request: pytest.FixtureRequest) -> None:
+    absent = CONTENDERS[name].absent(group.device)
+    if name not in group.contenders or absent:
+        pytest.skip(absent or "no counterpart for this workload")
+    errors = check(name, group.truth, "auto")
+    assert errors.pop("status") == "ok", errors
+    torch.compiler.reset()  # drops what was compiled for the shapes of the check
+    step = name, group.path, group.device, "auto"
+    with fresh_process() as process:
+
+        def run(function: Any, *arguments: Any) -> Any:
+            return process.submit(function, *arguments).result()
+
+        peak_bytes = run(measure_memory, *step)
+        result = [run(kept_step, *step), *run(kept_norms, group.path)]
+        expected = group.steps[0] if group.steps else result
+        assert agree(result, expected, group.dtype), f"expected {expected}; got {result}"
+        group.steps.append(result)
+        benchmark.group = group.about
+        benchmark.pedantic(run, (kept_step, *step), rounds=request.config.getoption("--rounds"))
+    floor = group.floor_around()
+    known = {"contender": name, "tokens": group.tokens, "errors": errors}
+    benchmark.extra_info |= {**known, "peak_bytes": peak_bytes, "floor_seconds": floor}
+    if benchmark.stats is not None:  # with --benchmark-disable
+        benchmark.extra_info["x_floor"] = benchmark.stats.stats.median / floor
