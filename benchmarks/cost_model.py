@@ -4,7 +4,7 @@
     python -m benchmarks.cost_model --markdown benchmarks/results/predicted.md
 
 Nothing here is measured; `benchmarks/gpu_costs.py` says what is counted. A method's time is a list
-of named terms, so that a run on a GPU (`benchmarks/on_gpu.sh`) refutes terms and not one total. The
+of named terms, so that a run on a GPU (`benchmarks.gpu_day`) refutes terms and not one total. The
 constants are few and not fitted to one figure or another: the same model is compared with figures
 that others have published, and its errors stand beside every prediction.
 """

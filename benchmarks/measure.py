@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.workloads import Workload
@@ -177,6 +176,8 @@ def times(
         For each name lists of `seconds` and `results` (the loss and the norms of the gradients),
         one entry per round; for one that failed, `status` with the reason.
     """
+    from tqdm import tqdm
+
     taken: Found = {name: {} for name in (FLOOR, *names)}
     with ExitStack() as stack:
         own_process = () if device.type == "cuda" else taken

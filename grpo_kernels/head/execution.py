@@ -36,7 +36,7 @@ class Execution:
         exp_gemm: whether the logits' GEMM leaves their exponentials and statistics in their place,
             so that no logits are stored and none swept: Triton, half precision, one head on one
             rank, without what is done to logits (softcap, bias, LoRA, `logits_dtype="model"`).
-            None: on a card on which `benchmarks.gpu_times` measured that it is faster.
+            None: on a card on which `benchmarks.gpu_day` measured that it is faster.
         keep_gradients: in two passes over a frozen head, the forward keeps the gradient of each
             log-prob by `hidden`, `[N, H]` in its dtype, so that the backward has no GEMM. False:
             the backward makes the logits again, of rows that have a gradient: one GEMM more, and

@@ -302,7 +302,7 @@ def far_rows_kernel(
 def _measured() -> dict[str, int]:
     """By a card's name the largest hidden size at which this beat cuBLAS and a sweep.
 
-    `benchmarks.gpu_times exp_gemm --choose` writes it. Cards that nobody measured are not there.
+    `benchmarks.gpu_day --choose` writes it. Cards that nobody measured are not there.
     """
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 

@@ -38,7 +38,7 @@ from . import LogitTransform, RowGrads, TokenStats
 from .triton_common import Launch, at_most, build, device_of, expm1, ln_2, log2_e, reach
 
 # The largest that spills in no loop and still fills the SMs of NVIDIA's GPUs with warps
-# (`benchmarks.compile_report`); `benchmarks.gpu_times sweep` times others.
+# (`benchmarks.compile_report`); `benchmarks.gpu_day` times others.
 ROW_LAUNCH = Launch(2048, 8)
 REGISTERS = 48
 

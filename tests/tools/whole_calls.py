@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,24 +184,30 @@ def is_right(row: dict[str, float], dtype: torch.dtype) -> bool:
     return all(x <= (TOLERANCE[dtype] if key.startswith("d_") else LOGPS) for key, x in row.items())
 
 
+def results(device: str, large: int) -> Iterator[dict[str, Any]]:
+    """Yields what became of each call."""
+    # In the interpreter every row takes its time.
+    sizes = {"large": large, "tokens": 5 if device == "cpu" else 64}
+    for name, (dtype, _) in CASES.items():
+        start, row = time.monotonic(), {}
+        try:
+            row = compare(name, device, **sizes)
+            status = "ok" if is_right(row, dtype) else "wrong"
+        except Exception as error:  # the next one may well be right
+            status = f"{type(error).__name__}: {error}"
+        seconds = round(time.monotonic() - start, 1)
+        yield {"call": name, "status": status, "seconds": seconds, **row}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = parser_of("tests.tools.whole_calls", __doc__)
     parser.add_argument("--large", type=int, default=LARGE, help=f"vocabulary (default: {LARGE})")
     args = parser.parse_args(argv)
     result = new_result(args.device)
-    # In the interpreter every row takes its time.
-    sizes = {"large": args.large, "tokens": 5 if args.device == "cpu" else 64}
-    for name, (dtype, _) in CASES.items():
-        start, row = time.monotonic(), {}
-        try:
-            row = compare(name, args.device, **sizes)
-            status = "ok" if is_right(row, dtype) else "wrong"
-        except Exception as error:  # the next one may well be right
-            status = f"{type(error).__name__}: {error}"
-        seconds = round(time.monotonic() - start, 1)
-        result["rows"].append({"call": name, "status": status, "seconds": seconds, **row})
-        told = "  ".join(f"{key} {x:.1e}" for key, x in row.items())
-        print(f"{name:28} {status[:300]:6} {seconds:5.1f} s  {told}", flush=True)
+    for row in results(args.device, args.large):
+        result["rows"].append(row)
+        told = "  ".join(f"{key} {x:.1e}" for key, x in row.items() if isinstance(x, float))
+        print(f"{row['call']:28} {row['status'][:300]:6}  {told}", flush=True)
         write_json(args.json, result)
     bad = [row["call"] for row in result["rows"] if row["status"] != "ok"]
     print(f"{len(CASES) - len(bad)} of {len(CASES)} calls are right")

@@ -1,0 +1,596 @@
+"""Measures what has to be known of a GPU on its first day, the most telling first, in six minutes.
+
+    python -m benchmarks.gpu_day --json day.json [--minutes 5.5] [--parts NAME ...]
+    python -m benchmarks.gpu_day --json day.json --device cpu     rehearses it, at tiny sizes
+    python -m benchmarks.gpu_day --json day.json --choose         exp_gemm, by what the file says
+
+Needs torch, triton and numpy, no network; a part that needs another package says so.
+
+Each part runs in a process of its own, forked from this one, which has imported torch and never
+touches CUDA, so that a start takes a second: a kernel that reads out of bounds, a compiler that
+hangs and memory that runs out end one part. The part replaces the file after each of its rows: a
+run that is killed keeps what it had.
+
+Results are compared with float64 first, and what is wrong has no time. Times are the median, 20th
+and 80th percentile of CUDA events, runs in turns; `model_ms` is what `gpu_costs.py` predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import date
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import gpu_costs, measure
+from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.workloads import Workload, make
+from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
+from grpo_kernels.head.products import addmm, new_rows
+from grpo_kernels.kernels import LogitTransform, TokenStats, select_backend
+
+ROOT = Path(__file__).parents[1]
+V, ODD_V = 151_936, 151_669  # the second is what `weight[:V]` leaves of a padded head
+# A wrong kernel is off by far more than its budget of 1e-4 and 3e-3; peers round logits to bf16.
+LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2, "p": 1e-2}, 0.1
+FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours")
+PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fused linear")
+EXP_GEMM = ("ours", "ours, scoring", "ours, exp_gemm", "ours, exp_gemm, scoring")
+STRIPS = (512, 640, 660, 768, 1024)
+LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # of the sweep: columns, warps
+# Of exp_gemm: rows, columns, inner size, warps, stages, parts of the columns, tma.
+TILES = ((128, 256, 64, 8, 4, 2, True), (128, 256, 64, 8, 3, 2, True),
+         (128, 128, 64, 8, 4, 1, True), (128, 128, 64, 4, 3, 1, True),
+         (256, 128, 64, 8, 4, 1, True))  # fmt: skip
+TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
+MODELLED: dict[str, gpu_costs.Method] = {
+    **gpu_costs.METHODS, "ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring,
+    "ours, exp_gemm": partial(gpu_costs.exact, in_gemm=True),
+    "ours, exp_gemm, scoring": partial(gpu_costs.scoring, in_gemm=True),
+}  # fmt: skip
+
+Row = dict[str, Any]
+Rows = Iterator[Row]
+Run = Callable[[], Any]
+
+
+class Day:
+    """The device, the sizes there, and how everything is timed."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.large = torch.device(device), device == "cuda"
+        self.rounds = 7 if self.large else 1
+        name = torch.cuda.get_device_name() if self.large else ""
+        self.model = gpu_costs.device_of(name)
+
+    def size(self, large: int, tiny: int) -> int:
+        """Returns a size for the device."""
+        return large if self.large else tiny
+
+    def workload(self, N: int, H: int, vocabulary: int = V) -> Workload:
+        """Makes states whose softmax is spread like a language model's, in bf16 (CPU: float32)."""
+        shape = (N, vocabulary, H) if self.large else (64, 200 - vocabulary % 2, 16)
+        dtype = torch.bfloat16 if self.large else torch.float32
+        return measure.with_grad(make("dense", shape, self.device).to(dtype))
+
+    def wait(self) -> None:
+        """Waits for the device."""
+        if self.large:
+            torch.cuda.synchronize()
+
+    def ms(self, run: Run, repeat: int = 1) -> tuple[float, float]:
+        """Returns milliseconds per call on the device, and of the CPU until all is launched."""
+        self.wait()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.large else 0)]
+        start = time.perf_counter()
+        for event in events[:1]:
+            event.record()
+        for _ in range(repeat):
+            run()
+        for event in events[1:]:
+            event.record()
+        host = 1e3 * (time.perf_counter() - start) / repeat
+        self.wait()
+        return (events[0].elapsed_time(events[1]) / repeat if events else host), host
+
+    def rate(
+        self, name: str, shape: Sequence[int], work: float, run: Run,
+        check: Callable[[], Row] = dict, repeat: int = 1,
+    ) -> Row:  # fmt: skip
+        """Returns a row with billions of bytes or FLOPs per second, if the results are right."""
+        row: Row = {"run": name, "shape": shape}
+        try:
+            run()
+            row |= check()
+            if row.get("status") != "wrong":
+                ms = measure.spread([self.ms(run, repeat)[0] for _ in range(self.rounds)])[0]
+                row["g_per_s"] = work / ms / 1e6
+        except Exception as error:  # the next one may well compile
+            row["status"] = measure.reason(error)
+        return row
+
+    def times(self, w: Workload | tuple[int, int, int], runs: Mapping[str, Run]) -> Rows:
+        """Yields time and peak memory of each run, in turns, and their ratio to the first."""
+        shape = w if isinstance(w, tuple) else shape_of(w)
+        peaks: dict[str, Row] = {}
+        for name, run in runs.items():
+            try:
+                run()
+                gc.collect()
+                with measure.PeakMemory(self.device) as memory:
+                    run()
+            except Exception as error:  # the next one may well fit
+                yield {"run": name, "shape": shape, "status": measure.reason(error)}
+                continue
+            peaks[name] = {"extra_mib": (memory.extra_bytes or 0) / 2**20}
+            if self.large:
+                peaks[name]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        taken = [{name: self.ms(runs[name]) for name in peaks} for _ in range(self.rounds)]
+        first = 0.0
+        for name, row in peaks.items():
+            ms, host = (measure.spread([turn[name][i] for turn in taken]) for i in range(2))
+            first = first or ms[0]
+            row = {"run": name, "shape": shape, "ms": ms, "x": ms[0] / first} | row
+            row["host_ms"] = host
+            if self.model and name in MODELLED:
+                terms = MODELLED[name](gpu_costs.Step(self.model, *shape))
+                expected = sum(terms.values())
+                row |= {"model": terms, "model_ms": expected, "x_model": ms[0] / expected}
+            yield row
+
+
+def shape_of(w: Workload) -> tuple[int, int, int]:
+    """Returns N, V and H."""
+    return w.targets.numel(), len(w.weight), w.weight.shape[1]
+
+
+def errors(
+    got: Sequence[Tensor | None], true: Sequence[Tensor], *, rounded: bool = False,
+    names: Sequence[str] = ("logps", "dh", "dw"),
+) -> Row:  # fmt: skip
+    """Returns the errors of log-probs and gradients, and if they are small; a NaN is not."""
+    off: dict[str, float] = {}
+    for name, x, y in zip(names, got, true, strict=False):
+        if x is not None:
+            left = x.detach().double().view_as(y) - y
+            off[name] = float(left.abs().max() if name == "logps" else left.norm() / y.norm())
+    ok = all(x <= (ROUNDED if rounded else LARGEST[name]) for name, x in off.items())
+    return {"errors": off, "status": "right" if ok else "wrong"}
+
+
+def truth(w: Workload, rows: int = 512) -> list[Tensor]:
+    """Returns log-probs and both gradients of the loss in float64, by blocks of rows.
+
+    The workload's old log-probs become these, so that no ratio is near where it is clipped.
+    """
+    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach().double()
+    targets = w.targets.flatten()[:, None]
+    parts = [slice(i, i + rows) for i in range(0, len(hidden), rows)]
+
+    def log_p(part: slice) -> Tensor:
+        return (hidden[part].double() @ weight.T).log_softmax(1)
+
+    logps = torch.cat([log_p(part).gather(1, targets[part]) for part in parts])
+    leaf = logps.view(w.targets.shape).requires_grad_()
+    w.old_logps = leaf.detach().float()
+    loss = reference.grpo_loss(leaf, w.advantages, old_logps=w.old_logps).loss
+    slopes = torch.autograd.grad(loss, leaf)[0].view(-1, 1)
+    d_hidden, d_weight = hidden.double(), torch.zeros_like(weight)
+    for part in parts:
+        p, ones = log_p(part).exp_(), torch.ones_like(slopes[part])
+        p.scatter_add_(1, targets[part], -ones).mul_(-slopes[part])
+        d_weight.addmm_(p.T, d_hidden[part])
+        torch.mm(p, weight, out=d_hidden[part])
+    return [logps.detach(), d_hidden, d_weight]
+
+
+def run_of(day: Day, w: Workload, name: str) -> Run:
+    """Returns a function that makes log-probs, dh and dw, or the first of them."""
+    if name in CONTENDERS:
+        if why := CONTENDERS[name].absent(day.device):
+            raise ImportError(why)
+        loss = CONTENDERS[name].loss
+        return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
+    exp_gemm, capturable = "exp_gemm" in name, "capturable" in name
+    # In Triton's interpreter only what needs it, as that takes its time.
+    backend = "triton" if day.large or exp_gemm else "torch"
+    execution = Execution(backend=backend, exp_gemm=exp_gemm, capturable=capturable)
+    given = w.hidden, w.weight, w.targets
+
+    def loss_and_gradients() -> list[Tensor]:
+        out = fused_grpo_loss(*given, w.advantages, old_logps=w.old_logps, execution=execution)
+        return [out.logps, *torch.autograd.grad(out.loss, (w.hidden, w.weight))]
+
+    @torch.no_grad()
+    def scoring() -> list[Tensor]:
+        return [linear_logprobs(*given, execution=execution).logps]
+
+    return scoring if "scoring" in name else loss_and_gradients
+
+
+def call(day: Day, N: int, H: int, names: tuple[str, ...] = OURS, vocabulary: int = V) -> Rows:
+    """Compares runs with float64, times those that are right, and traces ours."""
+    w = day.workload(N, H, vocabulary)
+    true, right = truth(w), {FLOOR: measure.bare_gemms(w)}
+    for name in names:
+        run, row = run_of(day, w, name), {"run": name, "shape": shape_of(w)}
+        try:
+            row |= errors(run(), true, rounded=name in CONTENDERS)
+        except ImportError:
+            raise
+        except Exception as error:  # the next one may well run
+            row["status"] = measure.reason(error)
+        if row["status"] == "right":
+            right[name] = run
+        yield row
+    del true
+    yield from day.times(w, right)
+    if "ours" in right:
+        yield {"run": "trace of ours", "shape": shape_of(w), **trace(day, right["ours"])}
+
+
+def trace(day: Day, run: Run) -> Row:
+    """Returns milliseconds and launches of each kernel and product, and the GPU's idle time."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.large else [])]
+    with profile(activities=kinds, record_shapes=True) as profiler:
+        run()
+        day.wait()
+    kernels: dict[str, list[float]] = {}
+    products: dict[str, list[float]] = {}
+    spans = []
+    for event in profiler.events() or ():
+        if "CUDA" in str(event.device_type):
+            spans.append(event.time_range)
+            taken, place = spans[-1].elapsed_us(), kernels.setdefault(event.name[:80], [0.0, 0])
+        elif event.name in ("aten::mm", "aten::addmm"):
+            name = f"{event.name} {[x for x in event.input_shapes if x]}"
+            place = products.setdefault(name, [0.0, 0])
+            taken = sum(kernel.duration for kernel in event.kernels)
+        else:
+            continue
+        place[0], place[1] = place[0] + taken / 1e3, place[1] + 1
+    busy = sum(ms for ms, _ in kernels.values())
+    whole = max((x.end for x in spans), default=0) - min((x.start for x in spans), default=0)
+    most = dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:14])
+    return {"busy_ms": busy, "idle_ms": whole / 1e3 - busy, "launches": len(spans),
+            "kernels": most, "products": products}  # fmt: skip
+
+
+def device(day: Day) -> Rows:
+    """Tells what the GPU is, and its rates beside those that the cost model takes."""
+    query = "name,clocks.sm,clocks.mem,power.limit,temperature.gpu"
+    about = {"run": "device", **measure.header(day.device.type)}
+    with suppress(OSError):
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        about["smi"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    yield about
+    source = torch.zeros(day.size(1 << 30, 1 << 10), dtype=torch.uint8, device=day.device)
+    copy, n = torch.empty_like(source), day.size(8192, 64)
+    row = day.rate("copy", source.shape, 2 * source.numel(), partial(copy.copy_, source))
+    yield row | {"model": day.model and 1e3 * day.model.tb_per_s}
+    a = torch.randn(n, n, device=day.device).bfloat16()
+    row = day.rate("bf16", (n, n, n), 2 * n**3, partial(torch.mm, a, a))
+    yield row | {"model": day.model and 1e3 * day.model.tflops}
+
+
+def calls(day: Day) -> Rows:
+    """Compares whole calls with float64: every kernel and kind of pass, on few tokens."""
+    from tests.tools.whole_calls import LARGE, results
+
+    for row in results(day.device.type, day.size(LARGE, 3001)):
+        yield {"run": row.pop("call"), **row}
+
+
+def gemms(day: Day, H: int) -> Rows:
+    """Measures the rate of each product as the library calls it, by rows of a strip and odd V."""
+    w = day.workload(4096, H)
+    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
+    odd, fp32, half = len(weight) - day.size(V - ODD_V, 1), torch.float32, weight.dtype
+    strips = [(rows, len(weight), fp32) for rows in STRIPS]
+    strips += [(640, odd, fp32), (4096, len(weight), half)]
+    products = [("logits", *x) for x in strips]
+    products += [(x, 4096, *y) for x in ("dh", "dw")
+                 for y in itertools.product((len(weight), odd), (fp32, half))]  # fmt: skip
+    for name, rows, columns, dtype in products:
+        x, y = hidden[:rows], weight[:columns]
+        z = new_rows(x, len(x), columns, dtype if name == "logits" else half).normal_()
+        out, a, b = {"logits": (z, x, y.T), "dh": (x, z, y), "dw": (y, z.T, x)}[name]
+        out = out if out is z else torch.zeros_like(out, dtype=dtype)
+        run = partial(addmm, out, a, b, beta=float(name == "dw" and dtype == fp32))
+        shape = (len(x), columns, x.shape[1])
+        yield day.rate(f"{name}, {dtype}", shape, 2 * math.prod(shape), run)
+
+
+def sweep(day: Day) -> Rows:
+    """Measures the sweep on strips and with other launches, beside a copy of as many bytes."""
+    from grpo_kernels.kernels.triton_common import Launch
+
+    stats, repeat = select_backend("triton", day.device).token_stats, day.size(10, 1)
+    # Many at a time, as a launch takes the CPU a good part of a strip's time.
+    cases: list[tuple[int, Row]] = [(rows, {}) for rows in STRIPS]
+    for rows, how in [*cases, *((640, {"launch": Launch(*x)}) for x in LAUNCHES)]:
+        shape = (day.size(rows, 2), day.size(V, 201))
+        logits = 3 * torch.randn(shape, device=day.device)
+        targets = torch.randint(0, shape[1], shape[:1], device=day.device)
+        exps = torch.empty_like(logits, dtype=torch.bfloat16 if day.large else torch.float32)
+        run = partial(stats, logits, targets, LogitTransform(), entropy=True, exps=exps, **how)
+        true = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+        moved = 6 * logits.numel()  # four bytes of a logit are read, two are written
+        source = torch.zeros(moved // 2, dtype=torch.uint8, device=day.device)
+        copy = partial(torch.empty_like(source).copy_, source)
+        check = partial(lambda run, true: errors([run().logps], [true]), run, true)
+        yield day.rate("copy", shape, moved, copy, repeat=repeat)
+        yield day.rate(f"sweep {how or ''}".strip(), shape, moved, run, check, repeat)
+
+
+def tiles(day: Day, H: int) -> Rows:
+    """Measures exp_gemm by its tile, where log-probs and exponentials of some rows are right."""
+    from grpo_kernels.kernels.triton_exp_gemm import Tile, exp_gemm
+
+    w, few = day.workload(4096, H, ODD_V), slice(64)
+    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
+    targets = w.targets.flatten()
+    log_p = (hidden[few].double() @ weight.double().T).log_softmax(1)
+    logps = log_p.gather(1, targets[few, None])
+    p = log_p.exp().scatter_add(1, targets[few, None], -torch.ones_like(logps))
+    exps = new_rows(hidden, len(hidden), len(weight), hidden.dtype)
+    stats = TokenStats.empty(hidden, entropy=True, total=True)
+    total: Any = stats.total
+
+    def check() -> Row:
+        got = stats.logps[few, None], exps[few] / total[few, None]
+        return errors(got, [logps, p], names=("logps", "p"))
+
+    given = hidden, weight, targets, LogitTransform(), stats
+    for tile in TILES if day.large else ((32, 64, 32),):
+        run = partial(exp_gemm, *given, exps=exps, tile=Tile(*tile))
+        yield day.rate(f"exp_gemm, {tile}", shape_of(w), 2 * math.prod(shape_of(w)), run, check)
+
+
+def model(day: Day) -> Rows:
+    """Measures a GRPO step of Qwen2.5-0.5B's architecture: random weights, 8 x 1,024 tokens."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo_kernels.integrations.transformers import Objective, attach_fused_head
+
+    words, H, inner, layers, heads = (V, 896, 4864, 24, 14) if day.large else (601, 32, 64, 2, 2)
+    (B, T, prompt), dtype = ((8, 1024, 256), torch.bfloat16) if day.large else ((2, 24, 8), None)
+    config = Qwen2Config(
+        vocab_size=words, hidden_size=H, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(day.device):
+        net = Qwen2ForCausalLM(config).to(dtype).train()
+    net.gradient_checkpointing_enable()
+    attach_fused_head(net)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-6)
+    ids = torch.randint(0, words, (B, T), device=day.device)
+    labels, advantages = ids.clone(), torch.randn(B, device=day.device)
+    labels[:, :prompt] = -100
+
+    def fused() -> Tensor:
+        return net(ids, labels=labels, fused_head=Objective(advantages)).loss
+
+    def eager() -> Tensor:
+        logits = net(ids, logits_to_keep=T - prompt + 1).logits[:, :-1].float()
+        logps = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None])[..., 0]
+        return -((logps - logps.detach()).exp() * advantages[:, None]).mean()
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    norms = []
+    for loss in (fused, eager):
+        loss().backward()
+        norms.append(float(torch.nn.utils.get_total_norm([x.grad for x in net.parameters()])))
+        optimizer.zero_grad()
+    status = "right" if abs(norms[0] - norms[1]) <= 0.05 * norms[1] else "wrong"
+    yield {"run": "model", "gradient norms": norms, "status": status}
+    if status == "right":
+        runs = {f"model, {loss.__name__}": partial(step, loss) for loss in (fused, eager)}
+        yield from day.times((B * (T - prompt), words, H), runs)
+
+
+def graph(day: Day, N: int, H: int) -> Rows:
+    """Compares a replayed CUDA graph, on other states than captured, with the call; times both."""
+    if not day.large:
+        raise ImportError("needs CUDA")
+    w = day.workload(N, H)
+    run, captured = run_of(day, w, "ours, capturable"), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    day.wait()
+    with torch.cuda.graph(captured):
+        results = run()
+    with torch.no_grad():
+        w.hidden.mul_(0.9)
+    captured.replay()
+    row = errors(results, [x.double() for x in run()])
+    yield {"run": "replayed", "shape": shape_of(w), **row}
+    if row["status"] == "right":
+        runs = {"ours": run_of(day, w, "ours"), "ours, capturable": run}
+        yield from day.times(w, {**runs, "replayed": captured.replay})
+
+
+def tests(day: Day) -> Rows:
+    """Runs the project's own tests of CUDA; a few failures tell enough."""
+    if find_spec("pytest") is None:
+        raise ImportError("pytest is not installed")
+    chosen = TESTS if day.large else "tests/test_backends.py -k 1003-plain"
+    workers = "-n 8" if day.large and find_spec("xdist") else ""
+    command = f"-m pytest -q --tb=short --maxfail=3 -p no:cacheprovider {chosen} {workers}".split()
+    last = ""
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    status = "ok" if process.returncode == 0 else f"exit status {process.returncode}"
+    yield {"run": " ".join(command), "last": last, "status": status}
+
+
+Part = tuple[str, Callable[[Day], Rows], float]  # its name, and its limit in seconds
+
+
+def at(title: str, N: int, H: int, run: Callable[..., Rows] = call, **options: Any) -> Part:
+    """Returns a part of these sizes, by default whole calls."""
+    return f"{title} {N} x {H}", partial(run, N=N, H=H, **options), 40
+
+
+PARTS: list[Part] = [
+    ("device", device, 30),
+    at("call", 4096, 896),
+    at("call, odd V,", 4096, 896, vocabulary=ODD_V),
+    ("calls", calls, 75),
+    at("call", 16_384, 2048),
+    ("gemms 2048", partial(gemms, H=2048), 25),
+    ("sweep", sweep, 25),
+    at("call", 8192, 4096),
+    *(at(name, 8192, 4096, names=(name,)) for name in PEERS),
+    ("model", model, 45),
+    at("exp_gemm", 4096, 896, names=EXP_GEMM),
+    at("exp_gemm", 16_384, 2048, names=EXP_GEMM),
+    ("tests", tests, 60),
+    at("graph", 512, 896, graph),
+    at("graph", 4096, 2048, graph),
+    ("tiles 2048", partial(tiles, H=2048), 40),
+    ("tiles 896", partial(tiles, H=896), 40),
+    at("exp_gemm", 16_384, 896, names=EXP_GEMM),
+    at("call", 512, 896),
+    at("call", 4096, 2048),
+    ("gemms 896", partial(gemms, H=896), 25),
+    ("gemms 4096", partial(gemms, H=4096), 25),
+]
+
+
+def _few_digits(number: str) -> float:
+    return float(f"{float(number):.5g}")
+
+
+def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name: str) -> None:
+    """Runs a part in a new process, which saves its rows as they come, and then its status."""
+    os.setpgrp()  # what it starts ends with it
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # and it with the run
+    mine = result["parts"][name]
+    try:
+        for row in run(Day(device)):
+            text = json.dumps(json.loads(json.dumps(row), parse_float=_few_digits))
+            mine["rows"].append(json.loads(text))
+            print(f"  {text}", flush=True)
+            measure.write_json(path, result)
+        told = [(row["run"], row.get("status", "ok")) for row in mine["rows"]]
+        bad = [f"{run}: {status}" for run, status in told if status not in ("ok", "right")]
+        mine["status"] = "; ".join(bad) or "ok"
+    except ImportError as why:
+        mine["status"] = f"not run: {why}"
+    except Exception as error:
+        traceback.print_exc()
+        mine["status"] = measure.reason(error)
+    measure.write_json(path, result)
+
+
+def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
+    """Runs the parts and returns what came of them, as it is in the file at any time."""
+    for module in ("triton", "torch._dynamo"):  # here, as every part would import them
+        import_module(module)
+    about = {"date": str(date.today()), "python": sys.version, **measure.header("cpu")}
+    result: Row = {**about, "parts": {}}
+    for name, run, limit in parts:
+        begin = time.monotonic()
+        left = end - begin
+        status = "ended with the run" if left > 3 else "not run: no time"
+        result["parts"][name] = {"status": status, "rows": []}
+        measure.write_json(path, result)
+        if left > 3:
+            process = multiprocessing.get_context("fork").Process(
+                target=work, args=(run, device, path, result, name)
+            )
+            try:
+                process.start()
+                process.join(limit := min(limit, left))
+            finally:  # after Ctrl-C, too
+                ended = not process.is_alive()
+                if process.pid:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.kill()  # of no group yet
+                    process.join(10)  # a kernel that hangs may hold it
+            result = json.loads(path.read_text())
+            mine = result["parts"][name]
+            if mine["status"] == status:
+                late = f"out of time: more than {limit:.0f} s"
+                mine["status"] = (
+                    f"its process ended, exit code {process.exitcode}" if ended else late
+                )
+            mine["seconds"] = round(time.monotonic() - begin, 1)
+            measure.write_json(path, result)
+        print(f"{name}: {result['parts'][name]['status']}", flush=True)
+    return result["parts"]
+
+
+def choose(path: Path) -> None:
+    """Writes down for the file's card up to which H exp_gemm is right and faster."""
+    from grpo_kernels.kernels import triton_exp_gemm
+
+    parts = json.loads(path.read_text())["parts"]
+    name, faster = parts["device"]["rows"][0]["device"], dict[int, bool]()
+    for rows in (part["rows"] for part in parts.values()):
+        ms = {row["run"]: row["ms"][0] for row in rows if "ms" in row}
+        for H in {row["shape"][-1] for row in rows if row["run"] == EXP_GEMM[2]}:
+            won = ms.get(EXP_GEMM[2], math.inf) < ms.get("ours", 0.0)  # no time: it was not right
+            faster[H] = won and faster.get(H, True)
+    size = max(itertools.takewhile(faster.get, sorted(faster)), default=0)
+    page = Path(triton_exp_gemm.__file__).with_suffix(".json")
+    measure.write_json(page, {**json.loads(page.read_text()), name: size})
+    print(f"{name}: up to H = {size:,}" if size else f"{name}: not faster")
+
+
+def main(argv: list[str] | None = None) -> None:
+    began = time.monotonic()
+    about = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=about)
+    parser.add_argument("--json", type=Path, required=True, help="the file of all results")
+    # No default by what there is: asking CUDA here would keep the parts' processes from it.
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
+    parser.add_argument("--minutes", type=float, default=5.5, help="of all parts (default: 5.5)")
+    parser.add_argument("--parts", nargs="+", help="parts whose names begin so (default: all)")
+    parser.add_argument("--choose", action="store_true", help="keep up to which H exp_gemm won")
+    args = parser.parse_args(argv)
+    if args.choose:
+        return choose(args.json)
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    parts = [x for x in PARTS if not args.parts or x[0].startswith((*args.parts,))]
+    done = run_all(parts, args.json, args.device, began + 60 * args.minutes)
+    bad = [name for name, x in done.items() if not x["status"].startswith(("ok", "not run"))]
+    sys.exit(f"not ok: {', '.join(bad)}" if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

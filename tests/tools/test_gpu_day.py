@@ -1,0 +1,368 @@
+"""A GPU's first day, rehearsed on a CPU, on a GPU that is not there, and cut at every part."""
+
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo  # as the runs that are forked here would import it one by one
+
+from benchmarks import gpu_day, measure
+from grpo_kernels.base.checks import ValueChecks
+from grpo_kernels.kernels import triton_exp_gemm
+from tests.helpers.fake_cuda import CountedCUDA
+
+NAMES = [name for name, _, _ in gpu_day.PARTS]
+# What a machine for tests may lack.
+ABSENT = {"cut-cross-entropy", "Liger Triton loss", "graph"}
+
+
+def kind(run):
+    """The function of a part, and what but the sizes it is called with: tiny sizes are equal."""
+    keywords = {k: v for k, v in getattr(run, "keywords", {}).items() if k not in "NH"}
+    return str((getattr(run, "func", run), keywords))
+
+
+def test_a_day_on_a_cpu(tmp_path):
+    """Every kind of part from its start to its end, with Triton's interpreter."""
+    kinds = {kind(run): name for name, run, _ in reversed(gpu_day.PARTS)}
+    path, env = tmp_path / "day.json", {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--json", path, "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--parts", *kinds.values()], cwd=gpu_day.ROOT, env=env, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    day = json.loads(path.read_text())
+    assert {"date", "python", "torch", "triton", "commit"} <= set(day)
+    assert set(kinds.values()) <= set(day["parts"]) and next(iter(day["parts"])) == "device"
+    for name, part in day["parts"].items():
+        absent = part["status"].startswith("not run: ") and name.startswith((*ABSENT,))
+        assert (part["status"] == "ok" and part["rows"]) or absent, (name, part)
+    rows = {row["run"]: row for row in day["parts"]["call 4096 x 896"]["rows"] if "ms" in row}
+    assert {gpu_day.FLOOR, *gpu_day.OURS} == set(rows)
+    assert all(row["x"] > 0 and row["shape"] == [64, 200, 16] for row in rows.values())
+
+
+class Gpu(CountedCUDA):
+    """A GPU without values: an error is 0, and a call works on the rows that `make` made last."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 2.0
+
+
+class Graph:
+    def replay(self):
+        pass
+
+
+class OnCPU(torch.Generator):
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls)
+
+
+class Profile:
+    """The events of one product whose kernel took 2 ms, and of a sweep 1 ms later."""
+
+    def __init__(self, activities, record_shapes):
+        assert len(activities) == 2 and record_shapes
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def events(self):
+        def event(kind, name, start, end, **more):
+            span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+            return SimpleNamespace(device_type=kind, name=name, time_range=span, **more)
+
+        product = {"input_shapes": [[8, 4], [4, 2], []], "kernels": [SimpleNamespace(duration=2e3)]}
+        cuda = "DeviceType.CUDA"
+        return [
+            event("DeviceType.CPU", "aten::mm", 0, 9, **product), event(cuda, "gemm", 10, 2010),
+            event("DeviceType.CPU", "aten::add", 0, 9), event(cuda, "sweep", 3010, 4010),
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def gpu(real_memory, monkeypatch):
+    """An H200 without memory, values and time."""
+    read, make = ValueChecks.read, gpu_day.make
+    monkeypatch.setattr(torch, "Generator", OnCPU)
+    for name, value in {
+        "synchronize": None, "get_device_name": "NVIDIA H200", "reset_peak_memory_stats": None,
+        "memory_allocated": 0, "max_memory_allocated": 1 << 30,
+        "graph": contextlib.nullcontext(), "stream": contextlib.nullcontext(), "Stream": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(gpu_day, "profile", Profile)
+
+    def made(name, shape, device):
+        gpu.rows = shape[0]
+        return make(name, shape, device)
+
+    def answered(self, *further):
+        read(self, *further)
+        return [gpu.rows] * len(further)
+
+    monkeypatch.setattr(gpu_day, "make", made)
+    monkeypatch.setattr(ValueChecks, "read", answered)
+    with Gpu() as gpu:
+        yield gpu
+
+
+# Without what needs values, code of peers, and what torch's C++ makes on CUDA for transformers.
+WITHOUT = ("calls", "tests", *gpu_day.PEERS, "model")
+ON_GPU = [part for part in gpu_day.PARTS if not part[0].startswith(WITHOUT)]
+
+
+@pytest.mark.parametrize("name, run, limit", ON_GPU, ids=[part[0] for part in ON_GPU])
+def test_a_part_on_a_gpu(gpu, name, run, limit):
+    """At its real sizes, all that is said to CUDA."""
+    told = json.loads(json.dumps([*run(gpu_day.Day("cuda"))]))
+    assert told and {row.get("status", "ok") for row in told} <= {"ok", "right"}, told
+    timed = [row for row in told if {"ms", "g_per_s"} & set(row)]
+    assert timed
+    for row in timed:
+        assert row.get("ms", 3 * [2.0]) == 3 * [2.0] and row.get("g_per_s", 1.0) > 0
+    if name.startswith(("call", "exp_gemm")):
+        modelled = {row["run"] for row in timed if row["x_model"] > 0}
+        assert modelled == {gpu_day.FLOOR, *(gpu_day.EXP_GEMM if "exp" in name else gpu_day.OURS)}
+        trace = told[-1]
+        assert trace["kernels"] == {"gemm": [2.0, 1], "sweep": [1.0, 1]}
+        assert trace["products"] == {"aten::mm [[8, 4], [4, 2]]": [2.0, 1]}
+        assert (trace["busy_ms"], trace["idle_ms"], trace["launches"]) == (3.0, 1.0, 2)
+
+
+def test_the_tests_of_a_day_are_there():
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *gpu_day.TESTS.split()]
+    command += ["-p", "tests.ptx.plugin", "--ptx-cuda"]
+    told = subprocess.run(command, cwd=gpu_day.ROOT, capture_output=True, text=True).stdout
+    assert told.count("test_cuda_values.py") > 50, told
+    assert all(".py" not in x or (gpu_day.ROOT / x).exists() for x in gpu_day.TESTS.split())
+
+
+def test_a_wrong_result_has_no_time(monkeypatch):
+    right = gpu_day.run_of
+
+    def off(day, w, name):
+        run = right(day, w, name)
+        factors = {"ours": [1, 1, 1.02], "ours, scoring": [float("nan")]}.get(name, [1, 1, 1])
+        return lambda: [x if x is None else f * x for f, x in zip(factors, run(), strict=True)]
+
+    monkeypatch.setattr(gpu_day, "run_of", off)
+    rows = [*gpu_day.call(gpu_day.Day("cpu"), 64, 16)]
+    told = {row["run"]: row["status"] for row in rows if "status" in row}
+    assert told == {"eager, log_softmax": "right", "ours, scoring": "wrong", "ours": "wrong"}
+    assert [row["run"] for row in rows if "ms" in row] == [gpu_day.FLOOR, "eager, log_softmax"]
+
+
+def test_float64_is_that_of_autograd():
+    w = gpu_day.Day("cpu").workload(64, 16)
+    true = gpu_day.truth(w, rows=24)
+    leaves = [x.detach().double().requires_grad_() for x in (w.hidden, w.weight)]
+    out = gpu_day.reference.fused_grpo_loss(
+        *leaves, w.targets, w.advantages, old_logps=w.old_logps.double()
+    )
+    others = [out.logps, *torch.autograd.grad(out.loss, leaves)]
+    for x, y in zip(true, others, strict=True):
+        torch.testing.assert_close(x.view_as(y), y, rtol=1e-6, atol=1e-9)
+
+
+def quick(day):
+    yield {"run": "quick", "ms": 1.23456789}
+
+
+def hangs(day):
+    yield {"run": "before", "pid": os.getpid()}
+    time.sleep(60)
+
+
+def run_all(path, parts, minutes=1.0):
+    return gpu_day.run_all(parts, path, "cpu", time.monotonic() + 60 * minutes)
+
+
+@pytest.fixture
+def known_machine(monkeypatch):
+    monkeypatch.setattr(measure, "header", lambda device: {"device": device})
+
+
+def until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", (signal.SIGKILL, signal.SIGTERM))
+@pytest.mark.parametrize("place", range(len(NAMES)), ids=NAMES)
+def test_a_run_that_is_cut_keeps_what_it_had(tmp_path, known_machine, place, end):
+    """Killed in any part, between two others: those before are whole, and its rows are there."""
+    names = NAMES[max(0, place - 1) : place + 2]
+    parts = [(name, hangs if name == NAMES[place] else quick, 30) for name in names]
+    path = tmp_path / "day.json"
+    arguments = ["--json", str(path), "--device", "cpu"]
+
+    def run():
+        gpu_day.PARTS[:] = parts
+        gpu_day.main(arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    until(lambda: path.exists() and '"before"' in path.read_text())
+    os.kill(process.pid, end)
+    process.join(20)
+    assert process.exitcode == -end
+    done = json.loads(path.read_text())["parts"]
+    pid = done[NAMES[place]]["rows"][0].pop("pid")
+    until(lambda: not is_running(pid))
+    assert [*done] == names[: names.index(NAMES[place]) + 1]
+    for name, part in done.items():
+        here = name == NAMES[place]
+        assert part["status"] == ("ended with the run" if here else "ok")
+        assert part["rows"] == [{"run": "before"} if here else {"run": "quick", "ms": 1.2346}]
+
+
+def raises(day):
+    yield {"run": "before"}
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+
+def ends(day):
+    yield {"run": "before"}
+    os._exit(7)
+
+
+def runs_out(day):
+    yield {"run": "before"}
+    raise torch.OutOfMemoryError("of 1 TiB")
+
+
+def is_wrong(day):
+    yield {"run": "before"}
+    yield {"run": "other", "status": "wrong"}
+
+
+def is_absent(day):
+    yield {"run": "before"}
+    import no_such_package  # noqa: F401
+
+
+LEAVES = functools.partial(subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(300)"])
+
+
+def leaves_a_process(day):
+    yield {"run": "before", "pid": LEAVES().pid}
+    time.sleep(60)
+
+
+def test_a_part_that_fails_ends_alone(tmp_path, known_machine):
+    parts = {
+        "raises": (raises, "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        "ends": (ends, "its process ended, exit code 7"),
+        "memory": (runs_out, "out of memory"),
+        "wrong": (is_wrong, "other: wrong"),
+        "absent": (is_absent, "not run: No module named 'no_such_package'"),
+        "hangs": (leaves_a_process, "out of time: more than 2 s"),
+        "quick": (quick, "ok"),
+    }
+    done = run_all(tmp_path / "day.json", [(name, run, 2) for name, (run, _) in parts.items()])
+    assert {name: part["status"] for name, part in done.items()} == {
+        name: status for name, (_, status) in parts.items()
+    }
+    assert all(part["rows"][0]["run"] == "before" for name, part in done.items() if name != "quick")
+    pid = done["hangs"]["rows"][0]["pid"]
+    until(lambda: not is_running(pid))
+    assert json.loads((tmp_path / "day.json").read_text())["parts"] == done
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_day_is_within_its_minutes(tmp_path, known_machine):
+    """No part begins where no time is left, and one that runs ends with the day."""
+    begin = time.monotonic()
+    done = run_all(tmp_path / "day.json", [("a", hangs, 60), ("b", quick, 60)], minutes=4 / 60)
+    assert [part["status"] for part in done.values()] == [
+        "out of time: more than 4 s", "not run: no time",
+    ]  # fmt: skip
+    assert time.monotonic() - begin < 30
+
+
+def test_of_the_parts_some_are_chosen(tmp_path, known_machine, monkeypatch):
+    monkeypatch.setattr(gpu_day, "PARTS", [("call 1", quick, 9), ("sweep", quick, 9)])
+    path = tmp_path / "day.json"
+    with pytest.raises(SystemExit) as ended:
+        gpu_day.main(["--json", str(path), "--device", "cpu", "--parts", "call"])
+    assert not ended.value.code and [*json.loads(path.read_text())["parts"]] == ["call 1"]
+
+
+def measured(*parts):
+    """A file's parts: H, milliseconds of ours, and with exp_gemm, None where that was wrong."""
+    done = {"device": {"rows": [{"run": "device", "device": "some GPU"}]}}
+    for place, (H, ours, other) in enumerate(parts):
+        rows = [{"run": "ours, exp_gemm", "shape": [1, 2, H], "status": "right"}]
+        rows += [{"run": "ours", "shape": [1, 2, H], "ms": [ours, 0, 0]}]
+        if other is not None:
+            rows += [{"run": "ours, exp_gemm", "shape": [1, 2, H], "ms": [other, 0, 0]}]
+        done[f"exp_gemm {place}"] = {"rows": rows}
+    return done
+
+
+@pytest.mark.parametrize(
+    "parts, size",
+    (
+        (((896, 7.0, 6.0), (2048, 50.0, 47.0), (4096, 40.0, 41.0)), 2048),
+        (((896, 7.0, 6.0), (896, 27.0, 28.0), (2048, 50.0, 47.0)), 0),
+        (((896, 7.0, None), (2048, 50.0, 47.0)), 0),
+        ((), 0),
+    ),
+)
+def test_exp_gemm_is_chosen_up_to_where_it_won(tmp_path, monkeypatch, capsys, parts, size):
+    monkeypatch.setattr(triton_exp_gemm, "__file__", str(tmp_path / "triton_exp_gemm.py"))
+    (tmp_path / "triton_exp_gemm.json").write_text('{"another": 896}')
+    path = tmp_path / "day.json"
+    path.write_text(json.dumps({"parts": measured(*parts)}))
+    gpu_day.main(["--json", str(path), "--choose"])
+    known = json.loads((tmp_path / "triton_exp_gemm.json").read_text())
+    assert known == {"another": 896, "some GPU": size}
+    assert ("not faster" in capsys.readouterr().out) == (not size)
+
+
+def test_names_of_parts_are_different():
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(a != b for a, b in itertools.pairwise(NAMES)) and NAMES[0] == "device"
