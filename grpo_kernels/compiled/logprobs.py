@@ -84,9 +84,9 @@ def _operator(
 
 def _first(given: Leaves) -> list[Tensor]:
     with given.as_called() as (_, arguments):
-        call, passes = planned(**arguments)
+        call, plan = planned(**arguments)
     tensors = [x.detach() for x in call.tensors]
-    per_token, kept = passes.run(partial(first_pass, tensors, passes))
+    per_token, kept = plan.run(partial(first_pass, tensors))
     return [*per_token, *(x for x in kept if x is not None)]
 
 
@@ -108,7 +108,7 @@ def _first_fake(given: Leaves) -> list[Tensor]:
 
 def _second(given: Leaves, found: list[Tensor], d_results: Sequence[Tensor | None]) -> list[Tensor]:
     with given.as_called() as (ends, arguments):
-        call, passes = planned(**arguments)
+        call, plan = planned(**arguments)
         tensors = call.tensors
         wanted = [x.requires_grad for x in tensors]
         # Of x's alone, if any were kept.
@@ -117,7 +117,7 @@ def _second(given: Leaves, found: list[Tensor], d_results: Sequence[Tensor | Non
         all_found = [*found[:3], *(of_xs if len(found) > 3 else [])]
         with torch.no_grad():
             plain = [x.detach() for x in tensors]
-            gradients = second_pass(plain, passes, all_found, d_results, wanted)
+            gradients = second_pass(plain, plan, all_found, d_results, wanted)
         reached = [x for x, g in zip(tensors, gradients, strict=True) if g is not None]
         of_ends = torch.autograd.grad(reached, ends, [g for g in gradients if g is not None])
     return [x.contiguous() for x in of_ends]
