@@ -165,7 +165,7 @@ def fused_grpo_loss(
         support,
         GradMode.of(call, one_pass=one_pass, other_grads=other_grads),
         entropy=True,
-        with_grad=_tokens_with_grad(config, inputs),
+        with_grad=None if execution.capturable else _tokens_with_grad(config, inputs),
         reference=None if config.exact_kl or not config.beta else other,
         loss_settings={
             "one pass": one_pass,

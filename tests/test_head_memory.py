@@ -9,7 +9,6 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
-from grpo_kernels import Execution, fused_grpo_loss
 from grpo_kernels.head.dense import LogitStrips
 from grpo_kernels.head.plan import ran_out_of_memory
 from tests.helpers import flat_calls

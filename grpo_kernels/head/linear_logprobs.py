@@ -128,9 +128,7 @@ def planned(
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
     mode = GradMode.of(call, one_pass=False)
-    return call, plan_head(
-        call, support, mode, entropy=entropy, logsumexp=True, entries=entries
-    )
+    return call, plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
 
 
 def check_options(targets: object, entropy: object, support: object, entries: object) -> None:

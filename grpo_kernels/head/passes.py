@@ -122,8 +122,10 @@ class HeadPlan:
 
     def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
         """The gradients of the terms, over the rows that have one."""
-        every_row = self.rows.num_grad_rows == len(tensors[0])
-        return Gradients(tensors, self.wanted, every_row=every_row)
+        count = self.rows.num_grad_rows
+        one_chunk = count == self.rows.largest_of(needs_grad=True)
+        rounded = self.spec.dtype if one_chunk else None
+        return Gradients(tensors, self.wanted, every_row=count == len(tensors[0]), rounded=rounded)
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
@@ -287,7 +289,6 @@ def plan_head(
         spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
     exp_gemm = _takes_exp_gemm(call, grad_mode)
     buffers = _buffers(spec, weight, grad_mode, exp_gemm=exp_gemm)
-    with_grad = None if spec.execution.capturable else with_grad
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
     wanted = call.wants_grad()
     return HeadPlan(spec, rows, ranks, tokens, sets, wanted, entropy, grad_mode, exp_gemm)

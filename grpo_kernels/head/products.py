@@ -140,12 +140,16 @@ class Gradients:
         tensors: x and y of each term.
         wanted: of which tensors gradients are wanted.
         every_row: True if all rows of every x will be set; others are left 0.
+        rounded: the dtype of operands whose one product is the whole gradient of a y: of the same
+            dtype, it is rounded by its GEMM. None: products are added up in float32.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], wanted: Sequence[bool], *, every_row: bool
-    ) -> None:
-        self.tensors, self.wanted, self.every_row = tensors, list(wanted), every_row
+        self, tensors: Sequence[Tensor], wanted: Sequence[bool], *, every_row: bool,
+        rounded: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.tensors, self.wanted = tensors, list(wanted)
+        self.every_row, self.rounded = every_row, rounded
         self.found: list[Tensor | None] = [None] * len(self.tensors)
 
     def of_rows(self, place: int) -> Tensor:
@@ -158,12 +162,13 @@ class Gradients:
         return found
 
     def of_columns(self, place: int) -> tuple[Tensor, float]:
-        """The gradient of a y, a float32 sum, and its factor: 0.0 at first."""
+        """The gradient of a y, mostly a float32 sum, and its factor: 0.0 at first."""
         found = self.found[place]
         if found is not None:
             return found, 1.0
         y = self.tensors[place]
-        found = self.found[place] = y.new_empty(y.shape, dtype=torch.float32)
+        dtype = y.dtype if y.dtype == self.rounded else torch.float32
+        found = self.found[place] = y.new_empty(y.shape, dtype=dtype)
         return found, 0.0
 
     def all(self) -> list[Tensor | None]:

@@ -88,9 +88,7 @@ class VocabShards(SingleRank):
         places = targets - self.start
         return torch.where((places >= 0) & (places < self.own), places, -1)
 
-    def before_overwrite(
-        self, logits: Tensor, targets: Tensor, transform: LogitTransform
-    ) -> None:
+    def before_overwrite(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
         slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
         if slope is not None:
             self.slopes.append(slope.squeeze(1))
