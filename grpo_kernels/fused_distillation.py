@@ -20,6 +20,7 @@ from torch import Tensor
 from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
 from .base.checks import check_choice, check_number
 from .base.outputs import DistillationOutput
+from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import Divergence, LMHead, Reference
@@ -30,6 +31,7 @@ from .loss.inputs import number_of_items
 METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
 
 
+@eager_under_compile
 def fused_distillation_loss(
     hidden: Tensor,
     head: Tensor | LMHead,

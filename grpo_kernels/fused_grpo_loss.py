@@ -37,6 +37,7 @@ from torch import Tensor
 
 from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
 from .base.outputs import GRPOLossOutput
+from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
@@ -49,6 +50,7 @@ from .loss.metrics import loss_metrics
 from .loss.objective import LossInputs, token_local
 
 
+@eager_under_compile
 def fused_grpo_loss(
     hidden: Tensor,
     head: Tensor | LMHead,

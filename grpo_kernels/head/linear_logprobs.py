@@ -32,6 +32,7 @@ from ..base.autograd import (
 from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
+from ..base.private import eager_under_compile
 from ..kernels import TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
 
 
+@eager_under_compile
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -95,30 +97,7 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    check_options(targets, entropy, support, entries)
-    call, plan = planned(
-        hidden, head, targets, mask, entropy, execution, support=support, entries=entries
-    )
-    logps, of_entropy, lse, _ = scored(call, plan, entries=entries)
-    if targets is not None:
-        logps = logps.reshape(targets.shape)
-    shape = call.spec.layout.shape
-    shown = None if of_entropy is None else of_entropy.reshape(shape)
-    return LogprobOutput(logps, shown, lse.reshape(shape))
-
-
-def planned(
-    hidden: Tensor,
-    head: Tensor | LMHead,
-    targets: Tensor | None,
-    mask: Tensor | None,
-    entropy: bool,
-    execution: Execution,
-    *,
-    support: Support | None = None,
-    entries: bool = False,
-) -> tuple[HeadCall, HeadPlan]:
-    """The checked call of `linear_logprobs`, and its plan."""
+    _check_options(targets, entropy, support, entries)
     hidden = check_tensor("hidden", hidden)
     each, first = None, targets
     if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
@@ -128,10 +107,16 @@ def planned(
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
     mode = GradMode.of(call, one_pass=False)
-    return call, plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
+    plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
+    logps, of_entropy, lse, _ = scored(call, plan, entries=entries)
+    if targets is not None:
+        logps = logps.reshape(targets.shape)
+    shape = call.spec.layout.shape
+    shown = None if of_entropy is None else of_entropy.reshape(shape)
+    return LogprobOutput(logps, shown, lse.reshape(shape))
 
 
-def check_options(targets: object, entropy: object, support: object, entries: object) -> None:
+def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
     """Checks what does not depend on the head."""
     check_bool("entropy", entropy)
     check_bool("entries", entries)
