@@ -202,7 +202,7 @@ def eager(s: Step) -> dict[str, float]:
 def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
     """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16.
 
-    `in_gemm`: the logits' GEMM leaves them. Of a single chunk the gradients are the backward's.
+    `in_gemm`: the logits' GEMM leaves them.
     """
     plan = plan_of(s.d, s.N, s.V)
     chunks = len([*plan.parts()])
@@ -214,8 +214,7 @@ def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
         s.sweep("sweep", 6, "one sweep")
     s.gradients(plan.largest_chunk, 2 if chunks == 1 else 4)
     s.copy("r h, and dH to bf16", 10 * s.N * s.H)
-    if chunks > 1:
-        s.copy("finishing scale", 6 * (s.V + s.N) * s.H)
+    s.copy("finishing scale", (4 if chunks == 1 else 6) * (s.V + s.N) * s.H)
     strips = 2 * chunks if in_gemm else math.ceil(s.N / plan.logit_rows)
     return s.finish(50 + 15 * chunks + 2 * strips, waits=1)
 

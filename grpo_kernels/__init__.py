@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from .base.outputs import DistillationOutput, GRPOLossOutput, LogprobOutput
 from .base.sequences import gather_tokens
-from .calls import fused_grpo_loss, grpo_loss, linear_logprobs, selective_log_softmax
+from .fused_grpo_loss import fused_grpo_loss
 from .head.execution import Execution
+from .head.linear_logprobs import linear_logprobs
 from .head.lm_head import LMHead, Reference, Support, VocabRanks
+from .head.selective_log_softmax import selective_log_softmax
 from .loss.config import GRPOLossConfig
+from .loss.grpo_loss import grpo_loss
 
 if TYPE_CHECKING:
-    from .calls import fused_distillation_loss
+    from .fused_distillation import fused_distillation_loss
     from .head.support import batch_support
     from .loss.advantages import group_advantages, per_token_kl
     from .loss.distillation import topk_kl
@@ -45,7 +48,7 @@ __all__ = [
 
 # What an exact call does not load, and where it is.
 _NOT_OF_A_CALL = {
-    "fused_distillation_loss": "calls",
+    "fused_distillation_loss": "fused_distillation",
     "group_advantages": "loss.advantages",
     "per_token_kl": "loss.advantages",
     "batch_support": "head.support",

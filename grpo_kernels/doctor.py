@@ -26,7 +26,8 @@ from torch import Tensor
 
 from . import GRPOLossConfig, __version__, reference
 from .base.checks import name_of, version_numbers
-from .calls import fused_grpo_loss, linear_logprobs
+from .fused_grpo_loss import fused_grpo_loss
+from .head.linear_logprobs import linear_logprobs
 from .head.lm_head import Reference, Support
 from .kernels import select_backend
 

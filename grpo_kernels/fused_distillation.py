@@ -11,7 +11,6 @@ The loss is a mean, so that each token's gradient is known before the loss is: o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,17 +20,18 @@ from torch import Tensor
 from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
 from .base.checks import check_choice, check_number
 from .base.outputs import DistillationOutput
+from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import Divergence, LMHead, Reference
-from .head.passes import Gradient, call_of_reference, local_head, passes_of
-from .head.products import Gradients
+from .head.passes import GradMode, call_of_reference, local_head, plan_head
 from .kernels.pair_stats import KINDS, PairStats
 from .loss.inputs import number_of_items
 
 METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
 
 
+@eager_under_compile
 def fused_distillation_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -89,30 +89,29 @@ def fused_distillation_loss(
     check_number("beta", beta, "in (0, 1)")
     call = head_call(hidden, local_head(head), None, mask, None, execution, sampled=False)
     other = call_of_reference(call, reference)
-    call = replace(call, reference=other, divergence=Divergence(kind, beta))
-    N, mask = call.layout.num_tokens, call.mask
-    count = torch.full((), N, dtype=torch.float32, device=hidden.device)
-    if mask is not None:
-        count = mask.sum(dtype=torch.float32)
-    items = number_of_items(num_items, count, call.checks)
+    call = call.with_reference(other, Divergence(kind, beta))
+    spec = call.spec
+    count = torch.full((), spec.layout.num_tokens, dtype=torch.float32, device=hidden.device)
+    if spec.mask is not None:
+        count = spec.mask.sum(dtype=torch.float32)
+    items = number_of_items(num_items, count, spec.checks)
     if items is None:
         weight = 1.0 / count.clamp(min=1)
     elif isinstance(items, Tensor):
         weight = 1.0 / torch.where(items == 0, 1.0, items.float())
     else:
         weight = torch.full_like(count, 1.0 / (items or 1.0))
-    passes = passes_of(
+    plan = plan_head(
         call,
         None,
-        Gradient.of(call, one_pass=True, by_others=True),
+        GradMode.of(call, one_pass=True, other_grads=True),
         entropy=True,
-        of_loss={"kind": KINDS.index(kind), "beta": beta},
+        loss_settings={"kind": KINDS.index(kind), "beta": beta},
     )
-    run = partial(_Distillation.apply, *call.tensors, weight, passes)
-    loss, values = passes.run(run)
+    loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)
     return DistillationOutput(
-        loss, _metrics(stats, call.mask, count), stats.divergence.reshape(call.layout.shape)
+        loss, _metrics(stats, spec.mask, count), stats.divergence.reshape(spec.layout.shape)
     )
 
 
@@ -130,28 +129,27 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, weight, passes, plan = args
+        *tensors, weight, plan = args
         N = len(tensors[0])
         values = tensors[0].new_zeros((PairStats.size(), N), dtype=torch.float32)
         with torch.autocast(weight.device.type, enabled=False):
-            dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+            dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
             scale = float16_scale(dtypes, lambda: weight)
-            grads = Gradients(tensors, passes.wanted, every_row=plan.num_grad_rows == N)
-            dense = passes.dense(tensors, plan)
-            for rows in plan.chunks():
-                found = dense.sweep(rows)  # GEMMs 1 and 2
-                values[:, rows.index] = found.values
-                if any(passes.wanted):
-                    d = scaled(weight, scale).expand(rows.size)
-                    if plan.has_masked and passes.tokens is not None:
-                        d = d * passes.tokens[rows.index]
-                    dense.add(rows, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4
-            if plan.has_masked and passes.tokens is not None:
-                values.masked_fill_(~passes.tokens, 0.0)
+            grads, head = plan.gradients(tensors), plan.chunked_head(tensors)
+            for chunk in plan.rows.chunks():
+                stats = head.forward(chunk)  # GEMMs 1 and 2
+                values[:, chunk.index] = stats.values
+                if any(plan.wanted):
+                    d = scaled(weight, scale).expand(chunk.size)
+                    if plan.rows.has_masked and plan.tokens is not None:
+                        d = d * plan.tokens[chunk.index]
+                    head.backward(chunk, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4
+            if plan.rows.has_masked and plan.tokens is not None:
+                values.masked_fill_(~plan.tokens, 0.0)
         keep_gradients(ctx, tensors, scale, grads.all())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*kept_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 3)
+        return (*kept_gradients(ctx, d_loss, "fused_distillation_loss"), *[None] * 2)

@@ -15,9 +15,7 @@ The gradient of the logits, r o X, is never made. Where the entropy has a gradie
 take float16, it is, by a second sweep: `logit_grads_(Z)`.
 
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
-float16 they are computed and stored `scale` times as large, a power of two. Where one chunk
-has all rows, X is kept and GEMMs 2 and 3 are the backward's, with the loss's gradient in r: dW is
-rounded once, by its GEMM, and nothing is scaled.
+float16 they are computed and stored `scale` times as large, a power of two.
 
 On cards where that is faster GEMM 1 leaves X itself (`kernels/triton_exp_gemm.py`).
 
@@ -37,21 +35,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.autograd import (
-    float16_scale,
-    keep_gradients,
-    kept_gradients,
-    refuse_double_backward,
-    scaled,
-    unscaled,
-)
-from .base.checks import saveable
+from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
 from .base.outputs import GRPOLossOutput
+from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import Divergence, LMHead, Reference, Support
-from .head.passes import Gradient, call_of_reference, local_head, passes_of, reference_logps
+from .head.passes import GradMode, call_of_reference, local_head, plan_head, reference_logps
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
@@ -59,6 +50,7 @@ from .loss.metrics import loss_metrics
 from .loss.objective import LossInputs, token_local
 
 
+@eager_under_compile
 def fused_grpo_loss(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -150,15 +142,15 @@ def fused_grpo_loss(
     """
     rows = rows_of_loss(mask, ce_weights, hidden)
     call = head_call(hidden, local_head(head), targets, rows, cu_seqlens, execution)
-    other = None
+    spec, other = call.spec, None
     if reference is not None:
         other = call_of_reference(call, reference, support)
     inputs = loss_inputs(
         config,
-        call.layout,
-        call.checks,
+        spec.layout,
+        spec.checks,
         advantages,
-        call.mask if rows is mask else call.layout.flat_mask(mask, call.checks),
+        spec.mask if rows is mask else spec.layout.flat_mask(mask, spec.checks),
         old_logps=old_logps,
         ref_logps=ref_logps,
         sampling_logps=sampling_logps,
@@ -166,18 +158,18 @@ def fused_grpo_loss(
         num_items=num_items,
         has_reference=reference is not None,
     )
-    if config.exact_kl:
-        call = replace(call, reference=other, divergence=Divergence("reverse"))
+    if config.exact_kl and other is not None:
+        call = call.with_reference(other, Divergence("reverse"))
     one_pass = support is None and token_local(config, inputs)
-    by_others = config.entropy_has_gradient or config.exact_kl
-    passes = passes_of(
+    other_grads = config.entropy_has_gradient or config.exact_kl
+    plan = plan_head(
         call,
         support,
-        Gradient.of(call, one_pass=one_pass, by_others=by_others),
+        GradMode.of(call, one_pass=one_pass, other_grads=other_grads),
         entropy=True,
-        tokens_with_grad=partial(_tokens_with_grad, config, inputs),
+        with_grad=None if execution.capturable else _tokens_with_grad(config, inputs),
         reference=None if config.exact_kl or not config.beta else other,
-        of_loss={
+        loss_settings={
             "one pass": one_pass,
             "entropy_coef": config.entropy_coef,
             "beta": config.beta,
@@ -185,17 +177,16 @@ def fused_grpo_loss(
         },
     )
     if other is not None and not config.exact_kl:
-        inputs = replace(inputs, ref_logps=passes.run(partial(reference_logps, other, passes)))
+        inputs = replace(inputs, ref_logps=plan.run(partial(reference_logps, other)))
     if one_pass:
-        run = partial(_OnePass.apply, *call.tensors, config, inputs, passes)
-        loss, logps, entropy, kl, *d_stats = passes.run(run)
+        run = partial(_OnePass.apply, *call.tensors, config, inputs)
+        loss, logps, entropy, kl, *d_stats = plan.run(run)
         metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_stats)
     else:
-        logps, entropy, _, kl = scored(call, passes)
-        loss, metrics = flat_loss(config, inputs, logps, entropy, call.backend, kl)
-    shape = call.layout.shape
-    values = (x.detach().reshape(shape) for x in (logps, entropy))
-    return GRPOLossOutput(loss, metrics | passes.metrics(), *values)
+        logps, entropy, _, kl = scored(call, plan)
+        loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
+    values = (x.detach().reshape(spec.layout.shape) for x in (logps, entropy))
+    return GRPOLossOutput(loss, metrics | plan.metrics(), *values)
 
 
 class _OnePass(torch.autograd.Function):
@@ -207,24 +198,22 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-        *tensors, config, inputs, passes, plan = args
-        N, any_wanted = len(tensors[0]), any(passes.wanted)
+        *tensors, config, inputs, plan = args
+        N, any_wanted = len(tensors[0]), any(plan.wanted)
         per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
         logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
         by_kl = d_kl(config, inputs)
         by_entropy = any_wanted and config.entropy_has_gradient
         loss = None
         # With a cross-entropy term there are rows outside the policy's mask.
-        masked = plan.has_masked or inputs.ce_weights is not None
+        masked = plan.rows.has_masked or inputs.ce_weights is not None
         with torch.autocast(logps.device.type, enabled=False):
-            dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+            dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
             scale = float16_scale(dtypes, partial(_largest_weight, config, inputs))
-            later = passes.makes_gradients_later(plan)
-            grads = None if later else passes.gradients(tensors, plan)
-            dense = passes.dense(tensors, plan)
-            for rows in plan.chunks():
-                index = rows.index
-                stats = dense.sweep(rows)  # GEMM 1
+            grads, head = plan.gradients(tensors), plan.chunked_head(tensors)
+            for chunk in plan.rows.chunks():
+                index = chunk.index
+                stats = head.forward(chunk)  # GEMM 1
                 of_rows = inputs.at(index, masked=masked)
                 if by_kl is not None:
                     kl[index] = stats.divergence
@@ -234,8 +223,8 @@ class _OnePass(torch.autograd.Function):
                     of_rows,
                     stats.logps,
                     stats.entropy,
-                    passes.call.backend,
-                    grad=rows.needs_grad and any_wanted,
+                    plan.spec.backend,
+                    grad=chunk.needs_grad and any_wanted,
                 )
                 loss = policy.loss if loss is None else loss + policy.loss
                 logps[index], entropy[index] = stats.logps, stats.entropy
@@ -245,19 +234,12 @@ class _OnePass(torch.autograd.Function):
                 d_logps[index] = g
                 if policy.d_entropy is not None:
                     e = d_entropy[index] = scaled(policy.d_entropy, scale)
-                if grads is None:
-                    ctx.plan, ctx.passes = plan, passes
-                    kept = (x if x.requires_grad else saveable(x) for x in tensors)
-                    ctx.save_for_backward(scale, *dense.leave(g), *kept)
-                    continue
                 more = [] if by_kl is None else [None, scaled(by_kl[index], scale)]
-                dense.add(rows, grads, g, e, *more)  # GEMMs 2 and 3
-            if plan.has_masked and passes.tokens is not None:
-                per_token[:3].masked_fill_(~passes.tokens, 0.0)
+                head.backward(chunk, grads, g, e, *more)  # GEMMs 2 and 3
+            if plan.rows.has_masked and plan.tokens is not None:
+                per_token[:3].masked_fill_(~plan.tokens, 0.0)
+        keep_gradients(ctx, tensors, scale, grads.all())
         d_stats = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
-        ctx.later = later
-        if grads is not None:
-            keep_gradients(ctx, tensors, scale, grads.all())
         if loss is None:
             loss = logps.new_zeros(())
         kl = None if by_kl is None else kl
@@ -266,20 +248,7 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if not ctx.later:
-            return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 4)
-        refuse_double_backward("fused_grpo_loss")
-        scale, exps, factors, *tensors = ctx.saved_tensors
-        plan, passes = ctx.plan, ctx.passes
-        with torch.autocast(d_loss.device.type, enabled=False):
-            grads = passes.gradients(tensors, plan, once=True)
-            (rows,) = (rows for rows in plan.chunks() if rows.needs_grad)
-            dense = passes.dense(tensors, plan)
-            dense.add_left(rows, grads, exps, factors * unscaled(d_loss, scale))
-        found = (
-            None if x is None else x.to(y.dtype) for x, y in zip(grads.all(), tensors, strict=True)
-        )
-        return (*found, *[None] * 4)
+        return (*kept_gradients(ctx, d_loss, "fused_grpo_loss"), *[None] * 3)
 
 
 def _largest_weight(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:

@@ -127,8 +127,8 @@ CALLS = {
         loss("mask old_logps cu_seqlens num_items", shape=(N,)), [[900, 900]], 3, 4, 110
     ),
     "cross-entropy": (loss("mask old_logps ce_weights"), [[N, 900]], 6, 6, 140),
-    "LoRA": (loss("old_logps bias low_rank temperature"), [[N]], 5, 13, 90),
-    "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 75),
+    "LoRA": (loss("old_logps bias low_rank temperature"), [[N]], 5, 13, 95),
+    "capturable": (loss("mask old_logps", capturable=True), [], 5, 6, 80),
     # Logits and gradients on the same memory.
     "float32": (loss("old_logps", dtype=torch.float32, **HALVES), [[N]], 8, 12, 95),
     # A second sweep makes the gradient.

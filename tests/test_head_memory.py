@@ -9,8 +9,7 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
-from grpo_kernels import Execution, fused_grpo_loss
-from grpo_kernels.head.dense import Logits
+from grpo_kernels.head.dense import LogitStrips
 from grpo_kernels.head.plan import ran_out_of_memory
 from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
@@ -33,7 +32,7 @@ class LittleMemory:
 
     def __call__(self, a, b):
         if self.failed:  # and tried again
-            alive = sum(isinstance(x, Logits) for x in gc.get_objects())
+            alive = sum(isinstance(x, LogitStrips) for x in gc.get_objects())
             assert alive == 1, "what failed is still held"
         self.asked.append(len(a))
         self.failed = len(a) > self.rows
@@ -168,29 +167,3 @@ def test_a_real_limit():
     run = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "took 128 rows" in run.stdout or "took 256 rows" in run.stdout, run.stdout
-
-
-def test_when_gradients_wait_for_the_backward(monkeypatch):
-    """Where one chunk has all rows of a trained head, unless memory ran out before."""
-    h, w = torch.randn(4, 16, 24), torch.randn(101, 24)
-    given = (torch.randint(101, (4, 16)), torch.randn(4))
-
-    def waits(*, trained=True, **execution):
-        head = w.clone().requires_grad_(trained)
-        how = Execution(**execution)
-        out = fused_grpo_loss(h.clone().requires_grad_(), head, *given, execution=how)
-        return out.loss.grad_fn.later
-
-    assert waits()
-    assert not waits(trained=False) and not waits(chunk_bytes=4 * 101 * 5)
-    assert not waits(batch_invariant=True)
-    original = torch.mm
-
-    def full(*args, **options):
-        if len(args[0]) == 64:
-            raise torch.OutOfMemoryError("none left")
-        return original(*args, **options)
-
-    monkeypatch.setattr(torch, "mm", full)
-    with pytest.warns(UserWarning, match="memory ran out over the head"):
-        assert not waits()

@@ -123,7 +123,6 @@ REFUSED = {
         "exact_kl", "entropy_bonus")},
 }  # fmt: skip
 # What a graph does not hold, so that the call is eager.
-EAGER = {"support", "ranks", "matmul"}
 KINDS = ("reverse", "forward", "jsd")
 
 
@@ -266,11 +265,7 @@ def run(batch, names, *, truth, call, objective=None, rows=None, device="cpu"):
     given = leaves["hidden"], LMHead(**head) if len(head) > 1 else head["weight"]
 
     def function(name):
-        found = getattr(exact if truth else grpo_kernels, name)
-        if "compiled" not in how or truth:
-            return found
-        torch._dynamo.reset()
-        return torch.compile(found, backend="eager", fullgraph=not EAGER & set(names))
+        return getattr(exact if truth else grpo_kernels, name)
 
     of = {"loss": of_loss, **dict.fromkeys(KINDS, of_divergence)}.get(base, of_logps)
     found = of(function, given, batch, of_call, base=base, entropy="frozen" not in how)
@@ -346,10 +341,8 @@ def check(names, call, dtype=torch.float32, objective=None, device="cpu", floor=
     if "exp_gemm" in names and device != "cpu" and dtype == torch.float32:
         arguments.add("exp_gemm")
     if arguments:
-        # A compiler has errors of its own around ours.
-        kind, begin = (Exception, "") if "compiled" in call else (ValueError, "^")
-        message = rf"{begin}({'|'.join(arguments)}): expected .*; got "
-        with pytest.raises(kind, match=message):
+        message = rf"^({'|'.join(arguments)}): expected .*; got "
+        with pytest.raises(ValueError, match=message):
             run(batch, names, truth=False, device=device, **options)
         return
     expected = run(batch, names, truth=True, **options)
@@ -383,25 +376,19 @@ CALLS = {
     "frozen loss": (PAIRS, 9),
     **{kind: (PAIRS_OF_HEADS, 7) for kind in KINDS},
     "frozen reverse": (PAIRS_OF_HEADS, 20),
-    "compiled loss": (PAIRS, 15),
-    "compiled logps": (PAIRS_OF_HEAD, 15),
-    **{f"compiled {kind}": (PAIRS_OF_HEADS, 40) for kind in KINDS},
 }
 
 
 def one_in(cases, counts):
     """Leaves to the slow tier all cases of a kind but one in `counts[kind]`.
 
-    A case is its names, whatever else, and last its kind; each kind begins with another one. Two
-    thirds of what is compiled, where only the operators around a call are new, are nightly.
+    A case is its names, whatever else, and last its kind; each kind begins with another one.
     """
     seen, marked = {}, []
     for case in cases:
         kind = case[-1]
         place = seen[kind] = seen.get(kind, len(seen)) + 1
         marks = [pytest.mark.slow] if place % counts[kind] else []
-        if marks and "compiled" in kind and place % 3:
-            marks.append(pytest.mark.nightly)
         if "triton" in case[0] and stores_bfloat16(case):
             marks.append(pytest.mark.compiled)
         marked.append(pytest.param(*case, marks=marks))
@@ -433,7 +420,7 @@ def test_pair(pair, call):
 # of how many one is in the fast tier.
 BESIDE = {
     "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
-    "exact_kl": 4, "capturable": 6, "compiled": 15,
+    "exact_kl": 4, "capturable": 6,
 }  # fmt: skip
 
 
@@ -441,20 +428,16 @@ BESIDE = {
     ("objective", "beside"), one_in(itertools.product(OBJECTIVES, BESIDE), BESIDE)
 )
 def test_objective(objective, beside):
-    call, names = "loss", ("bias", beside)
-    if beside == "compiled":
-        call, names = "compiled loss", ("bias",)
-    check(names, call, objective=objective, B=6, T=11)
+    check(("bias", beside), "loss", objective=objective, B=6, T=11)
 
 
 # Alone, and all that go together. Triton's interpreter does not have bfloat16.
 EVERYTHING = ("bias", "low_rank", "logit_scale", "softcap", "temperatures", "chunk_bytes")
-WHOLE = [call for call in CALLS if "compiled" not in call]
 
 
 def of_each(dtypes):
     """Every option, and all of the head, in each call."""
-    for call in WHOLE:
+    for call in CALLS:
         names = sorted({name for pair in CALLS[call][0] for name in pair})
         for options in (*((name,) for name in names), EVERYTHING):
             yield from ((options, dtype, call) for dtype in dtypes)
@@ -463,7 +446,7 @@ def of_each(dtypes):
 @pytest.mark.parametrize(
     ("names", "dtype", "call"),
     # On a CPU GEMMs are in float32.
-    one_in((x for x in of_each(HALF) if "exp_gemm" not in x[0]), dict.fromkeys(WHOLE, 3)),
+    one_in((x for x in of_each(HALF) if "exp_gemm" not in x[0]), dict.fromkeys(CALLS, 3)),
     ids=name_of,
 )
 def test_half_precision(names, dtype, call):
@@ -472,7 +455,7 @@ def test_half_precision(names, dtype, call):
 
 
 @pytest.mark.parametrize(
-    ("call", "names"), in_turn(WHOLE, (EVERYTHING, (*EVERYTHING, "triton"))), ids=name_of
+    ("call", "names"), in_turn([*CALLS], (EVERYTHING, (*EVERYTHING, "triton"))), ids=name_of
 )
 def test_everything(call, names):
     check(names, call)

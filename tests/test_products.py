@@ -15,7 +15,7 @@ from tests.helpers.head_options import OPTIONS, TOLERANCE, expect_equal
 
 def call_of(hidden, weight):
     targets = torch.zeros(len(hidden), dtype=torch.int64)
-    return head_call(hidden, weight, targets, None, None, Execution(backend="torch"))
+    return head_call(hidden, weight, targets, None, None, Execution(backend="torch")).spec
 
 
 def test_gemms_on_a_cpu_take_float32():
@@ -56,7 +56,7 @@ def test_rows_of_a_multiple_are_products_of_one_shape():
         return a @ b
 
     a, b, out = torch.randn(12, 7), torch.randn(7, 9), torch.empty(12, 9)
-    Products(torch.float32, 4, matmul).rows(a, b, out)
+    Products(4, matmul).rows(a, b, out)
     assert shapes == [(4, 7)] * 3
     torch.testing.assert_close(out, a @ b)
 

@@ -58,17 +58,21 @@ def scaled_gradient(
         return None
     if scale is None:
         return stored.to(dtype)
-    kept = not fresh and graph_is_kept()
-    if stored.dtype == torch.float32:
-        if kept or dtype != torch.float32:
-            return torch.mul(stored, scale, out=torch.empty_like(stored, dtype=dtype))
-        return stored.mul_(scale)
-    if kept:
-        return (stored.float() * scale).to(dtype)
-    # In half precision mul_ would round the factor first, an AMP scale of 65,536 to infinity.
-    for part in stored.split(_ROWS_AT_A_TIME):
-        part.copy_(part.float() * scale)
-    return stored.to(dtype)
+    is_needed_again = not fresh and graph_is_kept()
+    if is_needed_again or (stored.dtype == torch.float32 != dtype):
+        return _scaled_into(torch.empty_like(stored, dtype=dtype), stored, scale)
+    return _scaled_into(stored, stored, scale).to(dtype)
+
+
+def _scaled_into(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Writes `x * scale`, computed in float32, to `out`."""
+    # Not 0-d, which half precision would round first, an AMP scale of 65,536 to infinity.
+    scale = scale.reshape(1)
+    # A CPU takes a copy in float32.
+    at_once = len(x) if x.is_cuda or x.dtype == torch.float32 else _ROWS_AT_A_TIME
+    for part, source in zip(out.split(max(1, at_once)), x.split(max(1, at_once)), strict=True):
+        torch.mul(source, scale, out=part)
+    return out
 
 
 def keep_gradients(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from .checks import version_numbers
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 # The versions that are tested and have all of it: those of docs/testing.md.
 SEEN = {
     "torch": "2.10 to 2.15",
@@ -22,22 +24,21 @@ SEEN = {
 }
 
 
-@contextmanager
-def autograd_in_operators() -> Iterator[None]:
-    """Lets autograd record in the block, which it does not inside of an operator."""
-    excluded, exclude = (
-        _private(torch._C, f"_dispatch_tls_{name}_dispatch_key_excluded") for name in ("is", "set")
-    )
-    keys = _private(torch._C, "DispatchKey")
-    off = [x for x in (keys.AutogradFunctionality, keys.AutogradOther) if excluded(x)]
-    for key in off:
-        exclude(key, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for key in off:
-            exclude(key, True)
+def eager_under_compile(call: _Call) -> _Call:
+    """Has `torch.compile` break its graph at a public call, and trace nothing inside of it.
+
+    A call is a loop of kernels and GEMMs whose lengths follow from the data: a compiler has nothing
+    to add. As `torch.compiler.disable`, whose import takes a second, but for who compiles nothing.
+    """
+    untraced = _private(torch, "_disable_dynamo")(call)
+
+    @functools.wraps(call)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return cast(_Call, public)
 
 
 def graph_is_kept() -> bool:

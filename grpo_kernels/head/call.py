@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,13 @@ from .lm_head import Divergence, LMHead, Reference, Term
 
 
 @dataclass(frozen=True)
-class HeadCall:
-    """A call over a head, checked and flat; `checks` are still to be read from the device."""
+class HeadSpec:
+    """A call over a head, checked and flat, but for its tensors: all that a backward may keep.
 
-    terms: tuple[Term, ...]  # of the raw logits, the head's weight first
+    `checks` are still to be read from the device.
+    """
+
+    num_terms: int  # of the raw logits, the head's weight first
     targets: Tensor  # int64 [N]
     sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
@@ -38,29 +42,26 @@ class HeadCall:
     backend: Backend
     dtype: torch.dtype  # of the operands of GEMMs with the weight
     rounding: torch.dtype | None  # what raw logits are rounded to; None: they are float32
-    head: LMHead
     execution: Execution
-    reference: HeadCall | None = None  # the other model's, on the same tokens,
+    reference: HeadSpec | None = None  # the other model's, on the same tokens,
     divergence: Divergence | None = None  # and which one from it is read
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The terms' tensors, x and y in turns; after them those of the reference."""
-        own = [tensor for term in self.terms for tensor in term]
-        return own if self.reference is None else own + self.reference.tensors
 
-    def of(self, tensors: Sequence[Tensor]) -> HeadCall:
-        """The same call on `tensors`, as an autograd Function gets them."""
-        terms = [Term(x, y) for x, y in zip(tensors[::2], tensors[1::2], strict=True)]
-        if self.reference is None:
-            return replace(self, terms=tuple(terms))
-        own = len(terms) - len(self.reference.terms)
-        reference = self.reference.of(tensors[2 * own :])
-        return replace(self, terms=tuple(terms[:own]), reference=reference)
+class HeadCall(NamedTuple):
+    """A call over a head: the tensors that autograd follows, and all else.
 
-    def without_tensors(self) -> HeadCall:
-        """The same call to be kept for the backward, without what has a graph."""
-        return replace(self, terms=(), head=None)  # type: ignore[arg-type]
+    `tensors` are x and y of each term in turns, `x0, y0, x1, y1, ...`, where y0 is the head's
+    weight; after them those of the reference.
+    """
+
+    head: LMHead
+    tensors: list[Tensor]
+    spec: HeadSpec
+
+    def with_reference(self, other: HeadCall, divergence: Divergence) -> HeadCall:
+        """The same call with the other model's beside it, from which a divergence is read."""
+        spec = replace(self.spec, reference=other.spec, divergence=divergence)
+        return HeadCall(self.head, self.tensors + other.tensors, spec)
 
     def wants_grad(self) -> list[bool]:
         """True for each of `tensors` whose gradient the current call is to prepare."""
@@ -71,14 +72,14 @@ class HeadCall:
 def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     """The other model's call on the same tokens, checked."""
     hidden, head = reference
-    shape = call.layout.shape
-    targets, mask = call.targets.reshape(shape), call.mask
+    spec, shape = call.spec, call.spec.layout.shape
+    targets, mask = spec.targets.reshape(shape), spec.mask
     mask = None if mask is None else mask.reshape(shape)
-    with named_reference(call.checks):
-        hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=call.layout.device)
+    with named_reference(spec.checks):
+        hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=spec.layout.device)
         check_tensor("hidden", hidden, shape=(*shape, *hidden.shape[-1:]))
         other = head_call(
-            hidden, head, targets, mask, None, call.execution, call.checks, sampled=call.sampled
+            hidden, head, targets, mask, None, spec.execution, spec.checks, sampled=spec.sampled
         )
     mine, theirs = call.head.ranks, other.head.ranks
     if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
@@ -86,14 +87,13 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
             "reference: expected a head whose rows the ranks share as they do the policy's, with "
             f"the same group and start; got ranks={theirs}, beside {mine}"
         )
-    V, others = len(call.terms[0].y), len(other.terms[0].y)
+    V, others = len(call.tensors[1]), len(other.tensors[1])
     if others != V:
         raise ValueError(
             f"reference: expected a head of {V} rows, as the policy's has; got {others}. Rows that "
             "are padding can be left out: weight[:V]"
         )
-    terms = tuple(Term(saveable(x.detach()), saveable(y.detach())) for x, y in other.terms)
-    return replace(other, terms=terms)
+    return other._replace(tensors=[saveable(x.detach()) for x in other.tensors])
 
 
 @contextmanager
@@ -147,8 +147,8 @@ def head_call(
         flat_targets = selected(flat_mask, flat_targets, 0)
         if isinstance(temperature, Tensor):
             temperature = selected(flat_mask, temperature, 1)
-    return HeadCall(
-        terms=terms,
+    spec = HeadSpec(
+        num_terms=len(terms),
         targets=flat_targets,
         sampled=sampled,
         mask=flat_mask,
@@ -158,9 +158,9 @@ def head_call(
         backend=backend,
         dtype=_gemm_dtype(hidden, head.weight),
         rounding=_rounding(hidden, head),
-        head=head,
         execution=execution,
     )
+    return HeadCall(head, [x for term in terms for x in term], spec)
 
 
 def _checked_head(hidden: object, head: Tensor | LMHead) -> LMHead:

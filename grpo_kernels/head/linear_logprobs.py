@@ -32,18 +32,19 @@ from ..base.autograd import (
 from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
+from ..base.private import eager_under_compile
 from ..kernels import TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
-from .passes import Gradient, Passes, local_head, passes_of, with_targets
-from .plan import RowPlan
+from .passes import GradMode, HeadPlan, local_head, plan_head, with_targets
 from .products import Gradients
 
 if TYPE_CHECKING:
     from ..kernels.pair_stats import PairStats
 
 
+@eager_under_compile
 def linear_logprobs(
     hidden: Tensor,
     head: Tensor | LMHead,
@@ -96,30 +97,7 @@ def linear_logprobs(
 
     Reference: `grpo_kernels.reference.linear_logprobs`, in any dtype up to float64.
     """
-    check_options(targets, entropy, support, entries)
-    call, passes = planned(
-        hidden, head, targets, mask, entropy, execution, support=support, entries=entries
-    )
-    logps, of_entropy, lse, _ = scored(call, passes, entries=entries)
-    if targets is not None:
-        logps = logps.reshape(targets.shape)
-    shape = call.layout.shape
-    shown = None if of_entropy is None else of_entropy.reshape(shape)
-    return LogprobOutput(logps, shown, lse.reshape(shape))
-
-
-def planned(
-    hidden: Tensor,
-    head: Tensor | LMHead,
-    targets: Tensor | None,
-    mask: Tensor | None,
-    entropy: bool,
-    execution: Execution,
-    *,
-    support: Support | None = None,
-    entries: bool = False,
-) -> tuple[HeadCall, Passes]:
-    """The checked call of `linear_logprobs`, and its passes."""
+    _check_options(targets, entropy, support, entries)
     hidden = check_tensor("hidden", hidden)
     each, first = None, targets
     if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
@@ -128,13 +106,17 @@ def planned(
     call = head_call(hidden, local_head(head), first, mask, None, execution, sampled=sampled)
     if each is not None and each.shape[-1] > 1:
         call = with_targets(call, each, support)
-    gradient = Gradient.of(call, one_pass=False)
-    return call, passes_of(
-        call, support, gradient, entropy=entropy, logsumexp=True, entries=entries
-    )
+    mode = GradMode.of(call, one_pass=False)
+    plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
+    logps, of_entropy, lse, _ = scored(call, plan, entries=entries)
+    if targets is not None:
+        logps = logps.reshape(targets.shape)
+    shape = call.spec.layout.shape
+    shown = None if of_entropy is None else of_entropy.reshape(shape)
+    return LogprobOutput(logps, shown, lse.reshape(shape))
 
 
-def check_options(targets: object, entropy: object, support: object, entries: object) -> None:
+def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
     """Checks what does not depend on the head."""
     check_bool("entropy", entropy)
     check_bool("entries", entries)
@@ -148,13 +130,13 @@ def check_options(targets: object, entropy: object, support: object, entries: ob
 
 
 def scored(
-    call: HeadCall, passes: Passes, *, entries: bool = False
+    call: HeadCall, plan: HeadPlan, *, entries: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Log-probs, entropy, logsumexp and divergence, flat: of rows of logits, and of kept sets."""
-    sets, entropy = passes.sets, passes.entropy
-    of_rows = partial(_TwoPasses.apply, *call.tensors, passes)
+    sets, entropy = plan.sets, plan.entropy
+    of_rows = partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return passes.run(of_rows)
+        return plan.run(of_rows)
     log_p, of_sets, lse = sets.log_softmax(call)
     if entries:
         everywhere = log_p.new_zeros(sets.size)
@@ -162,8 +144,8 @@ def scored(
         # Copies: the caller may change them in place.
         return everywhere, of_sets.clone() if entropy else None, lse, None
     found = sets.logps(log_p), of_sets.clone(), lse
-    if passes.plan.num_rows:
-        logps, of_entropy, of_lse, _ = passes.run(of_rows)
+    if plan.rows.num_rows:
+        logps, of_entropy, of_lse, _ = plan.run(of_rows)
         others = logps, of_sets if of_entropy is None else of_entropy, of_lse
         found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
     return found[0], found[1] if entropy else None, found[2], None
@@ -183,28 +165,28 @@ class _TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
-        *tensors, passes, plan = args
-        per_token, kept = first_pass(tensors, passes, plan)
+        *tensors, plan = args
+        per_token, kept = first_pass(tensors, plan)
         ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
-        if plan.has_masked and passes.tokens is not None:
+        if plan.rows.has_masked and plan.tokens is not None:
             for x in per_token:
-                x.copy_(selected(passes.tokens, x, 0.0))
-        ctx.passes, ctx.count = passes, len(tensors)
+                x.copy_(selected(plan.tokens, x, 0.0))
+        ctx.plan, ctx.count = plan, len(tensors)
         ctx.set_materialize_grads(False)
         logps, logsumexp, entropy, *_ = per_token
-        divergence = passes.stats.of(per_token, entropy=passes.entropy).divergence
-        return logps, entropy if passes.entropy else None, logsumexp, divergence
+        divergence = plan.stats.of(per_token, entropy=plan.entropy).divergence
+        return logps, entropy if plan.entropy else None, logsumexp, divergence
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, found = saved[: ctx.count], saved[ctx.count :]
-        return (*second_pass(tensors, ctx.passes, found, given, wanted), None, None)
+        return (*second_pass(tensors, ctx.plan, found, given, wanted), None)
 
 
 def first_pass(
-    tensors: Sequence[Tensor], passes: Passes, plan: RowPlan
+    tensors: Sequence[Tensor], plan: HeadPlan
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The statistics of every row, `[N]`, masked ones left as they come: the entropy third.
 
@@ -215,26 +197,26 @@ def first_pass(
     # Not views of one tensor: the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (passes.call.targets.shape, *[(N,)] * (passes.stats.size() - 1))
+        for shape in (plan.spec.targets.shape, *[(N,)] * (plan.stats.size() - 1))
     ]
     kept = None
-    if passes.gradient != Gradient.LATER:
-        kept = Gradients(tensors, passes.wanted, every_row=plan.num_rows == N)
+    if plan.grad_mode != GradMode.RECOMPUTE:
+        kept = plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
-        dense = passes.dense(tensors, plan)
-        for rows in plan.chunks():
-            stats = dense.sweep(rows)
+        head = plan.chunked_head(tensors)
+        for rows in plan.rows.chunks():
+            stats = head.forward(rows)
             for x, of_rows in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
                 if of_rows is not None:
                     x[rows.index] = of_rows
             if kept is not None:
-                dense.add(rows, kept, torch.ones_like(stats.logps))
+                head.backward(rows, kept, torch.ones_like(stats.logps))
     return per_token, [] if kept is None else kept.all()
 
 
 def second_pass(
     tensors: Sequence[Tensor],
-    passes: Passes,
+    plan: HeadPlan,
     found: Sequence[Any],
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
@@ -243,26 +225,26 @@ def second_pass(
 
     `found` is what the first pass has, of every row, and what it kept.
     """
-    size = passes.stats.size()
-    stats, kept = passes.stats.of(found[:size], entropy=passes.entropy), found[size:]
+    size = plan.stats.size()
+    stats, kept = plan.stats.of(found[:size], entropy=plan.entropy), found[size:]
     d_logps, *others = given
     d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
     given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
     each = [x != 0 for x in given if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
-    if passes.tokens is not None:
+    if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
-        needed &= passes.tokens
-    if passes.plan.has_masked:
+        needed &= plan.tokens
+    if plan.rows.has_masked:
         given = [None if x is None else selected(needed, x, 0.0) for x in given]
     if kept and all(x is None for x in others):
         return [_rows_times(u, d_logps, needed) for u in kept]
-    dtypes = passes.call.dtype, *(x.dtype for x in tensors)
+    dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, given, needed))
     given = [None if x is None else scaled(x, scale) for x in given]
-    run = partial(_gradients, tensors, passes, stats, given, wanted)
+    run = partial(_gradients, tensors, stats, given, wanted)
     with torch.autocast(d_logps.device.type, enabled=False):
-        gradients = passes.run(run, passes.again(needed, tensors[1]))
+        gradients = plan.second(needed, tensors[1]).run(run)
     unscale = None if scale is None else 1 / scale
     return [
         scaled_gradient(gradient, unscale, dtype, fresh=True)
@@ -272,19 +254,18 @@ def second_pass(
 
 def _gradients(
     tensors: Sequence[Tensor],
-    passes: Passes,
     stats: TokenStats | PairStats,
     given: Sequence[Tensor | None],
     wanted: Sequence[bool],
-    plan: RowPlan,
+    plan: HeadPlan,
 ) -> list[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, wanted, every_row=plan.num_rows == len(tensors[0]))
-    dense = passes.dense(tensors, plan)
-    for rows in plan.chunks():
+    grads = Gradients(tensors, wanted, every_row=plan.rows.num_rows == len(tensors[0]))
+    head = plan.chunked_head(tensors)
+    for rows in plan.rows.chunks():
         of_rows = [None if x is None else x[rows.index] for x in given]
-        dense.resume(rows, stats.at(rows.index))
-        dense.add(rows, grads, *of_rows)
+        head.recompute(rows, stats.at(rows.index))
+        head.backward(rows, grads, *of_rows)
     return grads.all()
 
 

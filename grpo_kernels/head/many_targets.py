@@ -16,37 +16,37 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..kernels import RowGrads, TokenStats
-from .dense import OneTarget
+from .dense import TargetReadout
 from .plan import Chunk
 
 
-class ManyTargets(OneTarget):
-    """K targets of each row; `call.targets` is `[N, K]`, a log-prob `[C, K]`."""
+class MultiTargetReadout(TargetReadout):
+    """K targets of each row; `spec.targets` is `[N, K]`, a log-prob `[C, K]`."""
 
     ids: Tensor  # of the targets of the rows in flight, [C, K]; -1 of those that are elsewhere
 
-    def take(self, rows: Chunk) -> None:
-        super().take(rows)
+    def select(self, chunk: Chunk) -> None:
+        super().select(chunk)
         self.ids = self.targets
         # The first of them is the one that kernels know of.
         self.targets = self.ids[:, 0].contiguous()
         self.picked = torch.empty(self.ids.shape, dtype=torch.float32, device=self.ids.device)
 
-    def _pick(self, part: slice, logits: Tensor) -> None:
-        self.picked[part] = logits.gather(1, self.ids[part].clamp(min=0)).float()
+    def _pick(self, strip: slice, logits: Tensor) -> None:
+        self.picked[strip] = logits.gather(1, self.ids[strip].clamp(min=0)).float()
 
-    def read(self, part: slice, logits: Tensor) -> None:
-        self._pick(part, logits)
-        super().read(part, logits)
+    def forward(self, strip: slice, logits: Tensor) -> None:
+        self._pick(strip, logits)
+        super().forward(strip, logits)
 
-    def end(self) -> TokenStats:
-        stats = super().end()
+    def finish(self) -> TokenStats:
+        stats = super().finish()
         picked = self.ranks.sum(self.picked.masked_fill(self.ids < 0, 0.0))
         logps = self.transform.apply(picked) - stats.logsumexp[:, None]
         self.stats = stats._replace(logps=logps)
         return self.stats
 
-    def given(
+    def set_grads(
         self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
         d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
@@ -61,16 +61,16 @@ class ManyTargets(OneTarget):
         self.at_targets = of_all.at_target - _of_others(self.ids, d_logps)
         return None
 
-    def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
-        self._pick(part, logits)
-        super().d_logits(part, logits, out)
-        slope = self.transform.at(part).slope(self.picked[part])
-        self._set(part, out, (self.at_targets[part] * slope).to(out.dtype))
+    def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
+        self._pick(strip, logits)
+        super().backward(strip, logits, out)
+        slope = self.transform.at(strip).slope(self.picked[strip])
+        self._set(strip, out, (self.at_targets[strip] * slope).to(out.dtype))
 
-    def _set(self, part: slice, out: Tensor, d: Tensor) -> None:
+    def _set(self, strip: slice, out: Tensor, d: Tensor) -> None:
         """Sets the targets' entries of `out [c, V]` to `d [c, K]`, equal where ids are."""
         # For those elsewhere an entry that is here is set once more, to what it is.
-        ids = self.ids[part]
+        ids = self.ids[strip]
         first = (ids >= 0).int().argmax(1, keepdim=True)
         place = ids.gather(1, first)
         value = torch.where(place < 0, out[:, :1], d.gather(1, first))

@@ -1,8 +1,8 @@
 """The passes of a call over its rows: which rows, what is read from them, and when their gradient.
 
 The one file that knows all capabilities: several targets per token are a readout in the place of
-`OneTarget`, ranks an object in the place of `OneRank`; tokens that have a kept set are no rows
-(`support.py`). Each is imported where it is asked for.
+`TargetReadout`, ranks an object in the place of `SingleRank`; tokens that have a kept set are no
+rows (`support.py`). Each is imported where it is asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from ..base.checks import ValueChecks
 from ..base.layout import check_target_ids, selected
 from ..kernels import TokenStats
-from .call import HeadCall, named_reference, reference_call
-from .dense import Dense, OneRank, OneTarget
+from .call import HeadCall, HeadSpec, named_reference, reference_call
+from .dense import ChunkedHead, SingleRank, TargetReadout
 from .lm_head import LMHead, Reference
 from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
 from .products import INVARIANT_ROWS, Gradients
@@ -34,18 +34,18 @@ _T = TypeVar("_T")
 _LEAST_ROWS = 16
 
 
-class Gradient(IntEnum):
-    """When a call makes the gradient of its logits."""
+class GradMode(IntEnum):
+    """What a call makes the gradient of its logits from."""
 
-    LATER = 0  # in a second pass, which makes the logits again; or never
-    ONE_SWEEP = 1  # in the first pass: a factor per row times the exponentials that a sweep leaves
-    TWO_SWEEPS = 2  # in the first pass, by a second sweep over the logits
+    RECOMPUTE = 0  # logits that a second pass makes again; or there is none
+    FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
+    FROM_LOGITS = 2  # the forward's logits, by a second sweep over them
 
     @staticmethod
-    def of(call: HeadCall, *, one_pass: bool, by_others: bool = False) -> Gradient:
+    def of(call: HeadCall, *, one_pass: bool, other_grads: bool = False) -> GradMode:
         """The gradient of a call, in one pass or in two.
 
-        `by_others`: of a loss that has one by more than the log-probs.
+        `other_grads`: of a loss that has one by more than the log-probs.
 
         In two passes it is made at first where the head is frozen, which leaves that of each
         log-prob by the states to be kept (`Execution.keep_gradients`).
@@ -54,15 +54,15 @@ class Gradient(IntEnum):
         if one_pass:
             at_once = any(wanted)
         else:
-            several = call.targets.ndim > 1
-            at_once = not by_others and keeps_gradients(
-                call.execution.keep_gradients, wanted[::2], wanted[1::2], several
+            several = call.spec.targets.ndim > 1
+            at_once = not other_grads and keeps_gradients(
+                call.spec.execution.keep_gradients, wanted[::2], wanted[1::2], several
             )
         if not at_once:
-            return Gradient.LATER
+            return GradMode.RECOMPUTE
         # A factor per row may be beyond float16.
-        two = by_others or call.dtype == torch.float16
-        return Gradient.TWO_SWEEPS if two else Gradient.ONE_SWEEP
+        two = other_grads or call.spec.dtype == torch.float16
+        return GradMode.FROM_LOGITS if two else GradMode.FROM_EXPS
 
 
 def keeps_gradients(
@@ -73,110 +73,101 @@ def keeps_gradients(
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The passes of a call, planned, before they are given tensors.
+class HeadPlan:
+    """How a call over a head is computed, before it is given tensors.
 
     Args:
-        call: without its tensors, and with the tokens that have a kept set out of its mask.
-        plan: the rows that take part over the whole vocabulary.
+        spec: with the tokens that have a kept set out of its mask.
+        rows: those that take part over the whole vocabulary, in chunks.
         ranks: who has which columns of it.
         tokens: bool `[N]`, all that take part; None: every one.
         sets: the kept sets of the others.
         wanted: of which of the terms' tensors gradients are.
         entropy: whether it is a result.
-        gradient: when that of the logits is made.
-        in_gemm: whether the logits' GEMM leaves what is read of them.
+        grad_mode: what the gradient of the logits is made from.
+        exp_gemm: whether the logits' GEMM stores their exponentials instead.
     """
 
-    call: HeadCall
-    plan: RowPlan
-    ranks: OneRank
+    spec: HeadSpec
+    rows: RowPlan
+    ranks: SingleRank
     tokens: Tensor | None
     sets: KeptSets | None
     wanted: Sequence[bool]
     entropy: bool
-    gradient: Gradient
-    in_gemm: bool = False
+    grad_mode: GradMode
+    exp_gemm: bool = False
 
-    def dense(self, tensors: Sequence[Tensor], plan: RowPlan) -> Dense:
-        """The rows of `plan`, over `tensors`, those of the call's terms."""
-        call = self.call.of(tensors)
-        readout = self._readout(call, plan)
-        exponentials = self.gradient == Gradient.ONE_SWEEP
-        return Dense(call, plan, readout, exponentials=exponentials, in_gemm=self.in_gemm)
+    def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
+        """The head over the rows of the plan; `tensors` are those of the call."""
+        keep_exps = self.grad_mode == GradMode.FROM_EXPS
+        own, others = tensors[: 2 * self.spec.num_terms], tensors[2 * self.spec.num_terms :]
+        return ChunkedHead(
+            own, self.spec, self.rows, self._readout(others),
+            keep_exps=keep_exps, exp_gemm=self.exp_gemm,
+        )  # fmt: skip
 
-    def _readout(self, call: HeadCall, plan: RowPlan) -> OneTarget:
-        if call.reference is not None:
-            from .two_heads import TwoHeads
+    def _readout(self, of_reference: Sequence[Tensor]) -> TargetReadout:
+        spec = self.spec
+        if spec.reference is not None:
+            from .two_heads import DivergenceReadout
 
-            return TwoHeads(call, self.ranks, plan, at_once=self.gradient != Gradient.LATER)
-        if call.targets.ndim == 2:
-            from .many_targets import ManyTargets
+            at_once = self.grad_mode != GradMode.RECOMPUTE
+            return DivergenceReadout(spec, of_reference, self.ranks, self.rows, at_once=at_once)
+        if spec.targets.ndim == 2:
+            from .many_targets import MultiTargetReadout
 
-            return ManyTargets(call, self.ranks, entropy=self.entropy)
-        return OneTarget(call, self.ranks, entropy=self.entropy)
+            return MultiTargetReadout(spec, self.ranks, entropy=self.entropy)
+        return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
-    def gradients(
-        self, tensors: Sequence[Tensor], plan: RowPlan, *, once: bool = False
-    ) -> Gradients:
-        """The gradients of the terms, over the rows of `plan`; `once`: added to once."""
-        every_row, dtype = plan.num_grad_rows == len(tensors[0]), self.call.dtype
-        rounded = dtype if once else None
-        return Gradients(tensors, self.wanted, every_row=every_row, rounded=rounded)
-
-    def makes_gradients_later(self, plan: RowPlan) -> bool:
-        """True where what the sweep leaves is kept, whose products are the backward's.
-
-        So if it is one chunk's, on one rank. The gradient of the head is then one product, which
-        has the loss's gradient in it: no sum in float32, and no pass that scales it.
-        """
-        one_chunk = 0 < plan.num_grad_rows == plan.largest_of(needs_grad=True)
-        alone = self.ranks.alone and not self.call.execution.batch_invariant
-        # In float32 it lies where the logits of other rows would come next.
-        last = plan.num_rows == plan.num_grad_rows or self.call.dtype != torch.float32
-        one_sweep = self.gradient == Gradient.ONE_SWEEP and any(self.wanted[1::2])
-        return one_chunk and alone and last and one_sweep
+    def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
+        """The gradients of the terms, over the rows that have one."""
+        count = self.rows.num_grad_rows
+        one_chunk = count == self.rows.largest_of(needs_grad=True)
+        rounded = self.spec.dtype if one_chunk else None
+        return Gradients(tensors, self.wanted, every_row=count == len(tensors[0]), rounded=rounded)
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
         """The statistics that are read of a row."""
-        if self.call.reference is None:
+        if self.spec.reference is None:
             return TokenStats
         from ..kernels.pair_stats import PairStats
 
         return PairStats
 
-    def again(self, needed: Tensor, weight: Tensor) -> RowPlan:
+    def second(self, needed: Tensor, weight: Tensor) -> HeadPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
-        call = replace(self.call, checks=ValueChecks())
+        spec = replace(self.spec, checks=ValueChecks())
         # Whose logits are made again a strip at a time.
-        buffers = _buffers(call, weight, Gradient.ONE_SWEEP)
-        return self.ranks.plan(call, weight, needed, None, buffers)
+        buffers = _buffers(spec, weight, GradMode.FROM_EXPS)
+        return replace(self, rows=self.ranks.plan(spec, weight, needed, None, buffers))
 
-    def run(self, run: Callable[[RowPlan], _T], plan: RowPlan | None = None) -> _T:
-        """Runs a pass of `plan`; where memory runs out again, with half as many rows at a time.
+    def run(self, work: Callable[[HeadPlan], _T]) -> _T:
+        """Does `work` by this plan; where memory runs out, by one of half as many rows at a time.
 
         Not so with a budget of the caller's own, where other ranks wait, or in a graph's capture.
         """
-        execution = self.call.execution
+        execution = self.spec.execution
         fixed = execution.chunk_bytes is not None or execution.capturable or not self.ranks.alone
         least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
-        first = plan = self.plan if plan is None else plan
+        plan = self
         while True:
             try:
-                found = run(plan)
+                found = work(plan)
                 break
             except Exception as error:
-                if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):
+                if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
                     raise
             # When the error no longer holds what it had. Not all that asks is torch's allocator.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            plan = plan.halved(least)
-        if plan is not first:
+            plan = replace(plan, rows=plan.rows.halved(least))
+        if plan is not self:
+            rows = plan.rows
             warnings.warn(
-                f"memory ran out over the head, which took {plan.logit_rows} rows of logits at a "
-                f"time instead; the result is the same. With chunk_bytes={plan.bytes_taken} it "
+                f"memory ran out over the head, which took {rows.logit_rows} rows of logits at a "
+                f"time instead; the result is the same. With chunk_bytes={rows.bytes_taken} it "
                 "begins so, and keeps to that",
                 stacklevel=2,
             )
@@ -211,7 +202,7 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
         raise TypeError(
             f"reference: expected a Reference(hidden, head); got {type(reference).__name__}"
         )
-    with named_reference(call.checks):
+    with named_reference(call.spec.checks):
         head = local_head(reference[1])
     other = reference_call(call, Reference(reference[0], head))
     if call.head.ranks is not None:
@@ -221,18 +212,19 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
     return other
 
 
-def reference_logps(reference: HeadCall, passes: Passes, plan: RowPlan) -> Tensor:
-    """The reference's log-probs of the targets, `[N]`, over the rows of `plan`."""
-    found = reference.targets.new_zeros(len(reference.targets), dtype=torch.float32)
-    readout = OneTarget(reference, passes.ranks, entropy=False)
-    if passes.in_gemm:  # the policy has no logits, but the reference does
-        weight = reference.terms[0].y
-        fit, _ = buffer_rows(weight, Buffers(len(weight)), passes.call.execution.chunk_bytes)
-        plan = replace(plan, max_logit_rows=min(plan.max_logit_rows, fit))
+def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
+    """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
+    spec, rows = reference.spec, plan.rows
+    found = spec.targets.new_zeros(len(spec.targets), dtype=torch.float32)
+    readout = TargetReadout(spec, plan.ranks, entropy=False)
+    if plan.exp_gemm:  # the policy has no logits, but the reference does
+        weight = reference.tensors[1]
+        fit, _ = buffer_rows(weight, Buffers(len(weight)), spec.execution.chunk_bytes)
+        rows = replace(rows, max_logit_rows=min(rows.max_logit_rows, fit))
     with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
-        dense = Dense(reference, plan, readout, exponentials=False)
-        for rows in plan.chunks():
-            found[rows.index] = dense.sweep(rows).logps
+        head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
+        for chunk in rows.chunks():
+            found[chunk.index] = head.forward(chunk).logps
     return found
 
 
@@ -244,95 +236,92 @@ def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
             "entries=True scores every id"
         )
     flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
-    if call.execution.capturable and call.mask is not None:
-        flat = selected(call.mask, flat, 0)
-    return replace(call, targets=flat)
+    spec = call.spec
+    if spec.execution.capturable and spec.mask is not None:
+        flat = selected(spec.mask, flat, 0)
+    return call._replace(spec=replace(spec, targets=flat))
 
 
-def passes_of(
+def plan_head(
     call: HeadCall,
     support: object,
-    gradient: Gradient,
+    grad_mode: GradMode,
     *,
     entropy: bool,
     logsumexp: bool = False,
     entries: bool = False,
-    tokens_with_grad: Callable[[], Tensor | None] | None = None,
+    with_grad: Tensor | None = None,
     reference: HeadCall | None = None,
-    of_loss: Mapping[str, float] | None = None,
-) -> Passes:
-    """Plans the passes of a call; reads its checks and row counts, in one transfer.
+    loss_settings: Mapping[str, float] | None = None,
+) -> HeadPlan:
+    """Plans how a call is computed; reads its checks and row counts, in one transfer.
 
     Args:
         call: checked.
         support: the kept sets, or None.
-        gradient: when that of the logits is made.
+        grad_mode: what the gradient of the logits is made from.
         entropy: whether it is a result.
         logsumexp: likewise.
         entries: whether every id of a set is a target.
-        tokens_with_grad: finds bool `[N]`, the tokens that may have a gradient; None: all.
+        with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
         reference: the other model's call, whose log-probs of the targets are read.
-        of_loss: what else all ranks have to have alike.
+        loss_settings: what else all ranks have to have alike.
     """
-    weight, tokens, sets = call.terms[0].y, call.mask, None
-    ranks = OneRank(len(weight))
+    spec, weight = call.spec, call.tensors[1]
+    tokens, sets, ranks = spec.mask, None, SingleRank(len(weight))
     if call.head.ranks is not None:
         from .ranks import ranks_of
 
-        several = 1 if call.targets.ndim == 1 else call.targets.shape[1]
+        several = 1 if spec.targets.ndim == 1 else spec.targets.shape[1]
         asked = {"entropy": entropy, "entries": entries, "targets per token": several}
-        ranks = ranks_of(call, {**(of_loss or {}), **asked, "gradient made at once": gradient})
-    check_target_ids(call.targets, call.mask, ranks.columns, call.checks)
-    if call.sampled:
+        agreed = {**(loss_settings or {}), **asked, "gradient made at once": grad_mode}
+        ranks = ranks_of(call, agreed)
+    check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
+    if spec.sampled:
         _check_bans("", call, ranks)
         if reference is not None:
             _check_bans("reference.head.", reference, ranks)
     if support is not None:
         from .support import KeptSets
 
-        sets = KeptSets(call, support, ranks, every=entries, logsumexp=logsumexp)
+        sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         others = ~sets.tokens
-        call = replace(call, mask=others if call.mask is None else call.mask & others)
-    with_grad = None
-    if tokens_with_grad is not None and not call.execution.capturable:
-        with_grad = tokens_with_grad()
-    in_gemm = _in_gemm(call, gradient)
-    buffers = _buffers(call, weight, gradient, in_gemm=in_gemm)
-    plan = ranks.plan(call, weight, call.mask, with_grad, buffers)
-    return Passes(
-        call.without_tensors(), plan, ranks, tokens, sets, call.wants_grad(), entropy, gradient,
-        in_gemm,
-    )  # fmt: skip
+        spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
+    exp_gemm = _takes_exp_gemm(call, grad_mode)
+    buffers = _buffers(spec, weight, grad_mode, exp_gemm=exp_gemm)
+    rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
+    wanted = call.wants_grad()
+    return HeadPlan(spec, rows, ranks, tokens, sets, wanted, entropy, grad_mode, exp_gemm)
 
 
-def _check_bans(prefix: str, call: HeadCall, ranks: OneRank) -> None:
+def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
-    bias = call.head.bias
+    bias, spec = call.head.bias, call.spec
     if bias is None:
         return
-    places = ranks.place(call.targets)
-    columns = places.clamp(0, len(bias) - 1)
+    local_ids = ranks.local_ids(spec.targets)
+    columns = local_ids.clamp(0, len(bias) - 1)
     banned = bias.detach()[columns] == -torch.inf
-    banned = banned if call.mask is None else banned & call.mask
+    banned = banned if spec.mask is None else banned & spec.mask
     if not ranks.alone:
-        banned = ranks.sum((banned & (places == columns)).sum())
-    call.checks.add(
+        banned = ranks.sum((banned & (local_ids == columns)).sum())
+    spec.checks.add(
         banned,
         f"{prefix}bias: expected no unmasked target to be banned; got targets whose bias is -inf: "
         "mask these tokens, or lift the ban",
     )
 
 
-def _in_gemm(call: HeadCall, gradient: Gradient) -> bool:
+def _takes_exp_gemm(call: HeadCall, grad_mode: GradMode) -> bool:
     """Whether the logits' GEMM leaves their exponentials and statistics in their place."""
-    asked = call.execution.exp_gemm
+    asked = call.spec.execution.exp_gemm
     if asked is False:
         return False
-    why_not = why_no_exp_gemm(call, gradient)
+    why_not = why_no_exp_gemm(call, grad_mode)
     if asked and why_not:
         raise ValueError(f"exp_gemm: expected False or None {why_not}; got True")
-    weight = call.terms[0].y
-    measured = weight.device.type == "cuda" and call.dtype != torch.float32
+    weight = call.tensors[1]
+    measured = weight.device.type == "cuda" and call.spec.dtype != torch.float32
     if asked or why_not or not measured:
         return bool(asked)
     from ..kernels.triton_exp_gemm import largest_size
@@ -340,23 +329,23 @@ def _in_gemm(call: HeadCall, gradient: Gradient) -> bool:
     return weight.shape[1] <= (largest_size(weight.device) or 0)
 
 
-def why_no_exp_gemm(call: HeadCall, gradient: Gradient) -> str | None:
+def why_no_exp_gemm(call: HeadCall, grad_mode: GradMode) -> str | None:
     """Why a call needs its logits, to stand after "exp_gemm: expected False"; None: it does not."""
-    execution, weight = call.execution, call.terms[0].y
+    spec, execution, weight = call.spec, call.spec.execution, call.tensors[1]
     reasons = {
-        "where torch computes": call.backend.exp_gemm is None,
+        "where torch computes": spec.backend.exp_gemm is None,
         "on this device": not _has_tiles(weight.device),
-        "in float32 on a GPU": call.dtype == torch.float32 and weight.device.type == "cuda",
-        "with operands of two dtypes": call.dtype == torch.float32 != weight.dtype,
-        "with a softcap": call.transform.softcap is not None,
-        "with a bias or a LoRA": len(call.terms) > 1,
-        'with logits_dtype="model"': call.rounding is not None,
+        "in float32 on a GPU": spec.dtype == torch.float32 and weight.device.type == "cuda",
+        "with operands of two dtypes": spec.dtype == torch.float32 != weight.dtype,
+        "with a softcap": spec.transform.softcap is not None,
+        "with a bias or a LoRA": spec.num_terms > 1,
+        'with logits_dtype="model"': spec.rounding is not None,
         "where ranks share the vocabulary": call.head.ranks is not None,
-        "with several targets per token": call.targets.ndim == 2,
-        "with a reference whose KL is exact": call.reference is not None,
+        "with several targets per token": spec.targets.ndim == 2,
+        "with a reference whose KL is exact": spec.reference is not None,
         "with batch_invariant": execution.batch_invariant,
         "with a matmul": execution.matmul is not None,
-        "where the gradient takes a second sweep": gradient == Gradient.TWO_SWEEPS,
+        "where the gradient takes a second sweep": grad_mode == GradMode.FROM_LOGITS,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -369,13 +358,13 @@ def _has_tiles(device: torch.device) -> bool:
 
 
 def _buffers(
-    call: HeadCall, weight: Tensor, gradient: Gradient, *, in_gemm: bool = False
+    spec: HeadSpec, weight: Tensor, grad_mode: GradMode, *, exp_gemm: bool = False
 ) -> Buffers:
-    models = 1 if call.reference is None else 2
-    if in_gemm and call.dtype != torch.float32:
-        grad_bytes = call.dtype.itemsize if gradient == Gradient.ONE_SWEEP else 0
+    models = 1 if spec.reference is None else 2
+    if exp_gemm and spec.dtype != torch.float32:
+        grad_bytes = spec.dtype.itemsize if grad_mode == GradMode.FROM_EXPS else 0
         return Buffers(len(weight), grad_bytes, models=0)
-    if gradient == Gradient.LATER or call.dtype == torch.float32:
+    if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
         return Buffers(len(weight), models=models)
-    strips = gradient == Gradient.ONE_SWEEP
-    return Buffers(len(weight), call.dtype.itemsize, strips=strips, models=models)
+    strips = grad_mode == GradMode.FROM_EXPS
+    return Buffers(len(weight), spec.dtype.itemsize, strips=strips, models=models)

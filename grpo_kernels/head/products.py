@@ -27,31 +27,29 @@ class Products:
     """The products of one call.
 
     Args:
-        dtype: of the operands of products with the head's weight.
         multiple: rows of a product with rows; 1: any.
         matmul: the caller's own product, for those with the head's weight; None: torch's.
     """
 
-    dtype: torch.dtype
     multiple: int = 1
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @staticmethod
-    def of(execution: Execution, dtype: torch.dtype) -> Products:
-        return Products(dtype, INVARIANT_ROWS if execution.batch_invariant else 1, execution.matmul)
+    def of(execution: Execution) -> Products:
+        return Products(INVARIANT_ROWS if execution.batch_invariant else 1, execution.matmul)
 
     def padded(self, count: int) -> int:
         """`count`, or the next multiple of the rows of a product."""
         return -(-count // self.multiple) * self.multiple
 
     def rows(
-        self, a: Tensor, b: Tensor, out: Tensor, *, beta: float = 0.0, own: bool = True
+        self, a: Tensor, b: Tensor, out: Tensor, *, beta: float = 0.0, is_weight: bool = True
     ) -> None:
-        """`out <- beta out + a @ b`, by the caller's `matmul` if it is `own` and there is one.
+        """`out <- beta out + a @ b`, by the caller's `matmul` if there is one and b `is_weight`.
 
         `a [C, J]`, `b [J, K]`, `out [C, K]`, C a multiple of `multiple`.
         """
-        matmul = self.matmul if own else None
+        matmul = self.matmul if is_weight else None
         step = len(out) if self.multiple == 1 else self.multiple
         for part in slices(0, len(out), max(step, 1)):
             if len(b) == 1 and beta == 1.0:
@@ -142,8 +140,8 @@ class Gradients:
         tensors: x and y of each term.
         wanted: of which tensors gradients are wanted.
         every_row: True if all rows of every x will be set; others are left 0.
-        rounded: the dtype of operands whose one product is the gradient of a y, which is then
-            rounded to that in the GEMM; None: there are several, or they have another dtype.
+        rounded: the dtype of operands whose one product is the whole gradient of a y: of the same
+            dtype, it is rounded by its GEMM. None: products are added up in float32.
     """
 
     def __init__(
@@ -170,8 +168,8 @@ class Gradients:
             return found, 1.0
         y = self.tensors[place]
         dtype = y.dtype if y.dtype == self.rounded else torch.float32
-        self.found[place] = y.new_empty(y.shape, dtype=dtype)
-        return self.found[place], 0.0  # type: ignore[return-value]
+        found = self.found[place] = y.new_empty(y.shape, dtype=dtype)
+        return found, 0.0
 
     def all(self) -> list[Tensor | None]:
         """All of them, 0 where nothing was added and None where not wanted."""

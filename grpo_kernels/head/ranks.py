@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
 from ..kernels import Entries, LogitTransform, TokenStats
-from .call import HeadCall
-from .dense import OneRank
+from .call import HeadCall, HeadSpec
+from .dense import SingleRank
 from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
 from .plan import Buffers, RowPlan, buffer_rows
 from .products import put_rows
@@ -40,7 +40,7 @@ from .products import put_rows
 _LEAST_SHARE = 2.0**-24
 
 
-class ManyRanks(OneRank):
+class VocabShards(SingleRank):
     """Ranks of which each has some columns of every row of logits.
 
     Args:
@@ -63,19 +63,19 @@ class ManyRanks(OneRank):
         self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
 
     def plan(
-        self, call: HeadCall, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
+        self, spec: HeadSpec, weight: Tensor, active: Tensor | None, with_grad: Tensor | None,
         buffers: Buffers,
     ) -> RowPlan:  # fmt: skip
         """Plans as the rank with the most columns has to, and as all ranks agree."""
         buffers = buffers._replace(columns=self.most)
-        sizes = buffer_rows(weight, buffers, call.execution.chunk_bytes)
+        sizes = buffer_rows(weight, buffers, spec.execution.chunk_bytes)
         self._ask_same(
-            call.checks,
+            spec.checks,
             "mask, advantages, chunk_bytes: expected the same on all ranks that share the "
             "vocabulary, as each has other columns for the same tokens; got others",
             torch.tensor(sizes, dtype=torch.int64, device=weight.device), active, with_grad,
         )  # fmt: skip
-        return replace(super().plan(call, weight, active, with_grad, buffers), tiles=None)
+        return replace(super().plan(spec, weight, active, with_grad, buffers), tiles=None)
 
     def _ask_same(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
         """Asks whether all ranks have the same of `given`, `[N]` each."""
@@ -84,11 +84,11 @@ class ManyRanks(OneRank):
         mine = torch.stack([_checksum(none if x is None else x) for x in given])
         checks.add((_gathered(mine, self.group) != mine).any(1), what)
 
-    def place(self, targets: Tensor) -> Tensor:
+    def local_ids(self, targets: Tensor) -> Tensor:
         places = targets - self.start
         return torch.where((places >= 0) & (places < self.own), places, -1)
 
-    def see(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
+    def before_overwrite(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
         slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
         if slope is not None:
             self.slopes.append(slope.squeeze(1))
@@ -106,7 +106,7 @@ class ManyRanks(OneRank):
 
         Args:
             stats: of rows `[C]` of this rank's logits.
-            places: of their targets, as `place` gives them.
+            places: of their targets, as `local_ids` gives them.
 
         Returns:
             The statistics as one rank with all columns has them. `total` is such that p = X / total
@@ -144,7 +144,7 @@ class ManyRanks(OneRank):
 
         Args:
             exps: as the sweep over this rank's columns has left it.
-            places: of the targets `[C]`, as `place` gives them.
+            places: of the targets `[C]`, as `local_ids` gives them.
             slope: of the softcap at the targets `[C]`; None without one.
             stats: of this rank's columns.
             whole: those that `_merged` made of them.
@@ -174,7 +174,7 @@ class ManyRanks(OneRank):
         assert work is not None
         return work
 
-    def put(
+    def store_rows(
         self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
     ) -> None:
         """Begins to add up the gradient of rows, which goes on beside the product with y."""
@@ -185,7 +185,7 @@ class ManyRanks(OneRank):
             share.mul_(factors[:, None])
         self.sums.append((grad, index, share, self._begin_sum(share)))
 
-    def wait(self) -> None:
+    def finish_stores(self) -> None:
         for grad, index, share, work in self.sums:
             work.wait()
             put_rows(grad, index, share)
@@ -201,7 +201,7 @@ class ManyRanks(OneRank):
 
     def here(self, entries: Entries) -> tuple[Entries, Tensor]:
         """This rank's entries, with the ids of its columns; and which of all they are."""
-        places = self.place(entries.ids)
+        places = self.local_ids(entries.ids)
         mine = places >= 0
         which = mine.nonzero().squeeze(1)
         ids = places[which]
@@ -249,7 +249,7 @@ def local_parts(head: LMHead) -> LMHead:
     )  # fmt: skip
 
 
-def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
+def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
     """Finds this rank's columns of the vocabulary; asks the other ranks.
 
     `agreed`: numbers of the caller's that have to be the same on all ranks.
@@ -258,7 +258,8 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
         ValueError: on all ranks alike, if their columns are not those of one vocabulary, or if they
             would not compute the same.
     """
-    ranks, execution, head = call.head.ranks, call.execution, call.head
+    head, spec, ranks = call.head, call.spec, call.head.ranks
+    execution = spec.execution
     assert ranks is not None
     if ranks.group is None:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
@@ -270,14 +271,14 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
         "low_rank": head.low_rank is not None, "gradient of hidden": wanted[0],
         "gradient of low_rank[0]": head.low_rank is not None and wanted[2],
         "gradient": any(wanted), "temperature per token": per_token,
-        "logits_dtype='model'": call.rounding is not None,
+        "logits_dtype='model'": spec.rounding is not None,
         "batch_invariant": execution.batch_invariant,
     }  # fmt: skip
-    dtypes = {"weight's dtype": head.weight.dtype, "dtype of the GEMMs": call.dtype}
+    dtypes = {"weight's dtype": head.weight.dtype, "dtype of the GEMMs": spec.dtype}
     numbers = {
         "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
         "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
-        "tokens": len(call.targets),
+        "tokens": len(spec.targets),
         "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
         "softcap (0: none)": head.softcap or 0.0, **agreed,
     }  # fmt: skip
@@ -286,8 +287,8 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
         ranks.start or 0, len(head.weight), *flags.values(),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
     ]  # fmt: skip
-    device = call.targets.device
-    ids = _checksum(call.targets)[None]
+    device = spec.targets.device
+    ids = _checksum(spec.targets)[None]
     mine_tensor = torch.tensor(mine, dtype=torch.float64, device=device).view(torch.int64)
     told = _gathered(torch.cat([mine_tensor, ids]), ranks.group).cpu()
     begins, counts, *columns = told[:, :-1].view(torch.float64).T.tolist()
@@ -322,7 +323,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> ManyRanks:
             + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
         )
     start = begins[ranks.group.rank()]
-    return ManyRanks(ranks.group, start, counts, ranks.hidden, head.bias is not None)
+    return VocabShards(ranks.group, start, counts, ranks.hidden, head.bias is not None)
 
 
 def _checksum(x: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ from torch import Tensor
 from ..base.autograd import refuse_double_backward
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_number, check_tensor, flatten
 from ..base.layout import Layout, check_target_ids, check_targets
+from ..base.private import eager_under_compile
 from ..kernels import Backend, LogitTransform, RowGrads, TokenStats, select_backend
 
 
+@eager_under_compile
 def selective_log_softmax(
     logits: Tensor,
     targets: Tensor,

@@ -31,9 +31,10 @@ from ..base.layout import to_device
 from ..base.segments import RowsLogSoftmax
 from ..base.sequences import masked_quantile
 from ..kernels import Entries
-from .call import HeadCall
-from .dense import OneRank, round_
-from .lm_head import Support, Term
+from .call import HeadCall, HeadSpec
+from .dense import round_
+from .execution import Execution
+from .lm_head import Support
 
 # A call whose sets have more than this share of the vocabulary, on average, warns: rows of logits
 # are faster then.
@@ -96,7 +97,7 @@ class KeptSets:
     unless a logsumexp is wanted.
 
     Args:
-        call: whose tokens have the sets.
+        spec: whose tokens have the sets.
         support: the sets.
         ranks: who has which rows of the head.
         every: every token is to have a set, whose first id stands for its target.
@@ -104,14 +105,14 @@ class KeptSets:
     """
 
     def __init__(
-        self, call: HeadCall, support: Any, ranks: OneRank, *, every: bool, logsumexp: bool
+        self, spec: HeadSpec, support: Any, ranks: Any, *, every: bool, logsumexp: bool
     ) -> None:
-        refuse_with(call)
-        targets, V, self.ranks = call.targets, ranks.columns, ranks
+        refuse_with(spec.execution)
+        targets, V, self.ranks = spec.targets, ranks.columns, ranks
         ids, offsets = check_support(support, len(targets), targets.device)
-        checks, N, device = call.checks, len(targets), targets.device
+        checks, N, device = spec.checks, len(targets), targets.device
         ids = ids if N else ids[:0]
-        active = torch.ones_like(targets, dtype=torch.bool) if call.mask is None else call.mask
+        active = torch.ones_like(targets, dtype=torch.bool) if spec.mask is None else spec.mask
         begins, ends, last = _intervals(offsets, active, len(ids), checks)
         counts = ends - begins
         if every:
@@ -139,7 +140,8 @@ class KeptSets:
         self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
         self._takes_part = counts >= (1 if logsumexp else 2)
         self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
-        ranks.same(support, checks)
+        if not ranks.alone:
+            ranks.same(support, checks)
 
     @property
     def count(self) -> int:
@@ -183,12 +185,12 @@ class KeptSets:
     @cached_property
     def here(self) -> tuple[Entries, slice | Tensor]:
         """The entries whose rows of the head are here, and which of all they are."""
-        return self.ranks.here(self.entries)
+        return (self.entries, slice(None)) if self.ranks.alone else self.ranks.here(self.entries)
 
     def log_softmax(self, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs `[E]` of the entries, entropy and logsumexp `[N]`, differentiable."""
-        with torch.autocast(call.layout.device.type, enabled=False):
-            z = _EntryLogits.apply(*call.tensors, self, call.without_tensors())
+        with torch.autocast(call.spec.layout.device.type, enabled=False):
+            z = _EntryLogits.apply(*call.tensors, self, call.spec)
             entries = self.entries
             return RowsLogSoftmax.apply(z, entries.tokens, entries.offsets)
 
@@ -206,37 +208,37 @@ class _EntryLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, sets, call = args
-        (here, which), backend = sets.here, call.backend
+        *tensors, sets, spec = args
+        (here, which), backend = sets.here, spec.backend
         # Products are float32 whatever the operands are.
-        terms = [Term(_by_rows(x), _by_rows(y)) for x, y in call.of(tensors).terms]
+        terms = zip(*(map(_by_rows, tensors[i::2]) for i in (0, 1)), strict=True)
         z = tensors[0].new_zeros(len(here), dtype=torch.float32)
         if len(here):
             for x, y in terms:
                 backend.entry_dots(x, y, here, z)
-            if call.rounding is not None:
-                round_(z, call.rounding)
-        raw = sets.ranks.whole(z, which, len(sets.entries))[:, None]
-        transform = call.transform.at(sets.entries.tokens)
+            if spec.rounding is not None:
+                round_(z, spec.rounding)
+        raw = (z if sets.ranks.alone else sets.ranks.whole(z, which, len(sets.entries)))[:, None]
+        transform = spec.transform.at(sets.entries.tokens)
         ctx.save_for_backward(*tensors, raw)
-        ctx.sets, ctx.call, ctx.transform = sets, call, transform
+        ctx.sets, ctx.backend, ctx.transform = sets, backend, transform
         return transform.apply(raw).squeeze(1).clone()
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs, fused_grpo_loss")
         *tensors, raw = ctx.saved_tensors
-        sets, call = ctx.sets, ctx.call
-        (here, which), sums = sets.here, call.backend.segment_sums
+        sets, (here, which), sums = ctx.sets, ctx.sets.here, ctx.backend.segment_sums
         # Tokens without a gradient have no part in any product, whatever their states hold.
         d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[which]
         grads: list[Tensor | None] = [None] * len(tensors)
         of_ids = None
-        for k, (x, y) in enumerate(call.of(tensors).terms):
+        for k, (x, y) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
             x, y = _by_rows(x), _by_rows(y)
             if ctx.needs_input_grad[2 * k]:
                 d_x = sums(d, here.ids, here.offsets, y, torch.float32)
-                grads[2 * k] = sets.ranks.sum_rows(d_x).to(x.dtype)
+                d_x = d_x if sets.ranks.alone else sets.ranks.sum_rows(d_x)
+                grads[2 * k] = d_x.to(x.dtype)
             if ctx.needs_input_grad[2 * k + 1]:
                 if of_ids is None:
                     begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))
@@ -245,9 +247,8 @@ class _EntryLogits(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def refuse_with(call: HeadCall) -> None:
+def refuse_with(execution: Execution) -> None:
     """Refuses what a support cannot be computed with."""
-    execution = call.execution
     if execution.batch_invariant or execution.matmul is not None:
         raise ValueError(
             "support: expected None with batch_invariant=True or a matmul, as which entries are "

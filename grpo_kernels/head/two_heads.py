@@ -7,68 +7,73 @@ each, two for the gradients of the policy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..kernels import RowGrads, pairs_of
 from ..kernels.pair_stats import PairStats
-from .call import HeadCall
-from .dense import Logits, OneRank, OneTarget
+from .call import HeadSpec
+from .dense import LogitStrips, SingleRank, TargetReadout
 from .plan import Chunk, RowPlan
 
 
-class TwoHeads(OneTarget):
+class DivergenceReadout(TargetReadout):
     """The target's log-prob and the entropy under both, and a divergence of the two softmaxes."""
 
     stats: PairStats  # type: ignore[assignment]
 
-    def __init__(self, call: HeadCall, ranks: OneRank, plan: RowPlan, *, at_once: bool) -> None:
-        super().__init__(call, ranks, entropy=True)
+    def __init__(
+        self, spec: HeadSpec, tensors: Sequence[Tensor], ranks: SingleRank, rows: RowPlan, *,
+        at_once: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, ranks, entropy=True)
         # The gradient is made in the pass that reads the logits, by products of any rows.
-        self.at_once = at_once and not call.execution.batch_invariant
-        assert call.reference is not None and call.divergence is not None
-        self.reference, self.divergence = call.reference, call.divergence
-        self.logits = Logits(call.reference, plan)
-        self.pairs = pairs_of(call.backend)
+        self.at_once = at_once and not spec.execution.batch_invariant
+        assert spec.reference is not None and spec.divergence is not None
+        self.reference, self.divergence = spec.reference, spec.divergence
+        self.logits = LogitStrips(tensors, spec.reference, rows)
+        self.pairs = pairs_of(spec.backend)
 
-    def take(self, rows: Chunk) -> None:
-        super().take(rows)
-        self.logits.take(rows)
-        self.ref_transform = self.reference.transform.at(rows.index)
+    def select(self, chunk: Chunk) -> None:
+        super().select(chunk)
+        self.logits.select(chunk)
+        self.ref_transform = self.reference.transform.at(chunk.index)
         self.made: slice | None = None  # whose logits of the reference are there
-        self.left, self.leaves = False, self.at_once and rows.needs_grad
+        self.left, self.leaves = False, self.at_once and chunk.needs_grad
 
-    def begin(self, like: Tensor, exps: Tensor | None) -> None:
+    def allocate(self, like: Tensor, exps: Tensor | None) -> None:
         self.stats = PairStats.empty(like)
 
-    def read(self, part: slice, logits: Tensor) -> None:
-        (kind, beta), found, alone = self.divergence, self.stats.at(part), self.ranks.alone
-        both = logits, self._of_reference(part)
-        transforms = self.transform.at(part), self.ref_transform.at(part)
+    def forward(self, strip: slice, logits: Tensor) -> None:
+        (kind, beta), found, alone = self.divergence, self.stats.at(strip), self.ranks.alone
+        both = logits, self._of_reference(strip)
+        transforms = self.transform.at(strip), self.ref_transform.at(strip)
         self.left = self.pairs.pair_stats(
             *both,
-            self.targets[part],
+            self.targets[strip],
             *transforms,
             found,
             kind=kind if alone else None,
             beta=beta,
-            invariant=self.call.execution.batch_invariant,
+            invariant=self.spec.execution.batch_invariant,
             # Where all rows have their logits at hand.
-            leave=self.leaves and part == slice(0, len(self.stats.logps)),
+            leave=self.leaves and strip == slice(0, len(self.stats.logps)),
         )
         if alone:
             return
-        self._merge(found, self.targets[part])
+        self._merge(found, self.targets[strip])
         self.pairs.divergences(*both, *transforms, found, **self.divergence._asdict())
         self.ranks.sum(found.divergence)
         self.ranks.sum(found.mean)
 
-    def _of_reference(self, part: slice) -> Tensor:
-        """The reference's logits of a part of the rows in flight."""
-        if self.made == part:
-            return self.logits.strip[: part.stop - part.start]
-        self.made = part
-        return self.logits.of(part)
+    def _of_reference(self, strip: slice) -> Tensor:
+        """The reference's logits of a strip of the rows in flight."""
+        if self.made == strip:
+            return self.logits.buffer[: strip.stop - strip.start]
+        self.made = strip
+        return self.logits.compute(strip)
 
     def _merge(self, found: PairStats, targets: Tensor) -> None:
         """Sets the statistics of whole rows, from those of the columns here."""
@@ -84,10 +89,10 @@ class TwoHeads(OneTarget):
                 place.copy_(x)
         found.set_without_anchors()
 
-    def end(self) -> PairStats:  # type: ignore[override]
+    def finish(self) -> PairStats:  # type: ignore[override]
         return self.stats
 
-    def given(
+    def set_grads(
         self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
         d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
@@ -97,32 +102,32 @@ class TwoHeads(OneTarget):
         if d_logps is not None:
             of_policy = self.stats.of_policy
             self.by_policy = RowGrads.of(of_policy, d_logps, d_entropy, d_logsumexp)
-        elif self.left and self.call.dtype == torch.float32:
-            slopes = self.logits.strip[: len(d_divergence)]
+        elif self.left and self.spec.dtype == torch.float32:
+            slopes = self.logits.buffer[: len(d_divergence)]
             return slopes, self.pairs.left_factors(self.transform, d_divergence)
         return None
 
-    def d_logits(self, part: slice, logits: Tensor, out: Tensor) -> None:
+    def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         if self.left:
             self.pairs.left_grads_(
                 logits,
-                self._of_reference(part),
-                self.targets[part],
-                self.transform.at(part),
-                None if self.by_policy is None else self.by_policy.at(part),
-                self.d_divergence[part],
+                self._of_reference(strip),
+                self.targets[strip],
+                self.transform.at(strip),
+                None if self.by_policy is None else self.by_policy.at(strip),
+                self.d_divergence[strip],
                 out,
             )
             return
         self.pairs.pair_grads_(
             logits,
-            self._of_reference(part),
-            self.targets[part],
-            self.transform.at(part),
-            self.ref_transform.at(part),
-            self.stats.at(part),
-            None if self.by_policy is None else self.by_policy.at(part),
-            self.d_divergence[part],
+            self._of_reference(strip),
+            self.targets[strip],
+            self.transform.at(strip),
+            self.ref_transform.at(strip),
+            self.stats.at(strip),
+            None if self.by_policy is None else self.by_policy.at(strip),
+            self.d_divergence[strip],
             out,
             **self.divergence._asdict(),
         )

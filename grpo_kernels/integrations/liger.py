@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import FLOATS, check_tensor, scalar
-from ..calls import fused_grpo_loss, linear_logprobs
+from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution
+from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Support
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from ..base.checks import check_bool, check_tensor
-from ..calls import fused_grpo_loss, linear_logprobs
+from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution, check_execution
+from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference, Support
 from ..loss.config import TOKEN_MEANS, GRPOLossConfig
 from ..loss.inputs import check_config

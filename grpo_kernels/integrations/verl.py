@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..base.checks import check_choice
-from ..calls import linear_logprobs
 from ..head.execution import Execution, check_execution
+from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Support, VocabRanks
 from .hf_head import body_of, gather_head, head_of, let_go_of_head
 from .patching import Patch, check_version, is_ours

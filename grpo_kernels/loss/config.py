@@ -6,7 +6,6 @@ The formulas behind the names are in `losses.py` and `objective.py`, the table o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cached_property
@@ -135,7 +134,6 @@ class GRPOLossConfig:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     dppo_ratio_max: float = 20.0
-    text = ""  # of the options, for a graph that torch.compile makes, and makes anew for others
 
     def __post_init__(self) -> None:
         for its in fields(self):
@@ -143,9 +141,6 @@ class GRPOLossConfig:
         _check_loss(self.loss)
         self._check_used()
         self._check_together()
-        if isinstance(self.loss_type, str):
-            options = {its.name: getattr(self, its.name) for its in fields(GRPOLossConfig)}
-            object.__setattr__(self, "text", json.dumps(options))
 
     @cached_property
     def loss(self) -> Loss:

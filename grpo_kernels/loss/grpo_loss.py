@@ -17,6 +17,7 @@ from ..base.autograd import dtypes_of, refuse_double_backward, scaled_gradient
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput
+from ..base.private import eager_under_compile
 from ..kernels import Backend, PolicyLoss, select_backend
 from . import objective
 from .config import GRPOLossConfig
@@ -29,6 +30,7 @@ from .tokens import LossInputs
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 
 
+@eager_under_compile
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,

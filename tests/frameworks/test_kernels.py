@@ -27,7 +27,7 @@ h, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad
 ids, ones = torch.zeros(2, 3, dtype=torch.long), torch.ones(2)
 call = lambda h, w: kernel.fused_grpo_loss(h, kernel.LMHead(w), ids, ones).loss
 call(h, w).backward()
-compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+compiled = torch.compile(call, backend="aot_eager")
 print(w.grad.norm() > 0, compiled(h, w) == call(h, w))
 support = kernel.Support(ids.view(-1).int(), torch.arange(7))
 print(kernel.fused_grpo_loss(h, w, ids, ones, support=support).metrics["support/mean"])

@@ -7,7 +7,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 
-from grpo_kernels.head.dense import Logits
+from grpo_kernels.head.dense import LogitStrips
 from grpo_kernels.training import Trainer, load_model, load_problems
 from grpo_kernels.training.rewards import is_correct
 from tests.helpers.trainer_runs import config_of, no_curves, noise, support_around
@@ -50,7 +50,7 @@ def train_with_little_memory(kind: str, model: str, output: str, options: dict):
 
     Also how often it asked for too many.
     """
-    new_rows, refused = Logits.new_rows, 0
+    new_rows, refused = LogitStrips.new_rows, 0
 
     def limited(self, count, dtype):
         nonlocal refused
@@ -59,13 +59,13 @@ def train_with_little_memory(kind: str, model: str, output: str, options: dict):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return new_rows(self, count, dtype)
 
-    Logits.new_rows = limited
+    LogitStrips.new_rows = limited
     try:
         with catch_warnings():
             simplefilter("ignore")  # that says so
             return train(kind, model, output, options), refused
     finally:
-        Logits.new_rows = new_rows
+        LogitStrips.new_rows = new_rows
 
 
 def with_fault(fault: str, call: int, model: str, output: str, options: dict):

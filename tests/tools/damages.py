@@ -75,11 +75,6 @@ DAMAGES = [
         ("rows out of reach stay as they are", "if total >= most():", "if total < 0.0:"),
     ),
     *damages_in(
-        "fused_grpo_loss.py", "test_fused_grpo_loss",
-        ("gradients of the backward lose the loss's",
-         "exps, factors * unscaled(d_loss, scale))", "exps, factors)"),
-    ),
-    *damages_in(
         "kernels/__init__.py", "test_pairs",
         ("the gradient of logsumexp has its sign flipped",
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
@@ -87,15 +82,15 @@ DAMAGES = [
     *damages_in(
         "head/dense.py", "test_products",
         ("a strip's exponentials go where the last ones are",
-         "exps=None if self.exps is None else self.exps[part]",
-         "exps=None if self.exps is None else self.exps[: part.stop - part.start]"),
+         "exps=None if self.exps is None else self.exps[strip]",
+         "exps=None if self.exps is None else self.exps[: strip.stop - strip.start]"),
     ),
     *damages_in(
         "head/products.py", "test_products test_batch_invariant",
         ("a batch-invariant call's products take all rows",
          "step = len(out) if self.multiple == 1 else self.multiple", "step = len(out)"),
         ("the caller's product is not asked",
-         "matmul = self.matmul if own else None", "matmul = None"),
+         "matmul = self.matmul if is_weight else None", "matmul = None"),
     ),
     *damages_in(
         "head/plan.py", "test_plan",
@@ -104,7 +99,7 @@ DAMAGES = [
     *damages_in(
         "head/passes.py", "test_head_memory",
         ("memory that runs out over the head ends the call",
-         "if fixed or plan.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
+         "if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
     ),
     # What comes in, and the two calls.
     *damages_in(
@@ -115,7 +110,7 @@ DAMAGES = [
     *damages_in(
         "head/passes.py", "test_support",
         ("tokens with a kept set are scored over the whole vocabulary, too",
-         "call = replace(call, mask=others if call.mask is None else call.mask & others)", "pass"),
+         "spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)", "pass"),
     ),
     *damages_in(
         "fused_grpo_loss.py", "test_fused_grpo_loss",
@@ -127,11 +122,12 @@ DAMAGES = [
     *damages_in(
         "fused_grpo_loss.py", "test_cross_entropy",
         ("tokens of the cross-entropy count as the policy's",
-         "masked = plan.has_masked or inputs.ce_weights is not None", "masked = plan.has_masked"),
+         "masked = plan.rows.has_masked or inputs.ce_weights is not None",
+         "masked = plan.rows.has_masked"),
     ),
     *damages_in(
         "head/linear_logprobs.py", "test_linear_logprobs",
-        ("masked rows are given a gradient", "needed &= passes.tokens", "pass"),
+        ("masked rows are given a gradient", "needed &= plan.tokens", "pass"),
     ),
     *damages_in(
         "base/autograd.py", "test_autograd",
