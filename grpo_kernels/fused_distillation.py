@@ -25,6 +25,7 @@ from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import Divergence, LMHead, Reference
 from .head.passes import GradMode, call_of_reference, local_head, plan_head
+from .kernels import StatGrads
 from .kernels.pair_stats import KINDS, PairStats
 from .loss.inputs import number_of_items
 
@@ -143,7 +144,9 @@ class _Distillation(torch.autograd.Function):
                     d = scaled(weight, scale).expand(chunk.size)
                     if plan.rows.has_masked and plan.tokens is not None:
                         d = d * plan.tokens[chunk.index]
-                    head.backward(chunk, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4
+                    head.backward(
+                        chunk, grads, StatGrads(divergence=d.contiguous())
+                    )  # GEMMs 3 and 4
             if plan.rows.has_masked and plan.tokens is not None:
                 values.masked_fill_(~plan.tokens, 0.0)
         keep_gradients(ctx, tensors, scale, grads.all())

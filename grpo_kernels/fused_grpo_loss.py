@@ -43,6 +43,7 @@ from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import Divergence, LMHead, Reference, Support
 from .head.passes import GradMode, call_of_reference, local_head, plan_head, reference_logps
+from .kernels import StatGrads
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
@@ -230,21 +231,24 @@ class _OnePass(torch.autograd.Function):
                 logps[index], entropy[index] = stats.logps, stats.entropy
                 if policy.d_logps is None:
                     continue
-                g, e = scaled(policy.d_logps, scale), None
-                d_logps[index] = g
-                if policy.d_entropy is not None:
-                    e = d_entropy[index] = scaled(policy.d_entropy, scale)
-                more = [] if by_kl is None else [None, scaled(by_kl[index], scale)]
-                head.backward(chunk, grads, g, e, *more)  # GEMMs 2 and 3
+                d_stats = StatGrads(
+                    policy.d_logps,
+                    policy.d_entropy,
+                    divergence=None if by_kl is None else by_kl[index],
+                ).each(partial(scaled, scale=scale))
+                d_logps[index] = d_stats.logps
+                if d_stats.entropy is not None:
+                    d_entropy[index] = d_stats.entropy
+                head.backward(chunk, grads, d_stats)  # GEMMs 2 and 3
             if plan.rows.has_masked and plan.tokens is not None:
                 per_token[:3].masked_fill_(~plan.tokens, 0.0)
         keep_gradients(ctx, tensors, scale, grads.all())
-        d_stats = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
+        shown = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
         if loss is None:
             loss = logps.new_zeros(())
         kl = None if by_kl is None else kl
-        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *d_stats) if x is not None))
-        return loss, logps, entropy, kl, *d_stats
+        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *shown) if x is not None))
+        return loss, logps, entropy, kl, *shown
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
 from ..base.private import eager_under_compile
-from ..kernels import TokenStats
+from ..kernels import StatGrads, TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
@@ -178,11 +179,11 @@ class _TwoPasses(torch.autograd.Function):
         return logps, entropy if plan.entropy else None, logsumexp, divergence
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, found = saved[: ctx.count], saved[ctx.count :]
-        return (*second_pass(tensors, ctx.plan, found, given, wanted), None)
+        return (*second_pass(tensors, ctx.plan, found, StatGrads(*d_stats), wanted), None)
 
 
 def first_pass(
@@ -204,13 +205,13 @@ def first_pass(
         kept = plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
-        for rows in plan.rows.chunks():
-            stats = head.forward(rows)
-            for x, of_rows in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
-                if of_rows is not None:
-                    x[rows.index] = of_rows
+        for chunk in plan.rows.chunks():
+            stats = head.forward(chunk)
+            for x, values in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
+                if values is not None:
+                    x[chunk.index] = values
             if kept is not None:
-                head.backward(rows, kept, torch.ones_like(stats.logps))
+                head.backward(chunk, kept, StatGrads(torch.ones_like(stats.logps)))
     return per_token, [] if kept is None else kept.all()
 
 
@@ -218,32 +219,33 @@ def second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
     found: Sequence[Any],
-    given: Sequence[Tensor | None],
+    d_stats: StatGrads,
     wanted: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """The gradients of the terms' tensors, from those of log-probs, entropy and logsumexp.
+    """The gradients of the terms' tensors, from those of the statistics.
 
     `found` is what the first pass has, of every row, and what it kept.
     """
     size = plan.stats.size()
     stats, kept = plan.stats.of(found[:size], entropy=plan.entropy), found[size:]
-    d_logps, *others = given
-    d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
-    given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
-    each = [x != 0 for x in given if x is not None]
+    only_logps = all(x is None for x in d_stats[1:])
+    d_logps = torch.zeros_like(stats.logps) if d_stats.logps is None else d_stats.logps
+    d_stats = d_stats._replace(logps=d_logps).each(lambda x: x.float().contiguous())
+    each = [x != 0 for x in d_stats if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
     if plan.rows.has_masked:
-        given = [None if x is None else selected(needed, x, 0.0) for x in given]
-    if kept and all(x is None for x in others):
-        return [_rows_times(u, d_logps, needed) for u in kept]
+        d_stats = d_stats.each(lambda x: selected(needed, x, 0.0))
+    if kept and only_logps:
+        assert d_stats.logps is not None
+        return [_rows_times(u, d_stats.logps, needed) for u in kept]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
-    scale = float16_scale(dtypes, partial(_largest, given, needed))
-    given = [None if x is None else scaled(x, scale) for x in given]
-    run = partial(_gradients, tensors, stats, given, wanted)
-    with torch.autocast(d_logps.device.type, enabled=False):
+    scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
+    d_stats = d_stats.each(partial(scaled, scale=scale))
+    run = partial(_gradients, tensors, stats, d_stats, wanted)
+    with torch.autocast(needed.device.type, enabled=False):
         gradients = plan.second(needed, tensors[1]).run(run)
     unscale = None if scale is None else 1 / scale
     return [
@@ -255,17 +257,16 @@ def second_pass(
 def _gradients(
     tensors: Sequence[Tensor],
     stats: TokenStats | PairStats,
-    given: Sequence[Tensor | None],
+    d_stats: StatGrads,
     wanted: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     grads = Gradients(tensors, wanted, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
-    for rows in plan.rows.chunks():
-        of_rows = [None if x is None else x[rows.index] for x in given]
-        head.recompute(rows, stats.at(rows.index))
-        head.backward(rows, grads, *of_rows)
+    for chunk in plan.rows.chunks():
+        head.recompute(chunk, stats.at(chunk.index))
+        head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
     return grads.all()
 
 
@@ -280,7 +281,6 @@ def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | N
 def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
     """The largest size among the gradients of rows that are needed, 0-d."""
     # Rows that are not needed may be given anything, NaN included.
-    given = [x for x in gradients if x is not None and x.numel()]
-    peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
+    peaks = [selected(needed, x, 0.0).abs().amax() for x in gradients if x is not None and len(x)]
     none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return torch.stack(peaks).amax() if peaks else none
