@@ -194,11 +194,11 @@ def first_pass(
     And what is kept for the second pass: the gradient of the log-probs by those of the terms'
     tensors that want one, or nothing.
     """
-    N, like = len(tensors[0]), tensors[0]
+    N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
     # Not views of one tensor: the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (plan.spec.targets.shape, *[(N,)] * (plan.stats.size() - 1))
+        for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
     kept = None
     if plan.grad_mode != GradMode.RECOMPUTE:

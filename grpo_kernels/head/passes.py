@@ -54,7 +54,7 @@ class GradMode(IntEnum):
         if one_pass:
             at_once = any(wanted)
         else:
-            several = call.spec.targets.ndim > 1
+            several = call.spec.targets_per_token > 1
             at_once = not other_grads and keeps_gradients(
                 call.spec.execution.keep_gradients, wanted[::2], wanted[1::2], several
             )
@@ -114,7 +114,7 @@ class HeadPlan:
 
             at_once = self.grad_mode != GradMode.RECOMPUTE
             return DivergenceReadout(spec, of_reference, self.ranks, self.rows, at_once=at_once)
-        if spec.targets.ndim == 2:
+        if spec.targets_per_token > 1:
             from .many_targets import MultiTargetReadout
 
             return MultiTargetReadout(spec, self.ranks, entropy=self.entropy)
@@ -215,7 +215,7 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
     spec, rows = reference.spec, plan.rows
-    found = spec.targets.new_zeros(len(spec.targets), dtype=torch.float32)
+    found = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
     if plan.exp_gemm:  # the policy has no logits, but the reference does
         weight = reference.tensors[1]
@@ -272,11 +272,12 @@ def plan_head(
     if call.head.ranks is not None:
         from .ranks import ranks_of
 
-        several = 1 if spec.targets.ndim == 1 else spec.targets.shape[1]
+        several = spec.targets_per_token
         asked = {"entropy": entropy, "entries": entries, "targets per token": several}
         agreed = {**(loss_settings or {}), **asked, "gradient made at once": grad_mode}
         ranks = ranks_of(call, agreed)
-    check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
+    if spec.targets is not None:
+        check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
     if spec.sampled:
         _check_bans("", call, ranks)
         if reference is not None:
@@ -297,7 +298,7 @@ def plan_head(
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
     bias, spec = call.head.bias, call.spec
-    if bias is None:
+    if bias is None or spec.targets is None:
         return
     local_ids = ranks.local_ids(spec.targets)
     columns = local_ids.clamp(0, len(bias) - 1)
@@ -341,7 +342,7 @@ def why_no_exp_gemm(call: HeadCall, grad_mode: GradMode) -> str | None:
         "with a bias or a LoRA": spec.num_terms > 1,
         'with logits_dtype="model"': spec.rounding is not None,
         "where ranks share the vocabulary": call.head.ranks is not None,
-        "with several targets per token": spec.targets.ndim == 2,
+        "with several targets per token": spec.targets_per_token > 1,
         "with a reference whose KL is exact": spec.reference is not None,
         "with batch_invariant": execution.batch_invariant,
         "with a matmul": execution.matmul is not None,

@@ -278,7 +278,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
     numbers = {
         "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
         "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
-        "tokens": len(spec.targets),
+        "tokens": spec.layout.num_tokens,
         "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
         "softcap (0: none)": head.softcap or 0.0, **agreed,
     }  # fmt: skip
@@ -287,10 +287,11 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         ranks.start or 0, len(head.weight), *flags.values(),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
     ]  # fmt: skip
-    device = spec.targets.device
-    ids = _checksum(spec.targets)[None]
-    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=device).view(torch.int64)
-    told = _gathered(torch.cat([mine_tensor, ids]), ranks.group).cpu()
+    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=head.weight.device)
+    ids = mine_tensor.new_zeros(1, dtype=torch.int64)
+    if spec.targets is not None:
+        ids = _checksum(spec.targets)[None]
+    told = _gathered(torch.cat([mine_tensor.view(torch.int64), ids]), ranks.group).cpu()
     begins, counts, *columns = told[:, :-1].view(torch.float64).T.tolist()
     for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
         if len(set(values)) == 1:

@@ -100,7 +100,7 @@ class KeptSets:
         spec: whose tokens have the sets.
         support: the sets.
         ranks: who has which rows of the head.
-        every: every token is to have a set, whose first id stands for its target.
+        every: every token is to have a set; there are no targets, and its first id stands for one.
         logsumexp: whether sets of one entry take part.
     """
 
@@ -108,11 +108,13 @@ class KeptSets:
         self, spec: HeadSpec, support: Any, ranks: Any, *, every: bool, logsumexp: bool
     ) -> None:
         refuse_with(spec.execution)
-        targets, V, self.ranks = spec.targets, ranks.columns, ranks
-        ids, offsets = check_support(support, len(targets), targets.device)
-        checks, N, device = spec.checks, len(targets), targets.device
+        V, self.ranks, targets = ranks.columns, ranks, spec.targets
+        checks, N, device = spec.checks, spec.layout.num_tokens, spec.layout.device
+        ids, offsets = check_support(support, N, device)
         ids = ids if N else ids[:0]
-        active = torch.ones_like(targets, dtype=torch.bool) if spec.mask is None else spec.mask
+        active = spec.mask
+        if active is None:
+            active = torch.ones(N, dtype=torch.bool, device=device)
         begins, ends, last = _intervals(offsets, active, len(ids), checks)
         counts = ends - begins
         if every:
@@ -120,7 +122,8 @@ class KeptSets:
                 active & (counts == 0),
                 "support: expected a set of every token with entries=True; got tokens without one",
             )
-            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else targets
+            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else begins
+        assert targets is not None
         places = torch.arange(len(ids), device=device)
         tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
         belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
