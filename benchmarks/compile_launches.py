@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels would launch, recorded instead of launched.
+"""Launches of the Triton kernels' launchers, recorded instead of launched.
 
 The configurations are not listed here: the launchers are called with every combination of their
 options. Those of the policy loss multiply to hundreds; there, both surrogates meet every form of
@@ -52,7 +52,7 @@ VOCABULARIES = (151_936, 50_257, 1003)
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel with the arguments of its launcher."""
+    """Kernel with the arguments of its launcher."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""What the head with its loss costs on GPUs: the parts, and the methods made of them.
+"""Costs of the head with its loss on GPUs: the parts, and the methods made of them.
 
 Nothing here is measured. A method is a list of named terms that add up to its time:
 
@@ -23,7 +23,7 @@ from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan, strip_rows
 
 
 class Guesses(NamedTuple):
-    """What nobody has measured, for all devices alike.
+    """Guesses of what nobody has measured, for all devices alike.
 
     Args:
         exposed: share of the traffic of a GEMM's output that its arithmetic does not hide.

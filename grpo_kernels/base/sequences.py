@@ -1,4 +1,4 @@
-"""Which sequence each token belongs to, sums over sequences, and tokens gathered from ranks."""
+"""Sequences of tokens, sums over them, and tokens gathered from ranks."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _first_of(targets: Tensor) -> Tensor:
 
 
 class _TwoPasses(torch.autograd.Function):
-    """What `scored` returns, each `[N]`, from the tensors of the call's terms."""
+    """Computes what `scored` returns, each `[N]`, from the tensors of the call's terms."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:

@@ -35,7 +35,7 @@ _LEAST_ROWS = 16
 
 
 class GradMode(IntEnum):
-    """What a call makes the gradient of its logits from."""
+    """Source of the gradient of a call's logits."""
 
     RECOMPUTE = 0  # logits that a second pass makes again; or there is none
     FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
@@ -74,7 +74,7 @@ def keeps_gradients(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How a call over a head is computed, before it is given tensors.
+    """Plan of a call over a head: everything but its tensors.
 
     Args:
         spec: with the tokens that have a kept set out of its mask.

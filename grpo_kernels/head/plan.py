@@ -121,7 +121,7 @@ class RowPlan:
 
     @property
     def bytes_taken(self) -> int:
-        """Of logits, and of their gradients."""
+        """Bytes of the logits and of their gradients."""
         of_logits, of_gradients = self.row_bytes
         return self.logit_rows * of_logits + self.gradient_rows * of_gradients
 
@@ -170,7 +170,7 @@ class Buffers(NamedTuple):
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Of a row's logits, or of the sums of its tiles of columns, and of their gradient."""
+        """Bytes of a row's logits, or of its tiles' sums, and of their gradient."""
         of_logits = 4 * self.models * self.columns or -(-self.columns // 16)
         return of_logits, self.grad_bytes * self.columns
 

@@ -200,7 +200,7 @@ class VocabShards(SingleRank):
         self._ask_same(checks, what, *(x.long() for x in support))
 
     def here(self, entries: Entries) -> tuple[Entries, Tensor]:
-        """This rank's entries, with the ids of its columns; and which of all they are."""
+        """Entries of this rank, with the ids of its columns; and which of all they are."""
         places = self.local_ids(entries.ids)
         mine = places >= 0
         which = mine.nonzero().squeeze(1)
@@ -219,7 +219,7 @@ class VocabShards(SingleRank):
 
 
 def local_parts(head: LMHead) -> LMHead:
-    """This rank's parts of a head that is given as DTensors."""
+    """Returns this rank's parts of a head of DTensors."""
     b = None if head.low_rank is None else head.low_rank[1]
     parts = {"weight": head.weight, "bias": head.bias, "low_rank[1]": b}
     local: dict[str, Any] = {}

@@ -198,7 +198,7 @@ class KeptSets:
             return RowsLogSoftmax.apply(z, entries.tokens, entries.offsets)
 
     def logps(self, log_p: Tensor) -> Tensor:
-        """Those of the targets `[N]`, 0 where there is no set."""
+        """Log-probs of the targets `[N]`, 0 where there is no set."""
         if not len(self.entries):
             return log_p.new_zeros(len(self.tokens))
         places = self.entries.offsets[:-1] + self.entries.positions

@@ -187,7 +187,7 @@ class Entries:
         return self.tokens[self.order]
 
     def begins_of(self, ids: Tensor) -> Tensor:
-        """Where the entries of each of `ids`, ascending, begin in `order`."""
+        """Places in `order` where the entries of each of `ids`, ascending, begin."""
         return torch.searchsorted(self.ids[self.order], ids)
 
 

@@ -225,7 +225,7 @@ class _Groups:
         return self._sum(weights * x) / self._sum(weights)
 
     def lead(self, x: Tensor) -> Tensor:
-        """How far the best of each group is ahead of the second best; 0 of all others."""
+        """Lead of the best of each group over the second best; 0 for all others."""
         x = x.masked_fill(x.isnan(), -torch.inf)
         best = self._largest(x)
         is_best = x == best

@@ -190,7 +190,7 @@ def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tenso
 
 
 def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    """What the exact KL adds to the loss; its gradient by a token's is `beta` times its weight."""
+    """Term of the exact KL in the loss; its gradient by a token's KL is `beta` times its weight."""
     assert inputs.kl is not None
     return config.beta * (inputs.weights * inputs.kl).sum()
 
