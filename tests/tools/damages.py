@@ -132,8 +132,8 @@ DAMAGES = [
     *damages_in(
         "base/autograd.py", "test_autograd",
         ("a gradient that is asked for again is scaled again",
-         "kept = not fresh and graph_is_kept()",
-         "kept = False"),
+         "is_needed_again = not fresh and graph_is_kept()",
+         "is_needed_again = False"),
     ),
     # Kept sets, ranks.
     *damages_in(
