@@ -40,7 +40,7 @@ class Watch:
         return list(found.values())
 
     def _signs(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Signs that something is wrong, by kind; logs have null for numbers that are not finite."""
+        """Signs that something is wrong, by kind; logs have null for what is not finite."""
         found = dict[str, str]()
 
         def always(name: str) -> bool:
