@@ -140,7 +140,7 @@ class _Distillation(torch.autograd.Function):
             for chunk in plan.rows.chunks():
                 stats = head.forward(chunk)  # GEMMs 1 and 2
                 values[:, chunk.index] = stats.values
-                if any(plan.wanted):
+                if any(plan.needs_grad):
                     d = scaled(weight, scale).expand(chunk.size)
                     if plan.rows.has_masked and plan.tokens is not None:
                         d = d * plan.tokens[chunk.index]
@@ -149,7 +149,7 @@ class _Distillation(torch.autograd.Function):
                     )  # GEMMs 3 and 4
             if plan.rows.has_masked and plan.tokens is not None:
                 values.masked_fill_(~plan.tokens, 0.0)
-        keep_gradients(ctx, tensors, scale, grads.all())
+        keep_gradients(ctx, tensors, scale, grads.finalize())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values
 

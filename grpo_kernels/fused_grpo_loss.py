@@ -181,8 +181,8 @@ def fused_grpo_loss(
         inputs = replace(inputs, ref_logps=plan.run(partial(reference_logps, other)))
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, inputs)
-        loss, logps, entropy, kl, *d_stats = plan.run(run)
-        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_stats)
+        loss, logps, entropy, kl, *d_outputs = plan.run(run)
+        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_outputs)
     else:
         logps, entropy, _, kl = scored(call, plan)
         loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
@@ -200,11 +200,11 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
         *tensors, config, inputs, plan = args
-        N, any_wanted = len(tensors[0]), any(plan.wanted)
+        N, any_grad = len(tensors[0]), any(plan.needs_grad)
         per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
         logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
-        by_kl = d_kl(config, inputs)
-        by_entropy = any_wanted and config.entropy_has_gradient
+        d_divergence = d_kl(config, inputs)
+        entropy_has_grad = any_grad and config.entropy_has_gradient
         loss = None
         # With a cross-entropy term there are rows outside the policy's mask.
         masked = plan.rows.has_masked or inputs.ce_weights is not None
@@ -215,17 +215,17 @@ class _OnePass(torch.autograd.Function):
             for chunk in plan.rows.chunks():
                 index = chunk.index
                 stats = head.forward(chunk)  # GEMM 1
-                of_rows = inputs.at(index, masked=masked)
-                if by_kl is not None:
+                chunk_inputs = inputs.at(index, masked=masked)
+                if d_divergence is not None:
                     kl[index] = stats.divergence
-                    of_rows = replace(of_rows, kl=stats.divergence)
+                    chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
                 policy = policy_loss(
                     config,
-                    of_rows,
+                    chunk_inputs,
                     stats.logps,
                     stats.entropy,
                     plan.spec.backend,
-                    grad=chunk.needs_grad and any_wanted,
+                    grad=chunk.needs_grad and any_grad,
                 )
                 loss = policy.loss if loss is None else loss + policy.loss
                 logps[index], entropy[index] = stats.logps, stats.entropy
@@ -234,7 +234,7 @@ class _OnePass(torch.autograd.Function):
                 d_stats = StatGrads(
                     policy.d_logps,
                     policy.d_entropy,
-                    divergence=None if by_kl is None else by_kl[index],
+                    divergence=None if d_divergence is None else d_divergence[index],
                 ).each(partial(scaled, scale=scale))
                 d_logps[index] = d_stats.logps
                 if d_stats.entropy is not None:
@@ -242,13 +242,13 @@ class _OnePass(torch.autograd.Function):
                 head.backward(chunk, grads, d_stats)  # GEMMs 2 and 3
             if plan.rows.has_masked and plan.tokens is not None:
                 per_token[:3].masked_fill_(~plan.tokens, 0.0)
-        keep_gradients(ctx, tensors, scale, grads.all())
-        shown = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
+        keep_gradients(ctx, tensors, scale, grads.finalize())
+        d_outputs = [d_logps if any_grad else None, d_entropy if entropy_has_grad else None]
         if loss is None:
             loss = logps.new_zeros(())
-        kl = None if by_kl is None else kl
-        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *shown) if x is not None))
-        return loss, logps, entropy, kl, *shown
+        kl = None if d_divergence is None else kl
+        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *d_outputs) if x is not None))
+        return loss, logps, entropy, kl, *d_outputs
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

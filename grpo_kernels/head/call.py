@@ -70,7 +70,7 @@ class HeadCall(NamedTuple):
         spec = replace(self.spec, reference=other.spec, divergence=divergence)
         return HeadCall(self.head, self.tensors + other.tensors, spec)
 
-    def wants_grad(self) -> list[bool]:
+    def needs_grad(self) -> list[bool]:
         """True for each of `tensors` whose gradient the current call is to prepare."""
         enabled = torch.is_grad_enabled()
         return [enabled and x.requires_grad for x in self.tensors]
@@ -87,11 +87,13 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
         other = head_call(
             hidden, head, targets, mask, None, spec.execution, spec.checks, sampled=spec.sampled
         )
-    mine, theirs = call.head.ranks, other.head.ranks
-    if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
+    policy_ranks, reference_ranks = call.head.ranks, other.head.ranks
+    if (policy_ranks and (policy_ranks.group, policy_ranks.start)) != (
+        reference_ranks and (reference_ranks.group, reference_ranks.start)
+    ):
         raise ValueError(
             "reference: expected a head whose rows the ranks share as they do the policy's, with "
-            f"the same group and start; got ranks={theirs}, beside {mine}"
+            f"the same group and start; got ranks={reference_ranks}, beside {policy_ranks}"
         )
     V, others = len(call.tensors[1]), len(other.tensors[1])
     if others != V:
@@ -148,9 +150,9 @@ def head_call(
     terms = head.terms(hidden)
     if execution.capturable and flat_mask is not None:
         # Masked rows take part, and may hold anything but for the ones of a bias.
-        of_states = 1 + (head.low_rank is not None)
-        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:of_states])
-        terms = (*clean, *terms[of_states:])
+        num_state_terms = 1 + (head.low_rank is not None)
+        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
+        terms = (*clean, *terms[num_state_terms:])
         if flat_targets is not None:
             flat_targets = selected(flat_mask, flat_targets, 0)
         if isinstance(temperature, Tensor):

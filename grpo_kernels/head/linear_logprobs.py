@@ -109,12 +109,12 @@ def linear_logprobs(
         call = with_targets(call, each, support)
     mode = GradMode.of(call, one_pass=False)
     plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
-    logps, of_entropy, lse, _ = scored(call, plan, entries=entries)
+    logps, flat_entropy, lse, _ = scored(call, plan, entries=entries)
     if targets is not None:
         logps = logps.reshape(targets.shape)
     shape = call.spec.layout.shape
-    shown = None if of_entropy is None else of_entropy.reshape(shape)
-    return LogprobOutput(logps, shown, lse.reshape(shape))
+    entropy_out = None if flat_entropy is None else flat_entropy.reshape(shape)
+    return LogprobOutput(logps, entropy_out, lse.reshape(shape))
 
 
 def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
@@ -135,21 +135,21 @@ def scored(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Log-probs, entropy, logsumexp and divergence, flat: of rows of logits, and of kept sets."""
     sets, entropy = plan.sets, plan.entropy
-    of_rows = partial(_TwoPasses.apply, *call.tensors)
+    score_rows = partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return plan.run(of_rows)
-    log_p, of_sets, lse = sets.log_softmax(call)
+        return plan.run(score_rows)
+    log_p, set_entropy, lse = sets.log_softmax(call)
     if entries:
         everywhere = log_p.new_zeros(sets.size)
         everywhere[sets.places] = log_p
         # Copies: the caller may change them in place.
-        return everywhere, of_sets.clone() if entropy else None, lse, None
-    found = sets.logps(log_p), of_sets.clone(), lse
+        return everywhere, set_entropy.clone() if entropy else None, lse, None
+    outputs = sets.logps(log_p), set_entropy.clone(), lse
     if plan.rows.num_rows:
-        logps, of_entropy, of_lse, _ = plan.run(of_rows)
-        others = logps, of_sets if of_entropy is None else of_entropy, of_lse
-        found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
-    return found[0], found[1] if entropy else None, found[2], None
+        logps, row_entropy, row_lse, _ = plan.run(score_rows)
+        row_outputs = logps, set_entropy if row_entropy is None else row_entropy, row_lse
+        outputs = tuple(map(partial(torch.where, sets.tokens), outputs, row_outputs))  # type: ignore[assignment]
+    return outputs[0], outputs[1] if entropy else None, outputs[2], None
 
 
 def _first_of(targets: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
-        per_token, kept = first_pass(tensors, plan)
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
+        per_token, kept_grads = first_pass(tensors, plan)
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept_grads)
         if plan.rows.has_masked and plan.tokens is not None:
             for x in per_token:
                 x.copy_(selected(plan.tokens, x, 0.0))
@@ -181,9 +181,12 @@ class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
-        tensors, found = saved[: ctx.count], saved[ctx.count :]
-        return (*second_pass(tensors, ctx.plan, found, StatGrads(*d_stats), wanted), None)
+        saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
+        tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
+        return (
+            *second_pass(tensors, ctx.plan, forward_values, StatGrads(*d_stats), needs_grad),
+            None,
+        )
 
 
 def first_pass(
@@ -200,9 +203,9 @@ def first_pass(
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    kept = None
+    kept_grads = None
     if plan.grad_mode != GradMode.RECOMPUTE:
-        kept = plan.gradients(tensors)
+        kept_grads = plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
         for chunk in plan.rows.chunks():
@@ -210,24 +213,27 @@ def first_pass(
             for x, values in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
                 if values is not None:
                     x[chunk.index] = values
-            if kept is not None:
-                head.backward(chunk, kept, StatGrads(torch.ones_like(stats.logps)))
-    return per_token, [] if kept is None else kept.all()
+            if kept_grads is not None:
+                head.backward(chunk, kept_grads, StatGrads(torch.ones_like(stats.logps)))
+    return per_token, [] if kept_grads is None else kept_grads.finalize()
 
 
 def second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
-    found: Sequence[Any],
+    forward_values: Sequence[Any],
     d_stats: StatGrads,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics.
 
-    `found` is what the first pass has, of every row, and what it kept.
+    `forward_values` are the statistics of every row, and the gradients that the first pass kept.
     """
     size = plan.stats.size()
-    stats, kept = plan.stats.of(found[:size], entropy=plan.entropy), found[size:]
+    stats, kept_grads = (
+        plan.stats.of(forward_values[:size], entropy=plan.entropy),
+        forward_values[size:],
+    )
     only_logps = all(x is None for x in d_stats[1:])
     d_logps = torch.zeros_like(stats.logps) if d_stats.logps is None else d_stats.logps
     d_stats = d_stats._replace(logps=d_logps).each(lambda x: x.float().contiguous())
@@ -238,13 +244,13 @@ def second_pass(
         needed &= plan.tokens
     if plan.rows.has_masked:
         d_stats = d_stats.each(lambda x: selected(needed, x, 0.0))
-    if kept and only_logps:
+    if kept_grads and only_logps:
         assert d_stats.logps is not None
-        return [_rows_times(u, d_stats.logps, needed) for u in kept]
+        return [_rows_times(u, d_stats.logps, needed) for u in kept_grads]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
-    run = partial(_gradients, tensors, stats, d_stats, wanted)
+    run = partial(_gradients, tensors, stats, d_stats, needs_grad)
     with torch.autocast(needed.device.type, enabled=False):
         gradients = plan.second(needed, tensors[1]).run(run)
     unscale = None if scale is None else 1 / scale
@@ -258,24 +264,24 @@ def _gradients(
     tensors: Sequence[Tensor],
     stats: TokenStats | PairStats,
     d_stats: StatGrads,
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, wanted, every_row=plan.rows.num_rows == len(tensors[0]))
+    grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
     for chunk in plan.rows.chunks():
         head.recompute(chunk, stats.at(chunk.index))
         head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
-    return grads.all()
+    return grads.finalize()
 
 
-def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
+def _rows_times(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
     """The rows of `u` that are needed, times a factor each, rounded once; 0 elsewhere."""
-    if u is None:
+    if stored is None:
         return None
-    found = torch.mul(u, factors[:, None], out=torch.empty_like(u))
-    return found.masked_fill_(~needed[:, None], 0.0)
+    grad = torch.mul(stored, factors[:, None], out=torch.empty_like(stored))
+    return grad.masked_fill_(~needed[:, None], 0.0)
 
 
 def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class MultiTargetReadout(TargetReadout):
         self.grads = RowGrads.of(first, total)
         # As of one target with all of the gradient, but for what belongs to others.
         columns = RowGrads.of(_columns(stats), total.each(lambda x: x[:, None]))
-        self.at_targets = columns.at_target - _of_others(self.ids, d_stats.logps)
+        self.at_targets = columns.at_target - _grads_of_other_ids(self.ids, d_stats.logps)
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(strip, logits)
@@ -79,7 +79,7 @@ def _columns(stats: TokenStats) -> TokenStats:
     return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
 
 
-def _of_others(ids: Tensor, d_logps: Tensor) -> Tensor:
+def _grads_of_other_ids(ids: Tensor, d_logps: Tensor) -> Tensor:
     """The gradient of the targets of each row that are not this one's id, `[C, K]`.
 
     Sums of what comes before the run of its id, and after: no difference of sums, which would have

@@ -50,13 +50,13 @@ class GradMode(IntEnum):
         In two passes it is made at first where the head is frozen, which leaves that of each
         log-prob by the states to be kept (`Execution.keep_gradients`).
         """
-        wanted = call.wants_grad()
+        needs_grad = call.needs_grad()
         if one_pass:
-            at_once = any(wanted)
+            at_once = any(needs_grad)
         else:
             several = call.spec.targets_per_token > 1
             at_once = not other_grads and keeps_gradients(
-                call.spec.execution.keep_gradients, wanted[::2], wanted[1::2], several
+                call.spec.execution.keep_gradients, needs_grad[::2], needs_grad[1::2], several
             )
         if not at_once:
             return GradMode.RECOMPUTE
@@ -66,10 +66,13 @@ class GradMode(IntEnum):
 
 
 def keeps_gradients(
-    asked: bool, of_states: Sequence[bool], of_head: Sequence[bool], several: bool
+    keep_gradients: bool,
+    states_need_grad: Sequence[bool],
+    head_needs_grad: Sequence[bool],
+    several: bool,
 ) -> bool:
     """True if two passes keep each log-prob's gradient by the states, which alone want one."""
-    return asked and any(of_states) and not any(of_head) and not several
+    return keep_gradients and any(states_need_grad) and not any(head_needs_grad) and not several
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class HeadPlan:
         ranks: who has which columns of it.
         tokens: bool `[N]`, all that take part; None: every one.
         sets: the kept sets of the others.
-        wanted: of which of the terms' tensors gradients are.
+        needs_grad: True for each of the terms' tensors whose gradient is made.
         entropy: whether it is a result.
         grad_mode: what the gradient of the logits is made from.
         exp_gemm: whether the logits' GEMM stores their exponentials instead.
@@ -93,7 +96,7 @@ class HeadPlan:
     ranks: SingleRank
     tokens: Tensor | None
     sets: KeptSets | None
-    wanted: Sequence[bool]
+    needs_grad: Sequence[bool]
     entropy: bool
     grad_mode: GradMode
     exp_gemm: bool = False
@@ -107,13 +110,15 @@ class HeadPlan:
             keep_exps=keep_exps, exp_gemm=self.exp_gemm,
         )  # fmt: skip
 
-    def _readout(self, of_reference: Sequence[Tensor]) -> TargetReadout:
+    def _readout(self, reference_tensors: Sequence[Tensor]) -> TargetReadout:
         spec = self.spec
         if spec.reference is not None:
             from .two_heads import DivergenceReadout
 
             at_once = self.grad_mode != GradMode.RECOMPUTE
-            return DivergenceReadout(spec, of_reference, self.ranks, self.rows, at_once=at_once)
+            return DivergenceReadout(
+                spec, reference_tensors, self.ranks, self.rows, at_once=at_once
+            )
         if spec.targets_per_token > 1:
             from .many_targets import MultiTargetReadout
 
@@ -125,7 +130,9 @@ class HeadPlan:
         count = self.rows.num_grad_rows
         one_chunk = count == self.rows.largest_of(needs_grad=True)
         rounded = self.spec.dtype if one_chunk else None
-        return Gradients(tensors, self.wanted, every_row=count == len(tensors[0]), rounded=rounded)
+        return Gradients(
+            tensors, self.needs_grad, every_row=count == len(tensors[0]), rounded=rounded
+        )
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
@@ -154,7 +161,7 @@ class HeadPlan:
         plan = self
         while True:
             try:
-                found = work(plan)
+                result = work(plan)
                 break
             except Exception as error:
                 if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
@@ -171,7 +178,7 @@ class HeadPlan:
                 "begins so, and keeps to that",
                 stacklevel=2,
             )
-        return found
+        return result
 
     def metrics(self) -> dict[str, Tensor]:
         """Metrics of the kept sets."""
@@ -215,17 +222,17 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
     spec, rows = reference.spec, plan.rows
-    found = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
+    logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
     if plan.exp_gemm:  # the policy has no logits, but the reference does
         weight = reference.tensors[1]
         fit, _ = buffer_rows(weight, Buffers(len(weight)), spec.execution.chunk_bytes)
         rows = replace(rows, max_logit_rows=min(rows.max_logit_rows, fit))
-    with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
         head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
         for chunk in rows.chunks():
-            found[chunk.index] = head.forward(chunk).logps
-    return found
+            logps[chunk.index] = head.forward(chunk).logps
+    return logps
 
 
 def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
@@ -273,8 +280,8 @@ def plan_head(
         from .ranks import ranks_of
 
         several = spec.targets_per_token
-        asked = {"entropy": entropy, "entries": entries, "targets per token": several}
-        agreed = {**(loss_settings or {}), **asked, "gradient made at once": grad_mode}
+        outputs = {"entropy": entropy, "entries": entries, "targets per token": several}
+        agreed = {**(loss_settings or {}), **outputs, "gradient made at once": grad_mode}
         ranks = ranks_of(call, agreed)
     if spec.targets is not None:
         check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
@@ -291,8 +298,8 @@ def plan_head(
     exp_gemm = _takes_exp_gemm(call, grad_mode)
     buffers = _buffers(spec, weight, grad_mode, exp_gemm=exp_gemm)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
-    wanted = call.wants_grad()
-    return HeadPlan(spec, rows, ranks, tokens, sets, wanted, entropy, grad_mode, exp_gemm)
+    needs_grad = call.needs_grad()
+    return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode, exp_gemm)
 
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:

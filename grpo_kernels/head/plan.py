@@ -122,8 +122,8 @@ class RowPlan:
     @property
     def bytes_taken(self) -> int:
         """Bytes of the logits and of their gradients."""
-        of_logits, of_gradients = self.row_bytes
-        return self.logit_rows * of_logits + self.gradient_rows * of_gradients
+        logit_bytes, grad_bytes = self.row_bytes
+        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
 
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
@@ -171,8 +171,8 @@ class Buffers(NamedTuple):
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row's logits, or of its tiles' sums, and of their gradient."""
-        of_logits = 4 * self.models * self.columns or -(-self.columns // 16)
-        return of_logits, self.grad_bytes * self.columns
+        logit_bytes = 4 * self.models * self.columns or -(-self.columns // 16)
+        return logit_bytes, self.grad_bytes * self.columns
 
 
 def plan_rows(
@@ -251,19 +251,19 @@ def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tu
     `chunk_bytes` None: the device's budget.
     """
     *_, strips, models = buffers
-    of_logits, of_gradient = buffers.row_bytes
+    logit_bytes, grad_bytes = buffers.row_bytes
     if chunk_bytes is None:
         device = weight.device
         memory = gpu(device).total_memory if device.type == "cuda" else None
         each = default_chunk_bytes(buffers.columns, device.type, memory)
         chunk_bytes = max(models, 1) * each
-    bytes_per_row = of_logits + of_gradient
+    bytes_per_row = logit_bytes + grad_bytes
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
-    if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
+    if strips and grad_bytes and models and chunk_bytes >= least * bytes_per_row:
         cuda = weight.device.type == "cuda"
         sms = gpu(weight.device).multi_processor_count if cuda else 1
-        strip = strip_rows(chunk_bytes, of_logits, least, sms)
-        rows = (chunk_bytes - of_logits * strip) // of_gradient
+        strip = strip_rows(chunk_bytes, logit_bytes, least, sms)
+        rows = (chunk_bytes - logit_bytes * strip) // grad_bytes
         return rows // least * least, strip
     rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
     if rows >= least:

@@ -46,7 +46,7 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
 
 def _place(cls: type, name: str) -> int:
     """Counts how far up a class has its own of this name, 0: in itself."""
-    return next(i for i, its in enumerate(cls.__mro__) if name in vars(its))
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 class Loss:
