@@ -79,11 +79,9 @@ LARGEST = 5e-3
 
 
 @triton.jit
-def _store_exps(
-    u, offs_m, n0, M, V, anchor, target, exps_ptr, target_logits_ptr, stride_exps_n,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _store_exps(u, n0, M, V, rows, stride_exps_n, BLOCK_V: tl.constexpr):
     """Stores the exponentials of a tile of logits; returns the sums of its rows."""
+    offs_m, anchor, target, exps_ptr, target_logits_ptr = rows
     offs_v = n0 + tl.arange(0, BLOCK_V)
     here = (target >= n0) & (target < n0 + BLOCK_V) & (offs_m < M)
     # Few tiles have a target at all.
@@ -140,23 +138,15 @@ def exp_gemm_kernel(
                 u = tl.dot(rows, columns, u, input_precision=PRECISION)
         anchor = tl.load(anchors_ptr + offs_m, mask=offs_m < M, other=0.0)
         target = tl.load(targets_ptr + offs_m, mask=offs_m < M, other=-1)
+        out = offs_m, anchor, target, exps_ptr, target_logits_ptr
         if PARTS == 2:
-            halves = tl.permute(tl.reshape(u, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
-            first, first_weighted = _store_exps(
-                left, offs_m, n0, M, V, anchor, target, exps_ptr, target_logits_ptr,
-                stride_exps_n, BLOCK_V // 2,
-            )  # fmt: skip
-            second, second_weighted = _store_exps(
-                right, offs_m, n0 + BLOCK_V // 2, M, V, anchor, target, exps_ptr,
-                target_logits_ptr, stride_exps_n, BLOCK_V // 2,
-            )  # fmt: skip
-            total, weighted = first + second, first_weighted + second_weighted
+            HALF: tl.constexpr = BLOCK_V // 2
+            left, right = tl.split(tl.permute(tl.reshape(u, (BLOCK_N, 2, HALF)), (0, 2, 1)))
+            total, weighted = _store_exps(left, n0, M, V, out, stride_exps_n, HALF)
+            more, more_weighted = _store_exps(right, n0 + HALF, M, V, out, stride_exps_n, HALF)
+            total, weighted = total + more, weighted + more_weighted
         else:
-            total, weighted = _store_exps(
-                u, offs_m, n0, M, V, anchor, target, exps_ptr, target_logits_ptr, stride_exps_n,
-                BLOCK_V,
-            )  # fmt: skip
+            total, weighted = _store_exps(u, n0, M, V, out, stride_exps_n, BLOCK_V)
         # [tiles, 2, M]: one owner per place.
         out_ptrs = sums_ptr + tile_v.to(tl.int64) * 2 * M + offs_m
         tl.store(out_ptrs, total, mask=offs_m < M)
