@@ -17,8 +17,6 @@ take float16, it is, by a second sweep: `logit_grads_(Z)`.
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
 float16 they are computed and stored `scale` times as large, a power of two.
 
-On cards where that is faster GEMM 1 leaves X itself (`kernels/triton_exp_gemm.py`).
-
 A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
 policy's (`head/two_heads.py`).
 

@@ -22,7 +22,7 @@ from ..kernels import TokenStats
 from .call import HeadCall, HeadSpec, named_reference, reference_call
 from .dense import ChunkedHead, SingleRank, TargetReadout
 from .lm_head import LMHead, Reference
-from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
+from .plan import Buffers, RowPlan, ran_out_of_memory
 from .products import INVARIANT_ROWS, Gradients
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class HeadPlan:
         needs_grad: True for each of the terms' tensors whose gradient is made.
         entropy: whether it is a result.
         grad_mode: what the gradient of the logits is made from.
-        exp_gemm: whether the logits' GEMM stores their exponentials instead.
     """
 
     spec: HeadSpec
@@ -99,16 +98,12 @@ class HeadPlan:
     needs_grad: Sequence[bool]
     entropy: bool
     grad_mode: GradMode
-    exp_gemm: bool = False
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
         """The head over the rows of the plan; `tensors` are those of the call."""
         keep_exps = self.grad_mode == GradMode.FROM_EXPS
         own, others = tensors[: 2 * self.spec.num_terms], tensors[2 * self.spec.num_terms :]
-        return ChunkedHead(
-            own, self.spec, self.rows, self._readout(others),
-            keep_exps=keep_exps, exp_gemm=self.exp_gemm,
-        )  # fmt: skip
+        return ChunkedHead(own, self.spec, self.rows, self._readout(others), keep_exps=keep_exps)
 
     def _readout(self, reference_tensors: Sequence[Tensor]) -> TargetReadout:
         spec = self.spec
@@ -224,10 +219,6 @@ def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     spec, rows = reference.spec, plan.rows
     logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
-    if plan.exp_gemm:  # the policy has no logits, but the reference does
-        weight = reference.tensors[1]
-        fit, _ = buffer_rows(weight, Buffers(len(weight)), spec.execution.chunk_bytes)
-        rows = replace(rows, max_logit_rows=min(rows.max_logit_rows, fit))
     with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
         head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
         for chunk in rows.chunks():
@@ -295,11 +286,10 @@ def plan_head(
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         others = ~sets.tokens
         spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
-    exp_gemm = _takes_exp_gemm(call, grad_mode)
-    buffers = _buffers(spec, weight, grad_mode, exp_gemm=exp_gemm)
+    buffers = _buffers(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
     needs_grad = call.needs_grad()
-    return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode, exp_gemm)
+    return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
@@ -320,58 +310,8 @@ def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     )
 
 
-def _takes_exp_gemm(call: HeadCall, grad_mode: GradMode) -> bool:
-    """Whether the logits' GEMM leaves their exponentials and statistics in their place."""
-    asked = call.spec.execution.exp_gemm
-    if asked is False:
-        return False
-    why_not = why_no_exp_gemm(call, grad_mode)
-    if asked and why_not:
-        raise ValueError(f"exp_gemm: expected False or None {why_not}; got True")
-    weight = call.tensors[1]
-    measured = weight.device.type == "cuda" and call.spec.dtype != torch.float32
-    if asked or why_not or not measured:
-        return bool(asked)
-    from ..kernels.triton_exp_gemm import largest_size
-
-    return weight.shape[1] <= (largest_size(weight.device) or 0)
-
-
-def why_no_exp_gemm(call: HeadCall, grad_mode: GradMode) -> str | None:
-    """Why a call needs its logits, to stand after "exp_gemm: expected False"; None: it does not."""
-    spec, execution, weight = call.spec, call.spec.execution, call.tensors[1]
-    reasons = {
-        "where torch computes": spec.backend.exp_gemm is None,
-        "on this device": not _has_tiles(weight.device),
-        "in float32 on a GPU": spec.dtype == torch.float32 and weight.device.type == "cuda",
-        "with operands of two dtypes": spec.dtype == torch.float32 != weight.dtype,
-        "with a softcap": spec.transform.softcap is not None,
-        "with a bias or a LoRA": spec.num_terms > 1,
-        'with logits_dtype="model"': spec.rounding is not None,
-        "where ranks share the vocabulary": call.head.ranks is not None,
-        "with several targets per token": spec.targets_per_token > 1,
-        "with a reference whose KL is exact": spec.reference is not None,
-        "with batch_invariant": execution.batch_invariant,
-        "with a matmul": execution.matmul is not None,
-        "where the gradient takes a second sweep": grad_mode == GradMode.FROM_LOGITS,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _has_tiles(device: torch.device) -> bool:
-    """Whether there is a tile for it: NVIDIA's GPUs from sm_80 on, and the interpreter."""
-    if device.type == "cuda" and torch.version.hip is None:
-        return bool(gpu(device).major >= 8)
-    return device.type == "cpu"
-
-
-def _buffers(
-    spec: HeadSpec, weight: Tensor, grad_mode: GradMode, *, exp_gemm: bool = False
-) -> Buffers:
+def _buffers(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> Buffers:
     models = 1 if spec.reference is None else 2
-    if exp_gemm and spec.dtype != torch.float32:
-        grad_bytes = spec.dtype.itemsize if grad_mode == GradMode.FROM_EXPS else 0
-        return Buffers(len(weight), grad_bytes, models=0)
     if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
         return Buffers(len(weight), models=models)
     strips = grad_mode == GradMode.FROM_EXPS

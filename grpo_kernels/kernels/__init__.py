@@ -208,8 +208,6 @@ if TYPE_CHECKING:
         PAIRS: str  # the module with its operations on two models' logits
         # None where autograd differentiates the objective; else `triton_policy_loss.policy_loss`.
         policy_loss: Callable[..., PolicyLoss] | None
-        # None where products leave logits; else `triton_exp_gemm.exp_gemm`.
-        exp_gemm: Callable[..., None] | None
         token_stats = staticmethod(torch_backend.token_stats)
         logit_grads_ = staticmethod(torch_backend.logit_grads_)
         entry_dots = staticmethod(torch_backend.entry_dots)

@@ -17,8 +17,6 @@ from . import Entries, LogitTransform, RowGrads, TokenStats
 
 # Autograd differentiates the objective.
 policy_loss = None
-# A CPU's products are another library's.
-exp_gemm = None
 PAIRS = ".pairs"
 
 CPU_BLOCK_BYTES = 8 << 20
