@@ -37,10 +37,10 @@ from benchmarks.workloads import DEMO_H, DEMO_V, QWEN_V, Workload, make
 # name: (N, V, H) on a CPU; a GPU has one for all
 SHAPES = {
     "rollout": (1024, DEMO_V, DEMO_H),
-    "dense": (512, DEMO_V, DEMO_H),
-    "frozen": (512, DEMO_V, DEMO_H),
-    "nucleus": (512, DEMO_V, DEMO_H),
-    "two-heads": (512, DEMO_V, DEMO_H),
+    "dense": (384, DEMO_V, DEMO_H),
+    "frozen": (384, DEMO_V, DEMO_H),
+    "nucleus": (384, DEMO_V, DEMO_H),
+    "two-heads": (384, DEMO_V, DEMO_H),
 }
 CUDA_SHAPE = (4096, QWEN_V, 896)
 

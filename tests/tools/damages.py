@@ -191,7 +191,7 @@ KERNEL_DAMAGES: list[Damage] = [
         ("the logits are loaded without a mask",
          "u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0)", "u = tl.load(row_ptr + offs_v)"),
         ("exponentials are stored without a mask",
-         "tl.store(exps_row_ptr + offs_v, kept, mask=mask_v)",
+         "tl.store(exps_row_ptr + offs_v, stored, mask=mask_v)",
          "tl.store(exps_row_ptr + offs_v, kept)"),
         ("columns past the last one count as logits of 0",
          'shifted = tl.where(mask_v, shifted, float("-inf"))', "shifted = shifted + 0.0"),
