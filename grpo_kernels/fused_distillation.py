@@ -23,9 +23,10 @@ from .base.outputs import DistillationOutput
 from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
-from .head.lm_head import Divergence, LMHead, Reference
+from .head.lm_head import LMHead, Reference
 from .head.passes import GradMode, call_of_reference, local_head, plan_head
-from .kernels.pair_stats import KINDS, PairStats
+from .kernels.divergences import DIVERGENCES, KINDS
+from .kernels.pair_stats import PairStats
 from .loss.inputs import number_of_items
 
 METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
@@ -89,7 +90,7 @@ def fused_distillation_loss(
     check_number("beta", beta, "in (0, 1)")
     call = head_call(hidden, local_head(head), None, mask, None, execution, sampled=False)
     other = call_of_reference(call, reference)
-    call = call.with_reference(other, Divergence(kind, beta))
+    call = call.with_reference(other, DIVERGENCES[kind](beta))
     spec = call.spec
     count = torch.full((), spec.layout.num_tokens, dtype=torch.float32, device=hidden.device)
     if spec.mask is not None:
