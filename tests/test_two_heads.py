@@ -15,7 +15,7 @@ from grpo_kernels import (
 )
 from grpo_kernels import reference as exact
 from grpo_kernels.kernels import LogitTransform, RowGrads, pairs, triton_pairs
-from grpo_kernels.kernels.divergences import DIVERGENCES, KINDS, Divergence
+from grpo_kernels.kernels.divergences import DIVERGENCES, Divergence
 from grpo_kernels.kernels.pair_stats import PairStats
 from tests.helpers.batches import make_batch, relative_error
 
@@ -74,7 +74,7 @@ def logits(apart, rows=6, V=1203, seed=0):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("apart", [3.0, 1e-2, 1e-4])
 def test_models_that_agree_keep_their_digits(kind, apart, backend):
     z, t = logits(apart)
@@ -84,7 +84,7 @@ def test_models_that_agree_keep_their_digits(kind, apart, backend):
     assert max(map(relative_error, d, gradient)) <= 3e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_vocabulary_of_a_model(kind):
     """Rows that agree lie beside rows that do not."""
     apart = torch.tensor([3.0, 1e-3, 0.3, 1e-2, 1e-4, 1.0, 2.0])[:, None]
@@ -113,7 +113,7 @@ def test_a_student_that_is_certain_of_a_late_id(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_confident_models(kind, backend):
     """A KL of 1e-9, of two models that put all but a billionth on the same token."""
     z = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
@@ -157,7 +157,7 @@ def of_ranks(module, z, t, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("call", [of_kernels, of_ranks])
 def test_peaks_beyond_the_first_block(call, kind, backend):
     """Peaks in one model, in both, at different ids: sums that differ by up to e^70."""
@@ -177,7 +177,7 @@ def test_peaks_beyond_the_first_block(call, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("place", [5, 1200])
 def test_students_that_are_nearly_certain(place, temperature, kind, backend):
@@ -195,7 +195,7 @@ def test_students_that_are_nearly_certain(place, temperature, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_equal_models(kind, backend):
     z, _ = logits(0.0)
     stats, d = of_kernels(BACKENDS[backend], z, z, kind)
@@ -205,7 +205,7 @@ def test_equal_models(kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])  # of the policy; 1 of the reference
 def test_limits(temperature, kind, backend):
     """-inf in both, in the policy, in the reference: exact, infinite where it is, never NaN."""
@@ -245,7 +245,7 @@ def test_sums_whose_quotient_is_no_float32(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("model", [0, 1])
 def test_logits_that_are_no_numbers(model, value, kind, backend):
@@ -284,7 +284,7 @@ def test_statistics(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("softcap", [None, 25.0])
 def test_gradients_add_up(softcap, kind, backend):
     """Those of log-prob, entropy, logsumexp and divergence, through every transform."""
@@ -387,7 +387,7 @@ def test_a_call_whose_student_is_certain_of_a_late_id(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_banned_ids(kind, backend):
     """Ids that both ban, and one that the divergence lets one model ban."""
     batch, other = two_models()

@@ -142,7 +142,6 @@ class JSD(Divergence):
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {x.name: x for x in (ReverseKL, ForwardKL, JSD)}
-KINDS = tuple(DIVERGENCES)
 
 
 def to_mixture_(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor, saveable
 from ..base.segments import RowsLogSoftmax, row_sums
-from ..kernels.divergences import DIVERGENCES, KINDS, Divergence
+from ..kernels.divergences import DIVERGENCES, Divergence
 
 
 def topk_kl(
@@ -59,9 +59,7 @@ def topk_kl(
     check_tensor(
         "teacher_logps", teacher_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device
     )
-    check_choice("direction", direction, KINDS)
-    check_number("beta", beta, "in (0, 1)")
-    divergence = DIVERGENCES[direction](beta)
+    divergence = make_divergence("direction", direction, beta)
     dtype = torch.promote_types(torch.float32, logps.dtype)
     s, t = logps.to(dtype), saveable(teacher_logps.detach()).to(dtype)
     if offsets is None:
@@ -80,6 +78,13 @@ def topk_kl(
     tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
     s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
     return row_sums(divergence_addends(s, t, divergence), offsets)
+
+
+def make_divergence(argument: str, name: str, beta: float) -> Divergence:
+    """Returns the divergence of that name; an error names the caller's argument."""
+    check_choice(argument, name, tuple(DIVERGENCES))
+    check_number("beta", beta, "in (0, 1)")
+    return DIVERGENCES[name](beta)
 
 
 def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
