@@ -49,14 +49,14 @@ test-processors: $(VENV)/installed ## the fast tests as other x86 processors com
 SANITIZE ?= --ptx-arch 90
 SANITIZED := tests/ptx $(patsubst %,tests/test_%.py,backends triton_entries logits \
   selective_log_softmax linear_logprobs grpo_loss objective support \
-  batch_invariant replay_support properties two_heads exp_gemm)
+  batch_invariant replay_support properties two_heads)
 # Of the matrix for a GPU, on tensors that say that they are on one; ON_CUDA=tests is all of it.
 ON_CUDA ?= tests/test_cuda_values.py tests/test_pairs.py \
   -k "values or test_on_a_gpu or (test_objectives and triton and bfloat16)"
 sanitize: $(VENV)/installed ## the kernels' PTX executed on a CPU [SANITIZE="--ptx-arch 100" ON_CUDA=tests]
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) -m "not slow" $(SANITIZED) $(ARGS)
 	$(TEST) $(PARALLEL) -p tests.ptx.plugin $(SANITIZE) --ptx-cuda -m gpu $(ON_CUDA) $(ARGS)
-	$(TEST) -p tests.ptx.plugin --ptx-arch 80 tests/test_exp_gemm.py -k "half or tile" $(ARGS)
+	$(TEST) -p tests.ptx.plugin --ptx-arch 80 tests/tools/test_exp_gemm.py -k tiles_of_a_gpu $(ARGS)
 
 test-rest: $(VENV)/installed ## the slow tests: peers, ranks, benchmarks, examples, docs
 	$(TEST) $(PARALLEL) -m "slow and not nightly" --hypothesis-profile=full --ignore=tests/ranks --ignore=tests/vllm $(ARGS)

@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels would launch, recorded instead of launched.
+"""Launches of the Triton kernels' launchers, recorded instead of launched.
 
 The configurations are not listed here: the launchers are called with every combination of their
 options. Those of the policy loss multiply to hundreds; there, both surrogates meet every form of
@@ -20,6 +20,7 @@ import torch
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks import exp_gemm
 from grpo_kernels.kernels import (
     Entries,
     LogitTransform,
@@ -28,7 +29,6 @@ from grpo_kernels.kernels import (
     triton_backend,
     triton_divergences,
     triton_entries,
-    triton_exp_gemm,
     triton_logits,
     triton_pairs,
     triton_policy_loss,
@@ -38,30 +38,21 @@ from grpo_kernels.kernels.pair_stats import PairStats
 
 # The modules whose kernels are compiled.
 MODULES = (
-    triton_logits,
-    triton_divergences,
-    triton_pairs,
-    triton_exp_gemm,
-    triton_entries,
-    triton_policy_loss,
-)
+    triton_logits, triton_divergences, triton_pairs, triton_entries, triton_policy_loss, exp_gemm,
+)  # fmt: skip
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
     torch.bool: "i1",
 }  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
-GEMM_ARCHS = {
-    (8,): ("sm_80",), (8, 6): ("sm_86",), (8, 9): ("sm_89",), (9,): ("sm_90",),
-    (10,): ("sm_100",), (12,): ("sm_120",),
-}  # fmt: skip
-NVIDIA = tuple(itertools.chain(*GEMM_ARCHS.values()))
+GEMM_ARCHS = {8: ("sm_80",), 9: ("sm_90",), 10: ("sm_100",)}
 # Qwen's, GPT-2's, and less than a block.
 VOCABULARIES = (151_936, 50_257, 1003)
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel with the arguments of its launcher."""
+    """Kernel with the arguments of its launcher."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
@@ -164,27 +155,17 @@ def pair_launches() -> None:
 
 
 def gemm_launches() -> set[KernelLaunch]:
-    """Launches of the GEMM that leaves exponentials, each for the architectures of its tile."""
+    """Launches of the experiment's GEMM that stores exponentials, on the GPUs of each tile."""
     V, H, rows = 151_936, 2048, 256
     weight, hidden = (torch.empty(n, H, dtype=torch.bfloat16) for n in (V, rows))
-    column, targets = torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
-    exps = padded(rows, V, torch.bfloat16)
-    found: set[KernelLaunch] = set()
-    for capability, tile in triton_exp_gemm.TILES.items():
-        for temperature, kept, entropy in (
-            (1.0, exps, True), (column, exps, True), (1.0, None, True), (1.0, exps, False)
-        ):  # fmt: skip
-            transform = LogitTransform(1.0, None, temperature)
-            out = TokenStats.empty(hidden, entropy=entropy, total=kept is not None)
-            call = partial(
-                triton_exp_gemm.exp_gemm, hidden, weight, targets, transform, out,
-                exps=kept, tile=tile,
-            )  # fmt: skip
-            launches = recorded(call)
-            for x in launches:
-                of_tile = x.kernel == "exp_gemm_kernel"
-                found.add(replace(x, archs=GEMM_ARCHS[capability] if of_tile else NVIDIA))
-    return {x for x in found if x.kernel != "entry_dots_kernel"}
+    exps, out = padded(rows, V, torch.bfloat16), TokenStats.empty(hidden, entropy=True, total=True)
+    targets, launches = torch.zeros(rows, dtype=torch.int64), set()
+    for major, tile in ((x, tile) for x, tiles in exp_gemm.TILES.items() for tile in tiles):
+        of_tile = recorded(
+            partial(exp_gemm.exp_gemm, hidden, weight, targets, exps, out, tile=tile)
+        )
+        launches |= {replace(x, archs=GEMM_ARCHS[major]) for x in of_tile}
+    return {x for x in launches if x.kernel != "entry_dots_kernel"}
 
 
 def entry_launches() -> None:

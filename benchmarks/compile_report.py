@@ -203,7 +203,7 @@ def _amd_usage(built: Any) -> Usage:
 def builds(
     launches: list[KernelLaunch], archs: list[str], *, in_full: bool
 ) -> dict[tuple[KernelLaunch, str], bool]:
-    """What is to be compiled, and whether it belongs to the sample."""
+    """Launches to be compiled, and whether each belongs to the sample."""
     jobs: dict[tuple[KernelLaunch, str], bool] = {}
     sampled = set(sample(launches))
     for launch in launches:
@@ -290,7 +290,7 @@ def _row(kernel: str, arch: str, usages: list[Usage]) -> str:
 
 
 def section_of(page: str, version: str) -> str:
-    """What a page has about one version of Triton, "" if nothing."""
+    """Section of a page about one version of Triton, "" if there is none."""
     found = re.search(rf"^## Triton {re.escape(version)}\n.*?(?=^## |\Z)", page, re.M | re.S)
     return found[0] if found else ""
 

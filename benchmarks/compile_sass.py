@@ -36,7 +36,7 @@ LOADED = {"entry_dots_kernel": 4, "segment_sums_kernel": 2}
 
 
 class Loop(NamedTuple):
-    """What is in one innermost loop."""
+    """Counts of one innermost loop."""
 
     instructions: int
     barriers: int
@@ -136,7 +136,7 @@ def _loaded(launch: KernelLaunch) -> int:
 
 
 def problems_of(name: str, launch: KernelLaunch, loops: list[Loop]) -> list[str]:
-    """What is wrong with the loops of the launch that has the budget `name`."""
+    """Problems of the loops of the launch that has the budget `name`."""
     problems = [] if loops else ["no loop found"]
     for loop in loops:
         logits = logits_per_thread(launch, loop)

@@ -1,4 +1,4 @@
-"""What the head with its loss costs on GPUs: the parts, and the methods made of them.
+"""Costs of the head with its loss on GPUs: the parts, and the methods made of them.
 
 Nothing here is measured. A method is a list of named terms that add up to its time:
 
@@ -23,7 +23,7 @@ from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan, strip_rows
 
 
 class Guesses(NamedTuple):
-    """What nobody has measured, for all devices alike.
+    """Guesses of what nobody has measured, for all devices alike.
 
     Args:
         exposed: share of the traffic of a GEMM's output that its arithmetic does not hide.
@@ -199,24 +199,16 @@ def eager(s: Step) -> dict[str, float]:
     return s.finish(40)
 
 
-def exact(s: Step, in_gemm: bool = False) -> dict[str, float]:
-    """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16.
-
-    `in_gemm`: the logits' GEMM leaves them.
-    """
+def exact(s: Step) -> dict[str, float]:
+    """Strips of float32 logits; one sweep leaves statistics and X = e^(z - a) in bf16."""
     plan = plan_of(s.d, s.N, s.V)
     chunks = len([*plan.parts()])
-    if in_gemm:
-        s.logits(s.N, 2, "GEMM 1, which leaves X", s.guesses.fused_gemm)
-        s.copy("sums of tiles", 2 * 8 * s.N * s.V / 256)
-    else:
-        s.logits(plan.logit_rows, 4)
-        s.sweep("sweep", 6, "one sweep")
+    s.logits(plan.logit_rows, 4)
+    s.sweep("sweep", 6, "one sweep")
     s.gradients(plan.largest_chunk, 2 if chunks == 1 else 4)
     s.copy("r h, and dH to bf16", 10 * s.N * s.H)
     s.copy("finishing scale", (4 if chunks == 1 else 6) * (s.V + s.N) * s.H)
-    strips = 2 * chunks if in_gemm else math.ceil(s.N / plan.logit_rows)
-    return s.finish(50 + 15 * chunks + 2 * strips, waits=1)
+    return s.finish(50 + 15 * chunks + 2 * math.ceil(s.N / plan.logit_rows), waits=1)
 
 
 def plan_of(d: Device, N: int, V: int) -> RowPlan:
@@ -226,11 +218,8 @@ def plan_of(d: Device, N: int, V: int) -> RowPlan:
     return RowPlan(None, N, N, rows, strip, N, row_bytes=(4 * V, 2 * V))
 
 
-def scoring(s: Step, in_gemm: bool = False) -> dict[str, float]:
-    """Log-probs without a gradient: float32 logits, and one sweep; or the GEMM has statistics."""
-    if in_gemm:
-        s.logits(s.N, 0, "GEMM 1, with statistics", s.guesses.fused_gemm)
-        return s.finish(60, waits=1)
+def scoring(s: Step) -> dict[str, float]:
+    """Log-probs without a gradient: float32 logits, and one sweep."""
     rows = int(CHUNK_BYTES // (4 * s.V) // 128 * 128)
     s.logits(rows, 4)
     s.sweep("statistics", 4, "token_stats")
@@ -351,7 +340,6 @@ METHODS: dict[str, Method] = {
     "bare GEMMs": bare_gemms,
     BASELINE: eager,
     "exact": exact,
-    "exact, X left by the GEMM": partial(exact, in_gemm=True),
     "exact, two sweeps": exact_two_sweeps,
     "two passes": partial(exact_two_sweeps, again=True),
     "exact, and a KL by k3": with_estimate,

@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu_day --json day.json [--minutes 5.5] [--parts NAME ...]
     python -m benchmarks.gpu_day --json day.json --device cpu     rehearses it, at tiny sizes
-    python -m benchmarks.gpu_day --json day.json --choose         exp_gemm, by what the file says
 
 Needs torch, triton and numpy, no network; a part that needs another package says so.
 
@@ -48,27 +47,19 @@ from benchmarks.contenders import BASELINE, CONTENDERS
 from benchmarks.workloads import Workload, make
 from grpo_kernels import Execution, fused_grpo_loss, linear_logprobs, reference
 from grpo_kernels.head.products import addmm, new_rows
-from grpo_kernels.kernels import LogitTransform, TokenStats, select_backend
+from grpo_kernels.kernels import LogitTransform, select_backend
 
 ROOT = Path(__file__).parents[1]
 V, ODD_V = 151_936, 151_669  # the second is what `weight[:V]` leaves of a padded head
 # A wrong kernel is off by far more than its budget of 1e-4 and 3e-3; peers round logits to bf16.
-LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2, "p": 1e-2}, 0.1
+LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2}, 0.1
 FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours")
 PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fused linear")
-EXP_GEMM = ("ours", "ours, scoring", "ours, exp_gemm", "ours, exp_gemm, scoring")
 STRIPS = (512, 640, 660, 768, 1024)
 LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # of the sweep: columns, warps
-# Of exp_gemm: rows, columns, inner size, warps, stages, parts of the columns, tma.
-TILES = ((128, 256, 64, 8, 4, 2, True), (128, 256, 64, 8, 3, 2, True),
-         (128, 128, 64, 8, 4, 1, True), (128, 128, 64, 4, 3, 1, True),
-         (256, 128, 64, 8, 4, 1, True))  # fmt: skip
 TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
-MODELLED: dict[str, gpu_costs.Method] = {
-    **gpu_costs.METHODS, "ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring,
-    "ours, exp_gemm": partial(gpu_costs.exact, in_gemm=True),
-    "ours, exp_gemm, scoring": partial(gpu_costs.scoring, in_gemm=True),
-}  # fmt: skip
+OF_OURS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
+MODELLED = gpu_costs.METHODS | OF_OURS
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -165,13 +156,10 @@ def shape_of(w: Workload) -> tuple[int, int, int]:
     return w.targets.numel(), len(w.weight), w.weight.shape[1]
 
 
-def errors(
-    got: Sequence[Tensor | None], true: Sequence[Tensor], *, rounded: bool = False,
-    names: Sequence[str] = ("logps", "dh", "dw"),
-) -> Row:  # fmt: skip
+def errors(got: Sequence[Tensor | None], true: Sequence[Tensor], *, rounded: bool = False) -> Row:
     """Returns the errors of log-probs and gradients, and if they are small; a NaN is not."""
     off: dict[str, float] = {}
-    for name, x, y in zip(names, got, true, strict=False):
+    for name, x, y in zip(LARGEST, got, true, strict=False):
         if x is not None:
             left = x.detach().double().view_as(y) - y
             off[name] = float(left.abs().max() if name == "logps" else left.norm() / y.norm())
@@ -212,10 +200,8 @@ def run_of(day: Day, w: Workload, name: str) -> Run:
             raise ImportError(why)
         loss = CONTENDERS[name].loss
         return lambda: [None, *torch.autograd.grad(loss(w), (w.hidden, w.weight))]
-    exp_gemm, capturable = "exp_gemm" in name, "capturable" in name
-    # In Triton's interpreter only what needs it, as that takes its time.
-    backend = "triton" if day.large or exp_gemm else "torch"
-    execution = Execution(backend=backend, exp_gemm=exp_gemm, capturable=capturable)
+    backend = "triton" if day.large else "torch"  # whose interpreter takes its time
+    execution = Execution(backend=backend, capturable="capturable" in name)
     given = w.hidden, w.weight, w.targets
 
     def loss_and_gradients() -> list[Tensor]:
@@ -344,28 +330,11 @@ def sweep(day: Day) -> Rows:
         yield day.rate(f"sweep {how or ''}".strip(), shape, moved, run, check, repeat)
 
 
-def tiles(day: Day, H: int) -> Rows:
-    """Measures exp_gemm by its tile, where log-probs and exponentials of some rows are right."""
-    from grpo_kernels.kernels.triton_exp_gemm import Tile, exp_gemm
+def exp_gemm(day: Day, N: int, H: int) -> Rows:
+    """Compares the experiment's GEMM with float64, on an odd V, and times it beside two others."""
+    from benchmarks.exp_gemm import rows
 
-    w, few = day.workload(4096, H, ODD_V), slice(64)
-    hidden, weight = w.hidden.detach().flatten(0, 1), w.weight.detach()
-    targets = w.targets.flatten()
-    log_p = (hidden[few].double() @ weight.double().T).log_softmax(1)
-    logps = log_p.gather(1, targets[few, None])
-    p = log_p.exp().scatter_add(1, targets[few, None], -torch.ones_like(logps))
-    exps = new_rows(hidden, len(hidden), len(weight), hidden.dtype)
-    stats = TokenStats.empty(hidden, entropy=True, total=True)
-    total: Any = stats.total
-
-    def check() -> Row:
-        got = stats.logps[few, None], exps[few] / total[few, None]
-        return errors(got, [logps, p], names=("logps", "p"))
-
-    given = hidden, weight, targets, LogitTransform(), stats
-    for tile in TILES if day.large else ((32, 64, 32),):
-        run = partial(exp_gemm, *given, exps=exps, tile=Tile(*tile))
-        yield day.rate(f"exp_gemm, {tile}", shape_of(w), 2 * math.prod(shape_of(w)), run, check)
+    yield from rows(day, N, V, H, ODD_V)
 
 
 def model(day: Day) -> Rows:
@@ -473,14 +442,11 @@ PARTS: list[Part] = [
     at("call", 8192, 4096),
     *(at(name, 8192, 4096, names=(name,)) for name in PEERS),
     ("model", model, 45),
-    at("exp_gemm", 4096, 896, names=EXP_GEMM),
-    at("exp_gemm", 16_384, 2048, names=EXP_GEMM),
+    at("exp_gemm", 4096, 896, exp_gemm),
+    at("exp_gemm", 4096, 2048, exp_gemm),
     ("tests", tests, 60),
     at("graph", 512, 896, graph),
     at("graph", 4096, 2048, graph),
-    ("tiles 2048", partial(tiles, H=2048), 40),
-    ("tiles 896", partial(tiles, H=896), 40),
-    at("exp_gemm", 16_384, 896, names=EXP_GEMM),
     at("call", 512, 896),
     at("call", 4096, 2048),
     ("gemms 896", partial(gemms, H=896), 25),
@@ -554,23 +520,6 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
     return result["parts"]
 
 
-def choose(path: Path) -> None:
-    """Writes down for the file's card up to which H exp_gemm is right and faster."""
-    from grpo_kernels.kernels import triton_exp_gemm
-
-    parts = json.loads(path.read_text())["parts"]
-    name, faster = parts["device"]["rows"][0]["device"], dict[int, bool]()
-    for rows in (part["rows"] for part in parts.values()):
-        ms = {row["run"]: row["ms"][0] for row in rows if "ms" in row}
-        for H in {row["shape"][-1] for row in rows if row["run"] == EXP_GEMM[2]}:
-            won = ms.get(EXP_GEMM[2], math.inf) < ms.get("ours", 0.0)  # no time: it was not right
-            faster[H] = won and faster.get(H, True)
-    size = max(itertools.takewhile(faster.get, sorted(faster)), default=0)
-    page = Path(triton_exp_gemm.__file__).with_suffix(".json")
-    measure.write_json(page, {**json.loads(page.read_text()), name: size})
-    print(f"{name}: up to H = {size:,}" if size else f"{name}: not faster")
-
-
 def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     about = (__doc__ or "").split("\n")[0]
@@ -580,10 +529,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: cuda)")
     parser.add_argument("--minutes", type=float, default=5.5, help="of all parts (default: 5.5)")
     parser.add_argument("--parts", nargs="+", help="parts whose names begin so (default: all)")
-    parser.add_argument("--choose", action="store_true", help="keep up to which H exp_gemm won")
     args = parser.parse_args(argv)
-    if args.choose:
-        return choose(args.json)
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     parts = [x for x in PARTS if not args.parts or x[0].startswith((*args.parts,))]

@@ -73,7 +73,7 @@ PREDICTED_BY = {
 
 
 class Results:
-    """What has been found out about a workload's contenders so far, saved whenever it grows."""
+    """Results of a workload's contenders so far, saved whenever they grow."""
 
     def __init__(
         self, w: Workload, names: list[str], device: str, save: Callable[[list[Any]], None]
@@ -100,7 +100,7 @@ class Results:
         self.save(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per contender, the bare GEMMs last; times only where all is right."""
+        """Returns a row per contender, the bare GEMMs last; times only where all is right."""
         wrong = wrong_in_full(self.found, self.dtype)
         return [self._row(name, known, name in wrong) for name, known in self.found.items()]
 

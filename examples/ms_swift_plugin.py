@@ -1,4 +1,4 @@
-"""What ms-swift is given to have this library's loss, with `--use_liger_kernel true`.
+"""Plug-in that gives ms-swift this library's loss, with `--use_liger_kernel true`.
 
     swift rlhf --rlhf_type grpo --use_liger_kernel true --external_plugins ms_swift_plugin.py ...
 

@@ -53,7 +53,7 @@ def products(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def answer_to(text: str) -> str:
-    """What is put in after a text that ends with a call; "" after others."""
+    """Returns what is put in after a text that ends with a call; "" after others."""
     call = re.search(r"<calc>\s*(\d{1,9})\s*\*\s*(\d{1,9})\s*</calc>$", text)
     return f"\n<result>{int(call[1]) * int(call[2])}</result>\n" if call else ""
 

@@ -158,7 +158,7 @@ def all_levels(config: TrainingConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def problems(config: TrainingConfig, levels: Sequence[int]) -> tuple[list[Problem], list[Problem]]:
-    """Of those held out, half are of templates that are trained on and half are not."""
+    """Returns problems; of those held out, half are of templates that are trained on."""
     half, rest = config.eval_size // 2, config.eval_size % 2
     # The same problems for every seed, so that runs can be compared.
     train = word_problems(config.train_size, 0, levels)
@@ -229,7 +229,7 @@ def _problem(place: int, draw: random.Random, held_out: str | None) -> dict[str,
 
 
 def _kept_apart(a: int, b: int, c: int) -> bool:
-    """Whether numbers are held out: a fifth are, and 4 and 3 are if 3 and 4 are."""
+    """Tells if numbers are held out: a fifth are, and 4 and 3 are if 3 and 4 are."""
     return (a * b + a + b + 3 * c) % 5 == 0
 
 

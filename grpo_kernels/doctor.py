@@ -114,18 +114,6 @@ def backend_of(device: torch.device) -> str:
     return f"torch, which is slower (Triton is not supported on {device.type})"
 
 
-def gemm_of(device: torch.device) -> str:
-    """Returns what becomes of logits on the device, if that is a choice."""
-    if device.type != "cuda" or backend_of(device) != "triton":
-        return ""
-    from .kernels.triton_exp_gemm import largest_size
-
-    size = largest_size(device)
-    if size is None:
-        return "; logits: swept (`exp_gemm` is not measured on this card)"
-    return f"; logits: left out by `exp_gemm` up to H = {size:,}" if size else "; logits: swept"
-
-
 def make_batch(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Makes inputs with peaked logits, likely and surprising targets, and NaN where masked."""
     B, T, V, H = 6, 24, 5003, 64
@@ -271,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     packages = _report(check_package(package) for package in PACKAGES)
     print()
     for device in devices():
-        backend = backend_of(device) + gemm_of(device)
+        backend = backend_of(device)
         print(f"  {device.type}: {device_name(device)}; backend: {backend}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("  TRITON_INTERPRET=1 is set: Triton kernels are interpreted on the CPU, slowly")

@@ -24,6 +24,7 @@ from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import LMHead, Reference
 from .head.passes import GradMode, call_of_reference, local_head, plan_head
+from .kernels import StatGrads
 from .kernels.divergences import DIVERGENCES
 from .kernels.pair_stats import PairStats
 from .loss.distillation import make_divergence
@@ -139,14 +140,16 @@ class _Distillation(torch.autograd.Function):
             for chunk in plan.rows.chunks():
                 stats = head.forward(chunk)  # GEMMs 1 and 2
                 values[:, chunk.index] = stats.values
-                if any(plan.wanted):
+                if any(plan.needs_grad):
                     d = scaled(weight, scale).expand(chunk.size)
                     if plan.rows.has_masked and plan.tokens is not None:
                         d = d * plan.tokens[chunk.index]
-                    head.backward(chunk, grads, None, None, None, d.contiguous())  # GEMMs 3 and 4
+                    head.backward(
+                        chunk, grads, StatGrads(divergence=d.contiguous())
+                    )  # GEMMs 3 and 4
             if plan.rows.has_masked and plan.tokens is not None:
                 values.masked_fill_(~plan.tokens, 0.0)
-        keep_gradients(ctx, tensors, scale, grads.all())
+        keep_gradients(ctx, tensors, scale, grads.finalize())
         ctx.mark_non_differentiable(values)
         return weight * PairStats(values).divergence.sum(), values
 

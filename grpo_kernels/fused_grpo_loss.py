@@ -17,8 +17,6 @@ take float16, it is, by a second sweep: `logit_grads_(Z)`.
 The loss is a scalar, so the backward only multiplies the stored gradients by its gradient. In
 float16 they are computed and stored `scale` times as large, a power of two.
 
-On cards where that is faster GEMM 1 leaves X itself (`kernels/triton_exp_gemm.py`).
-
 A reference has its log-probs taken before, or with an exact KL a strip of logits beside the
 policy's (`head/two_heads.py`).
 
@@ -43,6 +41,7 @@ from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import LMHead, Reference, Support
 from .head.passes import GradMode, call_of_reference, local_head, plan_head, reference_logps
+from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss
@@ -181,8 +180,8 @@ def fused_grpo_loss(
         inputs = replace(inputs, ref_logps=plan.run(partial(reference_logps, other)))
     if one_pass:
         run = partial(_OnePass.apply, *call.tensors, config, inputs)
-        loss, logps, entropy, kl, *d_stats = plan.run(run)
-        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_stats)
+        loss, logps, entropy, kl, *d_outputs = plan.run(run)
+        metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_outputs)
     else:
         logps, entropy, _, kl = scored(call, plan)
         loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
@@ -200,11 +199,11 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
         *tensors, config, inputs, plan = args
-        N, any_wanted = len(tensors[0]), any(plan.wanted)
+        N, any_grad = len(tensors[0]), any(plan.needs_grad)
         per_token = tensors[0].new_zeros((5, N), dtype=torch.float32)
         logps, entropy, kl, d_logps, d_entropy = per_token.unbind()
-        by_kl = d_kl(config, inputs)
-        by_entropy = any_wanted and config.entropy_has_gradient
+        d_divergence = d_kl(config, inputs)
+        entropy_has_grad = any_grad and config.entropy_has_gradient
         loss = None
         # With a cross-entropy term there are rows outside the policy's mask.
         masked = plan.rows.has_masked or inputs.ce_weights is not None
@@ -215,37 +214,40 @@ class _OnePass(torch.autograd.Function):
             for chunk in plan.rows.chunks():
                 index = chunk.index
                 stats = head.forward(chunk)  # GEMM 1
-                of_rows = inputs.at(index, masked=masked)
-                if by_kl is not None:
+                chunk_inputs = inputs.at(index, masked=masked)
+                if d_divergence is not None:
                     kl[index] = stats.divergence
-                    of_rows = replace(of_rows, kl=stats.divergence)
+                    chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
                 policy = policy_loss(
                     config,
-                    of_rows,
+                    chunk_inputs,
                     stats.logps,
                     stats.entropy,
                     plan.spec.backend,
-                    grad=chunk.needs_grad and any_wanted,
+                    grad=chunk.needs_grad and any_grad,
                 )
                 loss = policy.loss if loss is None else loss + policy.loss
                 logps[index], entropy[index] = stats.logps, stats.entropy
                 if policy.d_logps is None:
                     continue
-                g, e = scaled(policy.d_logps, scale), None
-                d_logps[index] = g
-                if policy.d_entropy is not None:
-                    e = d_entropy[index] = scaled(policy.d_entropy, scale)
-                more = [] if by_kl is None else [None, scaled(by_kl[index], scale)]
-                head.backward(chunk, grads, g, e, *more)  # GEMMs 2 and 3
+                d_stats = StatGrads(
+                    policy.d_logps,
+                    policy.d_entropy,
+                    divergence=None if d_divergence is None else d_divergence[index],
+                ).each(partial(scaled, scale=scale))
+                d_logps[index] = d_stats.logps
+                if d_stats.entropy is not None:
+                    d_entropy[index] = d_stats.entropy
+                head.backward(chunk, grads, d_stats)  # GEMMs 2 and 3
             if plan.rows.has_masked and plan.tokens is not None:
                 per_token[:3].masked_fill_(~plan.tokens, 0.0)
-        keep_gradients(ctx, tensors, scale, grads.all())
-        d_stats = [d_logps if any_wanted else None, d_entropy if by_entropy else None]
+        keep_gradients(ctx, tensors, scale, grads.finalize())
+        d_outputs = [d_logps if any_grad else None, d_entropy if entropy_has_grad else None]
         if loss is None:
             loss = logps.new_zeros(())
-        kl = None if by_kl is None else kl
-        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *d_stats) if x is not None))
-        return loss, logps, entropy, kl, *d_stats
+        kl = None if d_divergence is None else kl
+        ctx.mark_non_differentiable(*(x for x in (logps, entropy, kl, *d_outputs) if x is not None))
+        return loss, logps, entropy, kl, *d_outputs
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -61,13 +61,13 @@ def selective_log_softmax(
 def kept_entries(support: Support, active: Tensor, V: int) -> Tensor:
     """Each token's kept set as a mask, bool `[..., V]`; all True where there is none."""
     ids, offsets = (x.tolist() for x in support)
-    kept = torch.ones(active.numel(), V, dtype=torch.bool, device=active.device)
+    in_set = torch.ones(active.numel(), V, dtype=torch.bool, device=active.device)
     for i, is_active in enumerate(active.reshape(-1).tolist()):
         entries = ids[offsets[i] : offsets[i + 1]] if is_active else []
         if entries:
-            kept[i] = False
-            kept[i, entries] = True
-    return kept.reshape(*active.shape, V)
+            in_set[i] = False
+            in_set[i, entries] = True
+    return in_set.reshape(*active.shape, V)
 
 
 def linear_logprobs(
@@ -90,8 +90,8 @@ def linear_logprobs(
     logits = linear_logits(hidden, head, rounded_to=rounded_to)
     each = each.long().masked_fill(~active.unsqueeze(-1), 0)
     if support is not None:
-        kept = kept_entries(support, active, logits.shape[-1])
-        logits = logits.masked_fill(~kept, -torch.inf)
+        in_set = kept_entries(support, active, logits.shape[-1])
+        logits = logits.masked_fill(~in_set, -torch.inf)
     log_p = logits.log_softmax(-1)
     logps = log_p.gather(-1, each).masked_fill(~active.unsqueeze(-1), 0.0)
     # p log p is 0 where p is: an entry of logit -inf adds nothing.
@@ -103,8 +103,8 @@ def linear_logprobs(
         ids, offsets = (x.long() for x in support)
         tokens = torch.arange(active.numel(), device=ids.device).repeat_interleave(offsets.diff())
         rows = log_p.reshape(-1, log_p.shape[-1])
-        of_ids = rows[tokens, ids.clamp(0, rows.shape[1] - 1)]  # masked tokens may have any
-        return LogprobOutput(of_ids.masked_fill(~active.reshape(-1)[tokens], 0.0), *others)
+        entry_logps = rows[tokens, ids.clamp(0, rows.shape[1] - 1)]  # masked tokens may have any
+        return LogprobOutput(entry_logps.masked_fill(~active.reshape(-1)[tokens], 0.0), *others)
     return LogprobOutput(logps if many else logps.squeeze(-1), *others)
 
 
@@ -164,8 +164,8 @@ def _gradients(
     """The loss's gradients per token, for the metric that counts tokens without any."""
     if not loss.requires_grad:
         return None, None
-    wanted = [x for x in (logps, entropy) if x is not None and x.requires_grad]
-    gradients = iter(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
+    leaves = [x for x in (logps, entropy) if x is not None and x.requires_grad]
+    gradients = iter(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True))
     d_logps = next(gradients) if logps.requires_grad else None
     d_entropy = next(gradients) if entropy is not None and entropy.requires_grad else None
     return torch.zeros_like(logps) if d_logps is None else d_logps, d_entropy
@@ -182,21 +182,21 @@ def fused_grpo_loss(
     support: Support | None = None,
     reference: Reference | None = None,
     rounded_to: torch.dtype | None = None,
-    **of_loss: Any,
+    **loss_args: Any,
 ) -> GRPOLossOutput:
-    """`linear_logprobs` and `divergence`, then `grpo_loss`, whose other arguments are `of_loss`."""
+    """`linear_logprobs` and `divergence`, then `grpo_loss`, which takes `loss_args`."""
     scored = rows_of_loss(mask, ce_weights, hidden)
     out = linear_logprobs(hidden, head, targets, scored, support=support, rounded_to=rounded_to)
     if reference is not None:
-        if of_loss.get("config", GRPOLossConfig()).exact_kl:
-            of_loss["kl"] = divergence(hidden, head, reference, scored, rounded_to=rounded_to)
+        if loss_args.get("config", GRPOLossConfig()).exact_kl:
+            loss_args["kl"] = divergence(hidden, head, reference, scored, rounded_to=rounded_to)
         else:
             with torch.no_grad():
                 ref_hidden = reference.hidden.to(hidden.dtype)
-                of_reference = linear_logprobs(ref_hidden, reference.head, targets, scored)
-            of_loss["ref_logps"] = of_reference.logps
+                reference_out = linear_logprobs(ref_hidden, reference.head, targets, scored)
+            loss_args["ref_logps"] = reference_out.logps
     return grpo_loss(
-        out.logps, advantages, mask, ce_weights=ce_weights, entropy=out.entropy, **of_loss
+        out.logps, advantages, mask, ce_weights=ce_weights, entropy=out.entropy, **loss_args
     )
 
 

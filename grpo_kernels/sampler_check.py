@@ -90,9 +90,13 @@ def check_sampler(
     Raises:
         TypeError, ValueError: no tensors of one shape, or no token that counts.
     """
-    given = {"sampling_logps": sampling_logps, "logps_fp32": logps_fp32, "logps_model": logps_model}
+    samples = {
+        "sampling_logps": sampling_logps,
+        "logps_fp32": logps_fp32,
+        "logps_model": logps_model,
+    }
     shape = check_tensor("sampling_logps", sampling_logps).shape
-    for name, x in given.items():
+    for name, x in samples.items():
         check_tensor(name, x, shape=shape, dtypes=FLOATS, device=sampling_logps.device)
     counts = ~sampling_logps.isnan()
     if mask is not None:
@@ -101,11 +105,11 @@ def check_sampler(
     tokens = int(counts.sum())
     if not tokens:
         raise ValueError("mask, sampling_logps: expected a token that counts; got none")
-    found = []
+    gaps = []
     for logps in (logps_fp32, logps_model):
         gap = logps[counts].float() - sampling_logps[counts].float()
         ratio = gap.exp()
         outside = (ratio < NEAR[0]) | (ratio > NEAR[1])
-        found.append((gap.square().mean().sqrt().item(), outside.float().mean().item()))
-    (rms_fp32, outside_fp32), (rms_model, outside_model) = found
+        gaps.append((gap.square().mean().sqrt().item(), outside.float().mean().item()))
+    (rms_fp32, outside_fp32), (rms_model, outside_model) = gaps
     return SamplerCheck(tokens, rms_fp32, rms_model, outside_fp32, outside_model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_kernels.head.dense import row_factors
-from grpo_kernels.kernels import LogitTransform, RowGrads, torch_backend, triton_backend
+from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, torch_backend, triton_backend
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics
 from tests.helpers.tiers import INTERPRETED, cases
@@ -65,7 +65,7 @@ def assert_exact(logits, targets, transform, of_lse=1.0, of_entropy=1.0):
         stats = backend.token_stats(logits, targets, transform, entropy=True)
         for mine, true in zip(stats[:3], truth, strict=True):
             torch.testing.assert_close(mine.double(), true, rtol=2e-6, atol=2e-5)
-        grads, out = RowGrads.of(stats, *of), torch.empty(count, V, device=device)
+        grads, out = RowGrads.of(stats, StatGrads(*of)), torch.empty(count, V, device=device)
         backend.logit_grads_(logits, targets, transform, grads, out)
         assert (out[at_zero] == 0).all() and relative_error(out, expected) <= 2e-5
         torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-6)
@@ -145,7 +145,9 @@ def test_where_the_gradient_goes(backend, dtype, device):
     d_logps = torch.linspace(-1.0, 2.0, 5, device=device)
     weights = torch.stack([d_logps, 0 * d_logps, 0 * d_logps])
     _, expected = exact_statistics(logits, targets, transform, weights)
-    grads = RowGrads.of(backend.token_stats(logits, targets, transform, entropy=False), d_logps)
+    grads = RowGrads.of(
+        backend.token_stats(logits, targets, transform, entropy=False), StatGrads(d_logps)
+    )
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     backend.logit_grads_(logits, targets, transform, grads, out)
     assert relative_error(out, expected) <= (2e-5 if dtype == torch.float32 else 1e-3)
@@ -237,7 +239,7 @@ def test_a_whole_chunk_against_float64(dtype, limit, device, C, V):
     stats = triton_backend.token_stats(logits, targets, plain, entropy=True, exps=exps)
     d_logps, d_entropy = torch.randn(2, C, generator=g, device=device)
     d_logits = torch.empty(C, V, dtype=dtype, device=device)
-    grads = RowGrads.of(stats, d_logps, d_entropy)
+    grads = RowGrads.of(stats, StatGrads(d_logps, d_entropy))
     triton_backend.logit_grads_(logits, targets, plain, grads, d_logits)
     for first in range(0, C, 128):
         rows = slice(first, first + 128)
@@ -291,7 +293,7 @@ def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, d
         exps, d = torch.empty_like(x), torch.empty_like(x)
         stats = backend.token_stats(x, ids, transform, entropy=True, exps=exps)
         assert torch.equal(stats.logps[:3], torch.full((3,), -math.inf))
-        rows = RowGrads.of(stats._replace(logps=stats.logps.clamp(min=-9.0)), *weights)
+        rows = RowGrads.of(stats._replace(logps=stats.logps.clamp(min=-9.0)), StatGrads(*weights))
         backend.logit_grads_(x, ids, transform, rows, out=d)
         found.append((*stats, exps[:, :2500], d[:, :2500]))
         in_place = x.clone()
@@ -410,7 +412,7 @@ def options_of(function):
 
 
 def test_backends_have_the_same_signatures():
-    names = set(triton_backend.__all__) - {"policy_loss", "exp_gemm"}
+    names = set(triton_backend.__all__) - {"policy_loss"}
     assert torch_backend.policy_loss is None and callable(triton_backend.policy_loss)
     for name in names:
         mine, theirs = (getattr(backend, name) for backend in (torch_backend, triton_backend))

@@ -135,15 +135,13 @@ CALLS = {
     "float16": (loss("old_logps", dtype=torch.float16), [[N]], 3, 3, 80),
     "entropy": (loss("old_logps", objective={"entropy_coef": 0.1}), [[]], 3, 3, 75),
     "everything": (EVERYTHING, [[N]], 3, 7, 140),
-    # No logits, no strips; and products of 256 rows.
-    "exp_gemm": (loss("old_logps", exp_gemm=True, **HALVES), [[N]], 10, 6, 80),
+    # Products of 256 rows.
     "batch-invariant": (
         loss("old_logps", batch_invariant=True, **HALVES), [[N]], 10, 18, 75
     ),
     # Two passes: the second makes the logits again, of rows that it reads the number of.
     "log-probs": (logps(**HALVES), [[], [N]], 20, 24, 55),
     "log-probs, capturable": (logps("mask", capturable=True), [], 5, 7, 50),
-    "log-probs, exp_gemm": (logps(exp_gemm=True, **HALVES), [[], [N]], 20, 21, 50),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", objective=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
     # Of a frozen head the first keeps the gradients.
@@ -263,7 +261,7 @@ def keys(request):
         calls = (
             (loss("old_logps ref_logps temperature", **options, **how),),
             (of_logps("kl_old_delta", shape),),
-            (logps(exp_gemm=True, **how), [], [some]),
+            (logps(**how), [], [some]),
             (logps("bias support", entries=entries, **how), [without, *of_support], [without]),
         )
         for call, *answers in calls:
@@ -276,19 +274,9 @@ def keys(request):
 
 
 def test_no_size_compiles_a_kernel_again(keys):
-    assert len({kernel for kernel, *_ in keys}) == 10
+    assert len({kernel for kernel, *_ in keys}) == 7
     for kind, found in keys.items():
         assert len(found) == 1, (kind, found)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "major", "why"),
-    ((torch.float32, 9, "in float32 on a GPU"), (torch.float16, 7, "on this device")),
-)
-def test_exp_gemm_is_refused(dtype, major, why):
-    message = f"exp_gemm: expected False or None {why}; got True"
-    with CountedCUDA(major=major), pytest.raises(ValueError, match=message):
-        logps(dtype=dtype, exp_gemm=True)()
 
 
 def test_operands_of_two_dtypes_are_warned_of_once(monkeypatch):

@@ -33,6 +33,26 @@ def test_clip_ratios():
     assert m["ratio_max"] == pytest.approx(math.exp(0.5)) and m["tokens"] == 9
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    (
+        ({"loss_type": "gspo"}, ("clip_high", "clip_ratio/high_mean", "clip_ratio/region_mean")),
+        ({"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
+         ("clip_high", "cispo_clip_ratio")),
+    ),
+    ids=("gspo", "cispo"),
+)  # fmt: skip
+def test_a_sequence_counts_once_where_it_has_one_ratio(options, names):
+    """However long it is: one of three tokens is cut off, one of one token is not."""
+    m = metrics_of(
+        [[0.5, 0.5, 0.5], [0.0, 9.0, 9.0]], [1.0, 1.0], [[1, 1, 1], [1, 0, 0]],
+        old_logps=[[0.0] * 3] * 2, **options,
+    )  # fmt: skip
+    for name in names:
+        assert m[name] == pytest.approx(1 / 2), name
+    assert m["ratio_mean"] == pytest.approx((3 * math.exp(0.5) + 1) / 4)
+
+
 def test_spikes_have_a_cause():
     logps, old = [[0.0, 0.0, 3.0, 0.0]], [[0.0] * 4]
     m = metrics_of(

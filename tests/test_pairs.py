@@ -82,7 +82,6 @@ OF_EXECUTION = {
     "batch_invariant": {"batch_invariant": lambda b: True},
     "matmul": {"matmul": lambda b: own_matmul},
     "capturable": {"capturable": lambda b: True},
-    "exp_gemm": {"exp_gemm": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
 OF_CALL = {
@@ -117,10 +116,6 @@ REFUSED = {
     ("support", "exact_kl"): "reference",
     ("ref_logps", "reference"): "ref_logps",  # which are those of the reference
     ("ref_logps", "exact_kl"): "ref_logps",
-    # What needs logits, or others' sums.
-    **{(name, "exp_gemm"): "exp_gemm" for name in (
-        "bias", "low_rank", "softcap", "logits_dtype", "ranks", "batch_invariant", "matmul",
-        "exact_kl", "entropy_bonus")},
 }  # fmt: skip
 # What a graph does not hold, so that the call is eager.
 KINDS = ("reverse", "forward", "jsd")
@@ -132,13 +127,9 @@ def refusals(names, call):
     if base == "entries":
         names = {*names, "support"}
     found = {pair: argument for pair, argument in REFUSED.items() if set(pair) <= set(names)}
-    if "support" in names:  # its two passes have no second sweep
-        found.pop(("entropy_bonus", "exp_gemm"), None)
     found = set(found.values())
     if base == "targets" and "support" in names:
         found.add("support")
-    if base in ("targets", *KINDS) and "exp_gemm" in names:
-        found.add("exp_gemm")
     return found
 
 
@@ -173,8 +164,6 @@ def options_of(batch, names, objective=None):
     for name in names:
         where, field, value = NAMED[name]
         given[where][field] = value(batch)
-    if "exp_gemm" in names:
-        given["execution"]["backend"] = "triton"
     of_loss = given["call"]
     if batch.cu_seqlens is not None:
         of_loss["cu_seqlens"] = batch.cu_seqlens
@@ -338,8 +327,6 @@ def check(names, call, dtype=torch.float32, objective=None, device="cpu", floor=
     batch = batch_of(names, dtype, **sizes)
     dtype, options = batch.hidden.dtype, {"call": call, "objective": objective}
     arguments = refusals(names, call)
-    if "exp_gemm" in names and device != "cpu" and dtype == torch.float32:
-        arguments.add("exp_gemm")
     if arguments:
         message = rf"^({'|'.join(arguments)}): expected .*; got "
         with pytest.raises(ValueError, match=message):
@@ -446,7 +433,7 @@ def of_each(dtypes):
 @pytest.mark.parametrize(
     ("names", "dtype", "call"),
     # On a CPU GEMMs are in float32.
-    one_in((x for x in of_each(HALF) if "exp_gemm" not in x[0]), dict.fromkeys(CALLS, 3)),
+    one_in(of_each(HALF), dict.fromkeys(CALLS, 3)),
     ids=name_of,
 )
 def test_half_precision(names, dtype, call):
@@ -492,11 +479,8 @@ def test_memory_that_nobody_wrote_is_nan():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("names", "dtype", "call"),
-    [
-        pytest.param(*case, marks=[pytest.mark.real_gpu] * ("exp_gemm" in case[0]))
-        for case in of_each((torch.float32, *HALF))
-        if "ranks" not in case[0]  # whose group is of a CPU
-    ],
+    # The group of ranks is of a CPU.
+    [case for case in of_each((torch.float32, *HALF)) if "ranks" not in case[0]],
     ids=name_of,
 )
 def test_on_a_gpu(names, dtype, call):

@@ -14,7 +14,7 @@ from grpo_kernels import (
     linear_logprobs,
 )
 from grpo_kernels import reference as exact
-from grpo_kernels.kernels import LogitTransform, RowGrads, pairs, triton_pairs
+from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, pairs, triton_pairs
 from grpo_kernels.kernels.divergences import DIVERGENCES, Divergence
 from grpo_kernels.kernels.pair_stats import PairStats
 from tests.helpers.batches import make_batch, relative_error
@@ -295,7 +295,7 @@ def test_gradients_add_up(softcap, kind, backend):
     g, e, q = (torch.randn(6, generator=torch.Generator().manual_seed(i)) for i in range(3))
 
     def grads(stats):
-        return RowGrads.of(stats.of_policy, g, e, q)
+        return RowGrads.of(stats.of_policy, StatGrads(g, e, q))
 
     _, d = of_kernels(BACKENDS[backend], z, t, kind, 0.3, transforms, targets, grads)
     raw = z.double().requires_grad_()

@@ -164,22 +164,22 @@ class ValueChecks:
 
     def ask(self, *sizes: Tensor) -> Sizes:
         """Sizes, 0-d or `[K]`, that are read together with the checks."""
-        asked = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
-        self.sizes.append(asked)
-        return asked
+        answer = Sizes(torch.cat([size.reshape(-1) for size in sizes]))
+        self.sizes.append(answer)
+        return answer
 
     def read(self, *further: Tensor) -> list[int]:
         """Reads all of it, and `further` 0-d counts, in one transfer; raises for offenders."""
         questions = [x.reshape(1) for x in (*self.counts, *further)]
-        questions += [asked.on_device for asked in self.sizes]
+        questions += [answer.on_device for answer in self.sizes]
         answers = iter(torch.cat(questions).tolist() if questions else ())
         for message in self.messages:
             if count := next(answers):
                 raise ValueError(f"{message} ({count} of them)")
-        of_further = [next(answers) for _ in further]
-        for asked in self.sizes:
-            asked.numbers = [next(answers) for _ in range(len(asked.on_device))]
-        return of_further
+        further_counts = [next(answers) for _ in further]
+        for answer in self.sizes:
+            answer.numbers = [next(answers) for _ in range(len(answer.on_device))]
+        return further_counts
 
     def check_without_sync(self) -> None:
         """Raises on a CPU; leaves a device-side assertion on a GPU, as torch's own gather does."""

@@ -1,4 +1,4 @@
-"""Where the tokens of a call lie: padded or packed, and what has one value per token."""
+"""Layout of a call's tokens: padded or packed, and values per token."""
 
 from __future__ import annotations
 

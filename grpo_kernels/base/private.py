@@ -53,7 +53,7 @@ def forget_forward(wrapped: Any) -> None:
 
 
 def is_unit_within(layer: Any) -> bool:
-    """Whether FSDP2 shards the layer as a unit within another; none is before the first forward."""
+    """Tells if FSDP2 shards the layer as a unit within another; before a forward none is."""
     return _private(_private(layer, "_get_fsdp_state")(), "_is_root") is False
 
 

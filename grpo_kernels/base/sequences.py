@@ -1,4 +1,4 @@
-"""Which sequence each token belongs to, sums over sequences, and tokens gathered from ranks."""
+"""Sequences of tokens, sums over them, and tokens gathered from ranks."""
 
 from __future__ import annotations
 
@@ -101,27 +101,27 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         import torch.distributed as dist
 
-        def of_ranks(mine: Tensor) -> list[Tensor]:
+        def gather(local: Tensor) -> list[Tensor]:
             # As bytes, for not every backend sends every dtype.
-            sent = mine.contiguous().view(torch.uint8)
+            sent = local.contiguous().view(torch.uint8)
             ranks = [torch.empty_like(sent) for _ in range(group.size())]
             dist.all_gather(ranks, sent, group=group)
-            return [rank.view(mine.dtype) for rank in ranks]
+            return [rank.view(local.dtype) for rank in ranks]
 
         rows, size = x.shape if x.ndim == 2 else (1, len(x))
-        mine = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size], dtype=torch.int64)
-        told = torch.stack(of_ranks(mine.to(x.device))).tolist()
-        if any(row[:3] != told[0][:3] for row in told):
+        local = torch.tensor([x.ndim, rows, _DTYPES.index(x.dtype), size], dtype=torch.int64)
+        gathered = torch.stack(gather(local.to(x.device))).tolist()
+        if any(row[:3] != gathered[0][:3] for row in gathered):
             raise ValueError(
                 "x: expected the same rows, dimensions and dtype on all ranks; got "
-                + ", ".join(f"{_shape(*row)} of {_DTYPES[row[2]]}" for row in told)
+                + ", ".join(f"{_shape(*row)} of {_DTYPES[row[2]]}" for row in gathered)
             )
-        sizes = [row[3] for row in told]
+        sizes = [row[3] for row in gathered]
         ctx.begin, ctx.size = sum(sizes[: group.rank()]), size
         padded = torch.nn.functional.pad(x.detach(), (0, max(sizes) - size))
         if not padded.numel():
             return x.new_empty(*x.shape[:-1], sum(sizes))
-        parts = [part[..., :size] for part, size in zip(of_ranks(padded), sizes, strict=True)]
+        parts = [part[..., :size] for part, size in zip(gather(padded), sizes, strict=True)]
         return torch.cat(parts, -1)
 
     @staticmethod

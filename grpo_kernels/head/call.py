@@ -34,7 +34,7 @@ class HeadSpec:
     """
 
     num_terms: int  # of the raw logits, the head's weight first
-    targets: Tensor  # int64 [N]
+    targets: Tensor | None  # int64 [N] or [N, K]; None: no id has its log-prob read
     sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
     transform: LogitTransform
@@ -46,6 +46,13 @@ class HeadSpec:
     execution: Execution
     reference: HeadSpec | None = None  # the other model's, on the same tokens,
     divergence: Divergence | None = None  # and which one from it is read
+
+    @property
+    def targets_per_token(self) -> int:
+        """The ids of each token that have their log-prob read."""
+        if self.targets is None:
+            return 0
+        return 1 if self.targets.ndim == 1 else self.targets.shape[1]
 
 
 class HeadCall(NamedTuple):
@@ -64,7 +71,7 @@ class HeadCall(NamedTuple):
         spec = replace(self.spec, reference=other.spec, divergence=divergence)
         return HeadCall(self.head, self.tensors + other.tensors, spec)
 
-    def wants_grad(self) -> list[bool]:
+    def needs_grad(self) -> list[bool]:
         """True for each of `tensors` whose gradient the current call is to prepare."""
         enabled = torch.is_grad_enabled()
         return [enabled and x.requires_grad for x in self.tensors]
@@ -74,19 +81,20 @@ def reference_call(call: HeadCall, reference: Reference) -> HeadCall:
     """The other model's call on the same tokens, checked."""
     hidden, head = reference
     spec, shape = call.spec, call.spec.layout.shape
-    targets, mask = spec.targets.reshape(shape), spec.mask
-    mask = None if mask is None else mask.reshape(shape)
+    targets, mask = (None if x is None else x.reshape(shape) for x in (spec.targets, spec.mask))
     with named_reference(spec.checks):
         hidden = check_tensor("hidden", hidden, dtypes=HEAD_DTYPES, device=spec.layout.device)
         check_tensor("hidden", hidden, shape=(*shape, *hidden.shape[-1:]))
         other = head_call(
             hidden, head, targets, mask, None, spec.execution, spec.checks, sampled=spec.sampled
         )
-    mine, theirs = call.head.ranks, other.head.ranks
-    if (mine and (mine.group, mine.start)) != (theirs and (theirs.group, theirs.start)):
+    policy_ranks, reference_ranks = call.head.ranks, other.head.ranks
+    if (policy_ranks and (policy_ranks.group, policy_ranks.start)) != (
+        reference_ranks and (reference_ranks.group, reference_ranks.start)
+    ):
         raise ValueError(
             "reference: expected a head whose rows the ranks share as they do the policy's, with "
-            f"the same group and start; got ranks={theirs}, beside {mine}"
+            f"the same group and start; got ranks={reference_ranks}, beside {policy_ranks}"
         )
     V, others = len(call.tensors[1]), len(other.tensors[1])
     if others != V:
@@ -126,26 +134,28 @@ def head_call(
     """Checks and flattens the arguments that all calls over a head share.
 
     `checks`: those of the call that it is a part of. `sampled`: the targets are the sampled tokens;
-    otherwise they are ids to look up, and None is any id.
+    otherwise they are ids to look up, None for no id.
     """
     check_execution(execution)
     head = _checked_head(hidden, head)
-    if targets is None and not sampled:
-        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    targets = check_tensor("targets", targets)
     backend = select_backend(execution.backend, hidden.device)
-    flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
     checks = ValueChecks() if checks is None else checks
-    layout = Layout.of("targets", targets, cu_seqlens, checks)
+    flat_targets = None
+    if targets is not None or sampled:
+        targets = check_tensor("targets", targets)
+        flat_targets = check_targets(targets, hidden.shape[:-1], hidden.device)
+    like = hidden.new_empty(hidden.shape[:-1]) if targets is None else targets
+    layout = Layout.of("targets", like, cu_seqlens, checks)
     flat_mask = layout.flat_mask(mask, checks)
     temperature = layout.flat_temperature(head.temperature, flat_mask, checks)
     terms = head.terms(hidden)
     if execution.capturable and flat_mask is not None:
         # Masked rows take part, and may hold anything but for the ones of a bias.
-        of_states = 1 + (head.low_rank is not None)
-        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:of_states])
-        terms = (*clean, *terms[of_states:])
-        flat_targets = selected(flat_mask, flat_targets, 0)
+        num_state_terms = 1 + (head.low_rank is not None)
+        clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
+        terms = (*clean, *terms[num_state_terms:])
+        if flat_targets is not None:
+            flat_targets = selected(flat_mask, flat_targets, 0)
         if isinstance(temperature, Tensor):
             temperature = selected(flat_mask, temperature, 1)
     spec = HeadSpec(

@@ -33,10 +33,6 @@ class Execution:
         capturable: reads nothing back from the device, as a CUDA graph needs: every row takes part,
             masked ones and those of advantage 0 too, at their cost, and values are checked by
             assertions on the device. Without a support.
-        exp_gemm: whether the logits' GEMM leaves their exponentials and statistics in their place,
-            so that no logits are stored and none swept: Triton, half precision, one head on one
-            rank, without what is done to logits (softcap, bias, LoRA, `logits_dtype="model"`).
-            None: on a card on which `benchmarks.gpu_day` measured that it is faster.
         keep_gradients: in two passes over a frozen head, the forward keeps the gradient of each
             log-prob by `hidden`, `[N, H]` in its dtype, so that the backward has no GEMM. False:
             the backward makes the logits again, of rows that have a gradient: one GEMM more, and
@@ -51,7 +47,6 @@ class Execution:
     batch_invariant: bool = False
     matmul: Callable[[Tensor, Tensor], Tensor] | None = None
     capturable: bool = False
-    exp_gemm: bool | None = None
     keep_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -62,8 +57,6 @@ class Execution:
         check_bool("batch_invariant", self.batch_invariant)
         check_bool("capturable", self.capturable)
         check_bool("keep_gradients", self.keep_gradients)
-        if self.exp_gemm is not None:
-            check_bool("exp_gemm", self.exp_gemm)
         if self.matmul is not None and not callable(self.matmul):
             raise TypeError(
                 f"matmul: expected a function of two tensors, or None; got {self.matmul!r}"

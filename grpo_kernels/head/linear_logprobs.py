@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
 from ..base.private import eager_under_compile
-from ..kernels import TokenStats
+from ..kernels import StatGrads, TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
@@ -108,12 +109,12 @@ def linear_logprobs(
         call = with_targets(call, each, support)
     mode = GradMode.of(call, one_pass=False)
     plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
-    logps, of_entropy, lse, _ = scored(call, plan, entries=entries)
+    logps, flat_entropy, lse, _ = scored(call, plan, entries=entries)
     if targets is not None:
         logps = logps.reshape(targets.shape)
     shape = call.spec.layout.shape
-    shown = None if of_entropy is None else of_entropy.reshape(shape)
-    return LogprobOutput(logps, shown, lse.reshape(shape))
+    entropy_out = None if flat_entropy is None else flat_entropy.reshape(shape)
+    return LogprobOutput(logps, entropy_out, lse.reshape(shape))
 
 
 def _check_options(targets: object, entropy: object, support: object, entries: object) -> None:
@@ -134,21 +135,21 @@ def scored(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Log-probs, entropy, logsumexp and divergence, flat: of rows of logits, and of kept sets."""
     sets, entropy = plan.sets, plan.entropy
-    of_rows = partial(_TwoPasses.apply, *call.tensors)
+    score_rows = partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return plan.run(of_rows)
-    log_p, of_sets, lse = sets.log_softmax(call)
+        return plan.run(score_rows)
+    log_p, set_entropy, lse = sets.log_softmax(call)
     if entries:
         everywhere = log_p.new_zeros(sets.size)
         everywhere[sets.places] = log_p
         # Copies: the caller may change them in place.
-        return everywhere, of_sets.clone() if entropy else None, lse, None
-    found = sets.logps(log_p), of_sets.clone(), lse
+        return everywhere, set_entropy.clone() if entropy else None, lse, None
+    outputs = sets.logps(log_p), set_entropy.clone(), lse
     if plan.rows.num_rows:
-        logps, of_entropy, of_lse, _ = plan.run(of_rows)
-        others = logps, of_sets if of_entropy is None else of_entropy, of_lse
-        found = tuple(map(partial(torch.where, sets.tokens), found, others))  # type: ignore[assignment]
-    return found[0], found[1] if entropy else None, found[2], None
+        logps, row_entropy, row_lse, _ = plan.run(score_rows)
+        row_outputs = logps, set_entropy if row_entropy is None else row_entropy, row_lse
+        outputs = tuple(map(partial(torch.where, sets.tokens), outputs, row_outputs))  # type: ignore[assignment]
+    return outputs[0], outputs[1] if entropy else None, outputs[2], None
 
 
 def _first_of(targets: Tensor) -> Tensor:
@@ -161,13 +162,13 @@ def _first_of(targets: Tensor) -> Tensor:
 
 
 class _TwoPasses(torch.autograd.Function):
-    """What `scored` returns, each `[N]`, from the tensors of the call's terms."""
+    """Computes what `scored` returns, each `[N]`, from the tensors of the call's terms."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
-        per_token, kept = first_pass(tensors, plan)
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept)
+        per_token, kept_grads = first_pass(tensors, plan)
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept_grads)
         if plan.rows.has_masked and plan.tokens is not None:
             for x in per_token:
                 x.copy_(selected(plan.tokens, x, 0.0))
@@ -178,11 +179,14 @@ class _TwoPasses(torch.autograd.Function):
         return logps, entropy if plan.entropy else None, logsumexp, divergence
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_stats: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs")
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
-        tensors, found = saved[: ctx.count], saved[ctx.count :]
-        return (*second_pass(tensors, ctx.plan, found, given, wanted), None)
+        saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
+        tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
+        return (
+            *second_pass(tensors, ctx.plan, forward_values, StatGrads(*d_stats), needs_grad),
+            None,
+        )
 
 
 def first_pass(
@@ -193,57 +197,61 @@ def first_pass(
     And what is kept for the second pass: the gradient of the log-probs by those of the terms'
     tensors that want one, or nothing.
     """
-    N, like = len(tensors[0]), tensors[0]
+    N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
     # Not views of one tensor: the caller may change them in place.
     per_token = [
         like.new_zeros(shape, dtype=torch.float32)
-        for shape in (plan.spec.targets.shape, *[(N,)] * (plan.stats.size() - 1))
+        for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    kept = None
+    kept_grads = None
     if plan.grad_mode != GradMode.RECOMPUTE:
-        kept = plan.gradients(tensors)
+        kept_grads = plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
-        for rows in plan.rows.chunks():
-            stats = head.forward(rows)
-            for x, of_rows in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
-                if of_rows is not None:
-                    x[rows.index] = of_rows
-            if kept is not None:
-                head.backward(rows, kept, torch.ones_like(stats.logps))
-    return per_token, [] if kept is None else kept.all()
+        for chunk in plan.rows.chunks():
+            stats = head.forward(chunk)
+            for x, values in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
+                if values is not None:
+                    x[chunk.index] = values
+            if kept_grads is not None:
+                head.backward(chunk, kept_grads, StatGrads(torch.ones_like(stats.logps)))
+    return per_token, [] if kept_grads is None else kept_grads.finalize()
 
 
 def second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
-    found: Sequence[Any],
-    given: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    forward_values: Sequence[Any],
+    d_stats: StatGrads,
+    needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """The gradients of the terms' tensors, from those of log-probs, entropy and logsumexp.
+    """The gradients of the terms' tensors, from those of the statistics.
 
-    `found` is what the first pass has, of every row, and what it kept.
+    `forward_values` are the statistics of every row, and the gradients that the first pass kept.
     """
     size = plan.stats.size()
-    stats, kept = plan.stats.of(found[:size], entropy=plan.entropy), found[size:]
-    d_logps, *others = given
-    d_logps = torch.zeros_like(stats.logps) if d_logps is None else d_logps.float().contiguous()
-    given = [d_logps, *(None if x is None else x.float().contiguous() for x in others)]
-    each = [x != 0 for x in given if x is not None]
+    stats, kept_grads = (
+        plan.stats.of(forward_values[:size], entropy=plan.entropy),
+        forward_values[size:],
+    )
+    only_logps = all(x is None for x in d_stats[1:])
+    d_logps = torch.zeros_like(stats.logps) if d_stats.logps is None else d_stats.logps
+    d_stats = d_stats._replace(logps=d_logps).each(lambda x: x.float().contiguous())
+    each = [x != 0 for x in d_stats if x is not None]
     needed = torch.stack([x if x.ndim == 1 else x.any(1) for x in each]).any(0)
     if plan.tokens is not None:
         # Masked rows came back as the constant 0, whatever gradient their value is given.
         needed &= plan.tokens
     if plan.rows.has_masked:
-        given = [None if x is None else selected(needed, x, 0.0) for x in given]
-    if kept and all(x is None for x in others):
-        return [_rows_times(u, d_logps, needed) for u in kept]
+        d_stats = d_stats.each(lambda x: selected(needed, x, 0.0))
+    if kept_grads and only_logps:
+        assert d_stats.logps is not None
+        return [_rows_times(u, d_stats.logps, needed) for u in kept_grads]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
-    scale = float16_scale(dtypes, partial(_largest, given, needed))
-    given = [None if x is None else scaled(x, scale) for x in given]
-    run = partial(_gradients, tensors, stats, given, wanted)
-    with torch.autocast(d_logps.device.type, enabled=False):
+    scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
+    d_stats = d_stats.each(partial(scaled, scale=scale))
+    run = partial(_gradients, tensors, stats, d_stats, needs_grad)
+    with torch.autocast(needed.device.type, enabled=False):
         gradients = plan.second(needed, tensors[1]).run(run)
     unscale = None if scale is None else 1 / scale
     return [
@@ -255,32 +263,30 @@ def second_pass(
 def _gradients(
     tensors: Sequence[Tensor],
     stats: TokenStats | PairStats,
-    given: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    d_stats: StatGrads,
+    needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | None]:
     """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
-    grads = Gradients(tensors, wanted, every_row=plan.rows.num_rows == len(tensors[0]))
+    grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
-    for rows in plan.rows.chunks():
-        of_rows = [None if x is None else x[rows.index] for x in given]
-        head.recompute(rows, stats.at(rows.index))
-        head.backward(rows, grads, *of_rows)
-    return grads.all()
+    for chunk in plan.rows.chunks():
+        head.recompute(chunk, stats.at(chunk.index))
+        head.backward(chunk, grads, d_stats.each(itemgetter(chunk.index)))
+    return grads.finalize()
 
 
-def _rows_times(u: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
+def _rows_times(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
     """The rows of `u` that are needed, times a factor each, rounded once; 0 elsewhere."""
-    if u is None:
+    if stored is None:
         return None
-    found = torch.mul(u, factors[:, None], out=torch.empty_like(u))
-    return found.masked_fill_(~needed[:, None], 0.0)
+    grad = torch.mul(stored, factors[:, None], out=torch.empty_like(stored))
+    return grad.masked_fill_(~needed[:, None], 0.0)
 
 
 def _largest(gradients: Sequence[Tensor | None], needed: Tensor) -> Tensor:
     """The largest size among the gradients of rows that are needed, 0-d."""
     # Rows that are not needed may be given anything, NaN included.
-    given = [x for x in gradients if x is not None and x.numel()]
-    peaks = [selected(needed, x, 0.0).abs().amax() for x in given]
+    peaks = [selected(needed, x, 0.0).abs().amax() for x in gradients if x is not None and len(x)]
     none = torch.zeros((), dtype=torch.float32, device=needed.device)
     return torch.stack(peaks).amax() if peaks else none

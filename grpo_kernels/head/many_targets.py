@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels import RowGrads, TokenStats
+from ..kernels import RowGrads, StatGrads, TokenStats
 from .dense import TargetReadout
 from .plan import Chunk
 
@@ -46,20 +46,14 @@ class MultiTargetReadout(TargetReadout):
         self.stats = stats._replace(logps=logps)
         return self.stats
 
-    def set_grads(
-        self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        assert d_logps is not None
-        total, stats = d_logps.sum(1), self.stats
+    def set_grads(self, d_stats: StatGrads) -> None:
+        assert d_stats.logps is not None
+        stats, total = self.stats, d_stats._replace(logps=d_stats.logps.sum(1))
         first = stats._replace(logps=stats.logps[:, 0].contiguous())
-        self.grads = RowGrads.of(first, total, d_entropy, d_logsumexp)
+        self.grads = RowGrads.of(first, total)
         # As of one target with all of the gradient, but for what belongs to others.
-        columns = (total, d_entropy, d_logsumexp)
-        of_rows = [None if x is None else x[:, None] for x in columns]
-        of_all = RowGrads.of(_columns(stats), *of_rows)  # type: ignore[arg-type]
-        self.at_targets = of_all.at_target - _of_others(self.ids, d_logps)
-        return None
+        columns = RowGrads.of(_columns(stats), total.each(lambda x: x[:, None]))
+        self.at_targets = columns.at_target - _grads_of_other_ids(self.ids, d_stats.logps)
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
         self._pick(strip, logits)
@@ -85,7 +79,7 @@ def _columns(stats: TokenStats) -> TokenStats:
     return TokenStats(stats.logps, stats.logsumexp[:, None], entropy)
 
 
-def _of_others(ids: Tensor, d_logps: Tensor) -> Tensor:
+def _grads_of_other_ids(ids: Tensor, d_logps: Tensor) -> Tensor:
     """The gradient of the targets of each row that are not this one's id, `[C, K]`.
 
     Sums of what comes before the run of its id, and after: no difference of sums, which would have

@@ -22,7 +22,7 @@ from ..kernels import TokenStats
 from .call import HeadCall, HeadSpec, named_reference, reference_call
 from .dense import ChunkedHead, SingleRank, TargetReadout
 from .lm_head import LMHead, Reference
-from .plan import Buffers, RowPlan, buffer_rows, gpu, ran_out_of_memory
+from .plan import Buffers, RowPlan, ran_out_of_memory
 from .products import INVARIANT_ROWS, Gradients
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _LEAST_ROWS = 16
 
 
 class GradMode(IntEnum):
-    """What a call makes the gradient of its logits from."""
+    """Source of the gradient of a call's logits."""
 
     RECOMPUTE = 0  # logits that a second pass makes again; or there is none
     FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
@@ -50,13 +50,13 @@ class GradMode(IntEnum):
         In two passes it is made at first where the head is frozen, which leaves that of each
         log-prob by the states to be kept (`Execution.keep_gradients`).
         """
-        wanted = call.wants_grad()
+        needs_grad = call.needs_grad()
         if one_pass:
-            at_once = any(wanted)
+            at_once = any(needs_grad)
         else:
-            several = call.spec.targets.ndim > 1
+            several = call.spec.targets_per_token > 1
             at_once = not other_grads and keeps_gradients(
-                call.spec.execution.keep_gradients, wanted[::2], wanted[1::2], several
+                call.spec.execution.keep_gradients, needs_grad[::2], needs_grad[1::2], several
             )
         if not at_once:
             return GradMode.RECOMPUTE
@@ -66,15 +66,18 @@ class GradMode(IntEnum):
 
 
 def keeps_gradients(
-    asked: bool, of_states: Sequence[bool], of_head: Sequence[bool], several: bool
+    keep_gradients: bool,
+    states_need_grad: Sequence[bool],
+    head_needs_grad: Sequence[bool],
+    several: bool,
 ) -> bool:
     """True if two passes keep each log-prob's gradient by the states, which alone want one."""
-    return asked and any(of_states) and not any(of_head) and not several
+    return keep_gradients and any(states_need_grad) and not any(head_needs_grad) and not several
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How a call over a head is computed, before it is given tensors.
+    """Plan of a call over a head: everything but its tensors.
 
     Args:
         spec: with the tokens that have a kept set out of its mask.
@@ -82,10 +85,9 @@ class HeadPlan:
         ranks: who has which columns of it.
         tokens: bool `[N]`, all that take part; None: every one.
         sets: the kept sets of the others.
-        wanted: of which of the terms' tensors gradients are.
+        needs_grad: True for each of the terms' tensors whose gradient is made.
         entropy: whether it is a result.
         grad_mode: what the gradient of the logits is made from.
-        exp_gemm: whether the logits' GEMM stores their exponentials instead.
     """
 
     spec: HeadSpec
@@ -93,28 +95,26 @@ class HeadPlan:
     ranks: SingleRank
     tokens: Tensor | None
     sets: KeptSets | None
-    wanted: Sequence[bool]
+    needs_grad: Sequence[bool]
     entropy: bool
     grad_mode: GradMode
-    exp_gemm: bool = False
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
         """The head over the rows of the plan; `tensors` are those of the call."""
         keep_exps = self.grad_mode == GradMode.FROM_EXPS
         own, others = tensors[: 2 * self.spec.num_terms], tensors[2 * self.spec.num_terms :]
-        return ChunkedHead(
-            own, self.spec, self.rows, self._readout(others),
-            keep_exps=keep_exps, exp_gemm=self.exp_gemm,
-        )  # fmt: skip
+        return ChunkedHead(own, self.spec, self.rows, self._readout(others), keep_exps=keep_exps)
 
-    def _readout(self, of_reference: Sequence[Tensor]) -> TargetReadout:
+    def _readout(self, reference_tensors: Sequence[Tensor]) -> TargetReadout:
         spec = self.spec
         if spec.reference is not None:
             from .two_heads import DivergenceReadout
 
             at_once = self.grad_mode != GradMode.RECOMPUTE
-            return DivergenceReadout(spec, of_reference, self.ranks, self.rows, at_once=at_once)
-        if spec.targets.ndim == 2:
+            return DivergenceReadout(
+                spec, reference_tensors, self.ranks, self.rows, at_once=at_once
+            )
+        if spec.targets_per_token > 1:
             from .many_targets import MultiTargetReadout
 
             return MultiTargetReadout(spec, self.ranks, entropy=self.entropy)
@@ -125,7 +125,9 @@ class HeadPlan:
         count = self.rows.num_grad_rows
         one_chunk = count == self.rows.largest_of(needs_grad=True)
         rounded = self.spec.dtype if one_chunk else None
-        return Gradients(tensors, self.wanted, every_row=count == len(tensors[0]), rounded=rounded)
+        return Gradients(
+            tensors, self.needs_grad, every_row=count == len(tensors[0]), rounded=rounded
+        )
 
     @property
     def stats(self) -> type[TokenStats | PairStats]:
@@ -154,7 +156,7 @@ class HeadPlan:
         plan = self
         while True:
             try:
-                found = work(plan)
+                result = work(plan)
                 break
             except Exception as error:
                 if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
@@ -171,7 +173,7 @@ class HeadPlan:
                 "begins so, and keeps to that",
                 stacklevel=2,
             )
-        return found
+        return result
 
     def metrics(self) -> dict[str, Tensor]:
         """Metrics of the kept sets."""
@@ -215,17 +217,13 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
     spec, rows = reference.spec, plan.rows
-    found = spec.targets.new_zeros(len(spec.targets), dtype=torch.float32)
+    logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
-    if plan.exp_gemm:  # the policy has no logits, but the reference does
-        weight = reference.tensors[1]
-        fit, _ = buffer_rows(weight, Buffers(len(weight)), spec.execution.chunk_bytes)
-        rows = replace(rows, max_logit_rows=min(rows.max_logit_rows, fit))
-    with torch.no_grad(), torch.autocast(found.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
         head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
         for chunk in rows.chunks():
-            found[chunk.index] = head.forward(chunk).logps
-    return found
+            logps[chunk.index] = head.forward(chunk).logps
+    return logps
 
 
 def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
@@ -272,11 +270,12 @@ def plan_head(
     if call.head.ranks is not None:
         from .ranks import ranks_of
 
-        several = 1 if spec.targets.ndim == 1 else spec.targets.shape[1]
-        asked = {"entropy": entropy, "entries": entries, "targets per token": several}
-        agreed = {**(loss_settings or {}), **asked, "gradient made at once": grad_mode}
+        several = spec.targets_per_token
+        outputs = {"entropy": entropy, "entries": entries, "targets per token": several}
+        agreed = {**(loss_settings or {}), **outputs, "gradient made at once": grad_mode}
         ranks = ranks_of(call, agreed)
-    check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
+    if spec.targets is not None:
+        check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
     if spec.sampled:
         _check_bans("", call, ranks)
         if reference is not None:
@@ -287,17 +286,16 @@ def plan_head(
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         others = ~sets.tokens
         spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
-    exp_gemm = _takes_exp_gemm(call, grad_mode)
-    buffers = _buffers(spec, weight, grad_mode, exp_gemm=exp_gemm)
+    buffers = _buffers(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
-    wanted = call.wants_grad()
-    return HeadPlan(spec, rows, ranks, tokens, sets, wanted, entropy, grad_mode, exp_gemm)
+    needs_grad = call.needs_grad()
+    return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
     bias, spec = call.head.bias, call.spec
-    if bias is None:
+    if bias is None or spec.targets is None:
         return
     local_ids = ranks.local_ids(spec.targets)
     columns = local_ids.clamp(0, len(bias) - 1)
@@ -312,58 +310,8 @@ def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     )
 
 
-def _takes_exp_gemm(call: HeadCall, grad_mode: GradMode) -> bool:
-    """Whether the logits' GEMM leaves their exponentials and statistics in their place."""
-    asked = call.spec.execution.exp_gemm
-    if asked is False:
-        return False
-    why_not = why_no_exp_gemm(call, grad_mode)
-    if asked and why_not:
-        raise ValueError(f"exp_gemm: expected False or None {why_not}; got True")
-    weight = call.tensors[1]
-    measured = weight.device.type == "cuda" and call.spec.dtype != torch.float32
-    if asked or why_not or not measured:
-        return bool(asked)
-    from ..kernels.triton_exp_gemm import largest_size
-
-    return weight.shape[1] <= (largest_size(weight.device) or 0)
-
-
-def why_no_exp_gemm(call: HeadCall, grad_mode: GradMode) -> str | None:
-    """Why a call needs its logits, to stand after "exp_gemm: expected False"; None: it does not."""
-    spec, execution, weight = call.spec, call.spec.execution, call.tensors[1]
-    reasons = {
-        "where torch computes": spec.backend.exp_gemm is None,
-        "on this device": not _has_tiles(weight.device),
-        "in float32 on a GPU": spec.dtype == torch.float32 and weight.device.type == "cuda",
-        "with operands of two dtypes": spec.dtype == torch.float32 != weight.dtype,
-        "with a softcap": spec.transform.softcap is not None,
-        "with a bias or a LoRA": spec.num_terms > 1,
-        'with logits_dtype="model"': spec.rounding is not None,
-        "where ranks share the vocabulary": call.head.ranks is not None,
-        "with several targets per token": spec.targets.ndim == 2,
-        "with a reference whose KL is exact": spec.reference is not None,
-        "with batch_invariant": execution.batch_invariant,
-        "with a matmul": execution.matmul is not None,
-        "where the gradient takes a second sweep": grad_mode == GradMode.FROM_LOGITS,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _has_tiles(device: torch.device) -> bool:
-    """Whether there is a tile for it: NVIDIA's GPUs from sm_80 on, and the interpreter."""
-    if device.type == "cuda" and torch.version.hip is None:
-        return bool(gpu(device).major >= 8)
-    return device.type == "cpu"
-
-
-def _buffers(
-    spec: HeadSpec, weight: Tensor, grad_mode: GradMode, *, exp_gemm: bool = False
-) -> Buffers:
+def _buffers(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> Buffers:
     models = 1 if spec.reference is None else 2
-    if exp_gemm and spec.dtype != torch.float32:
-        grad_bytes = spec.dtype.itemsize if grad_mode == GradMode.FROM_EXPS else 0
-        return Buffers(len(weight), grad_bytes, models=0)
     if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
         return Buffers(len(weight), models=models)
     strips = grad_mode == GradMode.FROM_EXPS

@@ -29,8 +29,6 @@ ROW_MULTIPLE = 128
 _MOST_STRIP_BYTES = 640 << 20
 # Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
 SWEPT_ROWS_PER_SM = 5
-# Rows at a time where a row takes next to nothing.
-_MOST_ROWS = 16_384
 # The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
 _TILE_COLUMNS = 256
 
@@ -121,9 +119,9 @@ class RowPlan:
 
     @property
     def bytes_taken(self) -> int:
-        """Of logits, and of their gradients."""
-        of_logits, of_gradients = self.row_bytes
-        return self.logit_rows * of_logits + self.gradient_rows * of_gradients
+        """Bytes of the logits and of their gradients."""
+        logit_bytes, grad_bytes = self.row_bytes
+        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
 
     def halved(self, least: int = 1) -> RowPlan:
         """Half as many rows at a time, but not fewer than `least`."""
@@ -160,7 +158,7 @@ class Buffers(NamedTuple):
         columns: of a row of logits.
         grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
         strips: a chunk's logits are made and used a few rows at a time.
-        models: whose logits are there at a time; 0: none, as a GEMM leaves something else.
+        models: whose logits are there at a time.
     """
 
     columns: int
@@ -170,9 +168,8 @@ class Buffers(NamedTuple):
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Of a row's logits, or of the sums of its tiles of columns, and of their gradient."""
-        of_logits = 4 * self.models * self.columns or -(-self.columns // 16)
-        return of_logits, self.grad_bytes * self.columns
+        """Bytes of a row's logits, and of their gradient."""
+        return 4 * self.models * self.columns, self.grad_bytes * self.columns
 
 
 def plan_rows(
@@ -250,22 +247,21 @@ def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tu
 
     `chunk_bytes` None: the device's budget.
     """
-    *_, strips, models = buffers
-    of_logits, of_gradient = buffers.row_bytes
+    logit_bytes, grad_bytes = buffers.row_bytes
     if chunk_bytes is None:
         device = weight.device
         memory = gpu(device).total_memory if device.type == "cuda" else None
         each = default_chunk_bytes(buffers.columns, device.type, memory)
-        chunk_bytes = max(models, 1) * each
-    bytes_per_row = of_logits + of_gradient
+        chunk_bytes = buffers.models * each
+    bytes_per_row = logit_bytes + grad_bytes
     least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
-    if strips and of_gradient and models and chunk_bytes >= least * bytes_per_row:
+    if buffers.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
         cuda = weight.device.type == "cuda"
         sms = gpu(weight.device).multi_processor_count if cuda else 1
-        strip = strip_rows(chunk_bytes, of_logits, least, sms)
-        rows = (chunk_bytes - of_logits * strip) // of_gradient
+        strip = strip_rows(chunk_bytes, logit_bytes, least, sms)
+        rows = (chunk_bytes - logit_bytes * strip) // grad_bytes
         return rows // least * least, strip
-    rows = max(1, min(chunk_bytes // bytes_per_row, _MOST_ROWS))
+    rows = max(1, chunk_bytes // bytes_per_row)
     if rows >= least:
         rows = rows // least * least
     return rows, rows

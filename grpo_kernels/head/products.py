@@ -138,44 +138,44 @@ class Gradients:
 
     Args:
         tensors: x and y of each term.
-        wanted: of which tensors gradients are wanted.
+        needs_grad: True for each tensor whose gradient is made.
         every_row: True if all rows of every x will be set; others are left 0.
         rounded: the dtype of operands whose one product is the whole gradient of a y: of the same
             dtype, it is rounded by its GEMM. None: products are added up in float32.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], wanted: Sequence[bool], *, every_row: bool,
+        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *, every_row: bool,
         rounded: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        self.tensors, self.wanted = tensors, list(wanted)
+        self.tensors, self.needs_grad = tensors, list(needs_grad)
         self.every_row, self.rounded = every_row, rounded
-        self.found: list[Tensor | None] = [None] * len(self.tensors)
+        self.grads: list[Tensor | None] = [None] * len(self.tensors)
 
-    def of_rows(self, place: int) -> Tensor:
+    def d_x(self, place: int) -> Tensor:
         """The gradient of an x, in its dtype."""
-        found = self.found[place]
-        if found is None:
+        grads = self.grads[place]
+        if grads is None:
             x = self.tensors[place]
             make = x.new_empty if self.every_row else x.new_zeros
-            found = self.found[place] = make(x.shape)
-        return found
+            grads = self.grads[place] = make(x.shape)
+        return grads
 
-    def of_columns(self, place: int) -> tuple[Tensor, float]:
+    def d_y(self, place: int) -> tuple[Tensor, float]:
         """The gradient of a y, mostly a float32 sum, and its factor: 0.0 at first."""
-        found = self.found[place]
-        if found is not None:
-            return found, 1.0
+        grads = self.grads[place]
+        if grads is not None:
+            return grads, 1.0
         y = self.tensors[place]
         dtype = y.dtype if y.dtype == self.rounded else torch.float32
-        found = self.found[place] = y.new_empty(y.shape, dtype=dtype)
-        return found, 0.0
+        grads = self.grads[place] = y.new_empty(y.shape, dtype=dtype)
+        return grads, 0.0
 
-    def all(self) -> list[Tensor | None]:
-        """All of them, 0 where nothing was added and None where not wanted."""
+    def finalize(self) -> list[Tensor | None]:
+        """All of them, 0 where nothing was added and None where none is made."""
         return [
-            x if x is not None or not wanted else torch.zeros_like(like)
-            for x, wanted, like in zip(self.found, self.wanted, self.tensors, strict=True)
+            x if x is not None or not needs_grad else torch.zeros_like(like)
+            for x, needs_grad, like in zip(self.grads, self.needs_grad, self.tensors, strict=True)
         ]
 
 

@@ -77,12 +77,12 @@ class VocabShards(SingleRank):
         )  # fmt: skip
         return replace(super().plan(spec, weight, active, with_grad, buffers), tiles=None)
 
-    def _ask_same(self, checks: ValueChecks, what: str, *given: Tensor | None) -> None:
+    def _ask_same(self, checks: ValueChecks, what: str, *tensors: Tensor | None) -> None:
         """Asks whether all ranks have the same of `given`, `[N]` each."""
-        device = next(x.device for x in given if x is not None)
+        device = next(x.device for x in tensors if x is not None)
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        mine = torch.stack([_checksum(none if x is None else x) for x in given])
-        checks.add((_gathered(mine, self.group) != mine).any(1), what)
+        local = torch.stack([_checksum(none if x is None else x) for x in tensors])
+        checks.add((_gathered(local, self.group) != local).any(1), what)
 
     def local_ids(self, targets: Tensor) -> Tensor:
         places = targets - self.start
@@ -118,12 +118,12 @@ class VocabShards(SingleRank):
         if stats.entropy is not None:
             told.append(stats.entropy.masked_fill(absent, 0.0))
         ranks = _gathered(torch.stack(told), self.group)
-        logsumexps, of_targets = ranks[:, 0], ranks[:, 1]
+        logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
         peak = logsumexps.amax(0)
         shifted = logsumexps - peak
         log_total = shifted.exp().sum(0).log()
         log_shares = shifted - log_total
-        logps = (of_targets + log_shares).amax(0)
+        logps = (target_logps + log_shares).amax(0)
         entropy = total = None
         if stats.entropy is not None:
             terms = log_shares.exp() * (ranks[:, 2] - log_shares)
@@ -158,8 +158,8 @@ class VocabShards(SingleRank):
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
-    def largest(self, values: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
-        ranks = _gathered(torch.stack([values, *beside]), self.group)
+    def largest(self, values: Tensor, *values_at_peak: Tensor) -> tuple[Tensor, ...]:
+        ranks = _gathered(torch.stack([values, *values_at_peak]), self.group)
         of = ranks[:, 0].argmax(0)
         return tuple(ranks.gather(0, of.expand(1, *ranks.shape[1:]))[0])
 
@@ -200,12 +200,12 @@ class VocabShards(SingleRank):
         self._ask_same(checks, what, *(x.long() for x in support))
 
     def here(self, entries: Entries) -> tuple[Entries, Tensor]:
-        """This rank's entries, with the ids of its columns; and which of all they are."""
+        """Entries of this rank, with the ids of its columns; and which of all they are."""
         places = self.local_ids(entries.ids)
-        mine = places >= 0
-        which = mine.nonzero().squeeze(1)
+        is_local = places >= 0
+        which = is_local.nonzero().squeeze(1)
         ids = places[which]
-        offsets = torch.nn.functional.pad(mine.cumsum(0), (1, 0))[entries.offsets]
+        offsets = torch.nn.functional.pad(is_local.cumsum(0), (1, 0))[entries.offsets]
         order = ids.argsort(stable=True)
         return Entries(ids, entries.tokens[which], offsets, entries.positions, order), which
 
@@ -219,7 +219,7 @@ class VocabShards(SingleRank):
 
 
 def local_parts(head: LMHead) -> LMHead:
-    """This rank's parts of a head that is given as DTensors."""
+    """Returns this rank's parts of a head of DTensors."""
     b = None if head.low_rank is None else head.low_rank[1]
     parts = {"weight": head.weight, "bias": head.bias, "low_rank[1]": b}
     local: dict[str, Any] = {}
@@ -265,12 +265,12 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
     if execution.capturable:
         raise ValueError("capturable: expected False where ranks share the vocabulary; got True")
-    wanted, per_token = call.wants_grad(), isinstance(head.temperature, Tensor)
+    needs_grad, per_token = call.needs_grad(), isinstance(head.temperature, Tensor)
     flags = {
         "ranks.start": ranks.start is not None, "bias": head.bias is not None,
-        "low_rank": head.low_rank is not None, "gradient of hidden": wanted[0],
-        "gradient of low_rank[0]": head.low_rank is not None and wanted[2],
-        "gradient": any(wanted), "temperature per token": per_token,
+        "low_rank": head.low_rank is not None, "gradient of hidden": needs_grad[0],
+        "gradient of low_rank[0]": head.low_rank is not None and needs_grad[2],
+        "gradient": any(needs_grad), "temperature per token": per_token,
         "logits_dtype='model'": spec.rounding is not None,
         "batch_invariant": execution.batch_invariant,
     }  # fmt: skip
@@ -278,20 +278,21 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
     numbers = {
         "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
         "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
-        "tokens": len(spec.targets),
+        "tokens": spec.layout.num_tokens,
         "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
         "softcap (0: none)": head.softcap or 0.0, **agreed,
     }  # fmt: skip
     # Whole numbers below 2^53 as well.
-    mine = [
+    local = [
         ranks.start or 0, len(head.weight), *flags.values(),
         *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
     ]  # fmt: skip
-    device = spec.targets.device
-    ids = _checksum(spec.targets)[None]
-    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=device).view(torch.int64)
-    told = _gathered(torch.cat([mine_tensor, ids]), ranks.group).cpu()
-    begins, counts, *columns = told[:, :-1].view(torch.float64).T.tolist()
+    packed = torch.tensor(local, dtype=torch.float64, device=head.weight.device)
+    ids = packed.new_zeros(1, dtype=torch.int64)
+    if spec.targets is not None:
+        ids = _checksum(spec.targets)[None]
+    gathered = _gathered(torch.cat([packed.view(torch.int64), ids]), ranks.group).cpu()
+    begins, counts, *columns = gathered[:, :-1].view(torch.float64).T.tolist()
     for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
         if len(set(values)) == 1:
             continue
@@ -305,7 +306,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         else:
             values = [int(x) if x.is_integer() else x for x in values]
         raise ValueError(f"{name}: expected the same on all ranks; got {values}")
-    if len(set(told[:, -1].tolist())) > 1:
+    if len(set(gathered[:, -1].tolist())) > 1:
         raise ValueError(
             "targets: expected the same on all ranks that share the vocabulary, as each has other "
             "columns for the same tokens; got others: gather those of all ranks first. A weight "
@@ -333,10 +334,10 @@ def _checksum(x: Tensor) -> Tensor:
     return ((bits + 1) * torch.arange(1, len(x) + 1, device=x.device)).sum() + len(x)
 
 
-def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gathered(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values of all ranks, in their order: `[R, ...]`."""
-    ranks = mine.new_empty(group.size() * mine.numel())
+    ranks = local.new_empty(group.size() * local.numel())
     # Its name from PyTorch 2.13 on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(ranks, mine.flatten(), group=group)
-    return ranks.view(group.size(), *mine.shape)
+    gather(ranks, local.flatten(), group=group)
+    return ranks.view(group.size(), *local.shape)

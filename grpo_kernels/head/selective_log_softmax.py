@@ -19,7 +19,14 @@ from ..base.autograd import refuse_double_backward
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_number, check_tensor, flatten
 from ..base.layout import Layout, check_target_ids, check_targets
 from ..base.private import eager_under_compile
-from ..kernels import Backend, LogitTransform, RowGrads, TokenStats, select_backend
+from ..kernels import (
+    Backend,
+    LogitTransform,
+    RowGrads,
+    StatGrads,
+    TokenStats,
+    select_backend,
+)
 
 
 @eager_under_compile
@@ -144,7 +151,7 @@ def gradient(
         logits = logits.contiguous()
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     flat_out = out.view(-1, out.shape[-1])
-    all_grads = RowGrads.of(TokenStats(*stats), flatten(d_logps).float())
+    all_grads = RowGrads.of(TokenStats(*stats), StatGrads(flatten(d_logps).float()))
     with torch.autocast(logits.device.type, enabled=False):
         for rows, chunk in _chunks_of(logits):
             grads = all_grads.at(rows)

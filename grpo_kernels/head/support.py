@@ -77,14 +77,14 @@ def batch_support(
                 f"length: expected as many as the longest completion has tokens, {size}; got "
                 f"{length}"
             )
-        of_tokens = offsets.diff().long()
+        sizes = offsets.diff().long()
         if targets is not None:
-            tokens = torch.arange(size).repeat_interleave(of_tokens)
+            tokens = torch.arange(size).repeat_interleave(sizes)
             ids = torch.as_tensor(targets[i], dtype=torch.int64)[:size]
-            found = torch.zeros(size, dtype=torch.bool)
-            found[tokens[token_ids == ids[tokens]]] = True
-            token_ids, of_tokens = token_ids[found[tokens]], torch.where(found, of_tokens, 0)
-        row[:size] = of_tokens
+            has_target = torch.zeros(size, dtype=torch.bool)
+            has_target[tokens[token_ids == ids[tokens]]] = True
+            token_ids, sizes = token_ids[has_target[tokens]], torch.where(has_target, sizes, 0)
+        row[:size] = sizes
         parts.append(token_ids)
     offsets = _from_zero(counts.flatten().cumsum(0))
     return Support(to_device(torch.cat(parts), device), to_device(offsets, device))
@@ -100,7 +100,7 @@ class KeptSets:
         spec: whose tokens have the sets.
         support: the sets.
         ranks: who has which rows of the head.
-        every: every token is to have a set, whose first id stands for its target.
+        every: every token is to have a set; there are no targets, and its first id stands for one.
         logsumexp: whether sets of one entry take part.
     """
 
@@ -108,11 +108,13 @@ class KeptSets:
         self, spec: HeadSpec, support: Any, ranks: Any, *, every: bool, logsumexp: bool
     ) -> None:
         refuse_with(spec.execution)
-        targets, V, self.ranks = spec.targets, ranks.columns, ranks
-        ids, offsets = check_support(support, len(targets), targets.device)
-        checks, N, device = spec.checks, len(targets), targets.device
+        V, self.ranks, targets = ranks.columns, ranks, spec.targets
+        checks, N, device = spec.checks, spec.layout.num_tokens, spec.layout.device
+        ids, offsets = check_support(support, N, device)
         ids = ids if N else ids[:0]
-        active = torch.ones_like(targets, dtype=torch.bool) if spec.mask is None else spec.mask
+        active = spec.mask
+        if active is None:
+            active = torch.ones(N, dtype=torch.bool, device=device)
         begins, ends, last = _intervals(offsets, active, len(ids), checks)
         counts = ends - begins
         if every:
@@ -120,7 +122,8 @@ class KeptSets:
                 active & (counts == 0),
                 "support: expected a set of every token with entries=True; got tokens without one",
             )
-            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else targets
+            targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else begins
+        assert targets is not None
         places = torch.arange(len(ids), device=device)
         tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
         belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
@@ -128,9 +131,9 @@ class KeptSets:
         checks.add(
             belongs & ~exists, f"support.token_ids: expected ids in [0, {V}); got ids outside"
         )
-        found, positions = _found(hits, places, begins, ends)
+        hit_counts, positions = _first_hits(hits, places, begins, ends)
         checks.add(
-            (counts > 0) & (found == 0),
+            (counts > 0) & (hit_counts == 0),
             "support: expected the target of every token among its ids "
             "(batch_support(..., targets=) empties the other sets, whose tokens are then scored "
             "over the whole vocabulary); got tokens whose target is not",
@@ -195,12 +198,12 @@ class KeptSets:
             return RowsLogSoftmax.apply(z, entries.tokens, entries.offsets)
 
     def logps(self, log_p: Tensor) -> Tensor:
-        """Those of the targets `[N]`, 0 where there is no set."""
+        """Log-probs of the targets `[N]`, 0 where there is no set."""
         if not len(self.entries):
             return log_p.new_zeros(len(self.tokens))
         places = self.entries.offsets[:-1] + self.entries.positions
-        found = log_p[places.clamp(0, len(log_p) - 1)]
-        return torch.where(self.entries.offsets.diff() > 0, found, 0.0)
+        logps = log_p[places.clamp(0, len(log_p) - 1)]
+        return torch.where(self.entries.offsets.diff() > 0, logps, 0.0)
 
 
 class _EntryLogits(torch.autograd.Function):
@@ -232,7 +235,7 @@ class _EntryLogits(torch.autograd.Function):
         # Tokens without a gradient have no part in any product, whatever their states hold.
         d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[which]
         grads: list[Tensor | None] = [None] * len(tensors)
-        of_ids = None
+        by_id_args = None
         for k, (x, y) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
             x, y = _by_rows(x), _by_rows(y)
             if ctx.needs_input_grad[2 * k]:
@@ -240,10 +243,10 @@ class _EntryLogits(torch.autograd.Function):
                 d_x = d_x if sets.ranks.alone else sets.ranks.sum_rows(d_x)
                 grads[2 * k] = d_x.to(x.dtype)
             if ctx.needs_input_grad[2 * k + 1]:
-                if of_ids is None:
+                if by_id_args is None:
                     begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))
-                    of_ids = (d[here.order], here.tokens_by_id, begins)
-                grads[2 * k + 1] = sums(*of_ids, x, y.dtype)
+                    by_id_args = (d[here.order], here.tokens_by_id, begins)
+                grads[2 * k + 1] = sums(*by_id_args, x, y.dtype)
         return (*grads, None, None)
 
 
@@ -317,19 +320,21 @@ def _intervals(
 
 
 def _compared(
-    ids: Tensor, places: Tensor, tokens: Tensor, of_tokens: Tensor
+    ids: Tensor, places: Tensor, tokens: Tensor, per_token: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Masks of the entries that belong to their token, and that are its target."""
-    begin, end, target = of_tokens[:, tokens]
+    begin, end, target = per_token[:, tokens]
     belongs = (places >= begin) & (places < end)
     return belongs, belongs & (ids == target)
 
 
-def _found(hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _first_hits(
+    hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
     """Counts each token's hits, and finds the place of an only one, from its begin."""
     sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
-    found, place = sums[:, ends] - sums[:, begins]
-    return found, place - begins
+    counts, place = sums[:, ends] - sums[:, begins]
+    return counts, place - begins
 
 
 def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:

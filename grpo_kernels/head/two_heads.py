@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import RowGrads, pairs_of
+from ..kernels import RowGrads, StatGrads, pairs_of
 from ..kernels.pair_stats import PairStats
 from .call import HeadSpec
 from .dense import LogitStrips, SingleRank, TargetReadout
@@ -92,16 +92,12 @@ class DivergenceReadout(TargetReadout):
     def finish(self) -> PairStats:  # type: ignore[override]
         return self.stats
 
-    def set_grads(
-        self, d_logps: Tensor | None, d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None, d_divergence: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        assert d_divergence is not None
-        self.d_divergence = d_divergence
+    def set_grads(self, d_stats: StatGrads) -> tuple[Tensor, Tensor] | None:
+        assert d_stats.divergence is not None
+        self.d_divergence = d_divergence = d_stats.divergence
         self.policy_grads: RowGrads | None = None  # by the policy's own statistics
-        if d_logps is not None:
-            of_policy = self.stats.of_policy
-            self.policy_grads = RowGrads.of(of_policy, d_logps, d_entropy, d_logsumexp)
+        if d_stats.logps is not None:
+            self.policy_grads = RowGrads.of(self.stats.of_policy, d_stats)
         elif self.has_slopes and self.spec.dtype == torch.float32:
             slopes = self.ref_logits.buffer[: len(d_divergence)]
             return slopes, self.pairs.slope_factors(self.transform, d_divergence, self.divergence)

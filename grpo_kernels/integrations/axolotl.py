@@ -40,7 +40,7 @@ class GRPOKernelsOptions(BaseModel):
 
 
 class GRPOKernelsArgs(BaseModel):
-    """What the plug-in adds to axolotl's config.
+    """Options that the plug-in adds to axolotl's config.
 
     Args:
         grpo_kernels: whether the head is this library's.

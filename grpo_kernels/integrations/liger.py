@@ -337,7 +337,7 @@ class patch_liger(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Whether Liger is patched now."""
+        """Tells if Liger is patched now."""
         import liger_kernel.chunked_loss as where
 
         return is_ours(vars(where)[_NAME])

@@ -15,7 +15,7 @@ Replacement = tuple[Any, str, Any]
 
 
 class Patch:
-    """What stands in the place of others' names: until `undo()`, or to the end of a `with` block.
+    """Replaces names of other packages until `undo()`, or to the end of a `with` block.
 
     Args:
         replacements: what takes which name's place. Nothing is replaced twice.
@@ -56,7 +56,7 @@ class Patch:
 
 
 def is_ours(replaced: Any) -> bool:
-    """Whether this has been put in the place of something by a `Patch`."""
+    """Tells if a `Patch` has put this in the place of something."""
     return _MARK in getattr(replaced, "__dict__", {})
 
 

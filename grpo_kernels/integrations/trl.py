@@ -194,7 +194,7 @@ def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
 
 
 def _of_constructor(attach: _Attach, replay_support: bool) -> list[Replacement]:
-    """What the constructor of TRL's trainer calls, so that it builds what ours needs."""
+    """Wraps what the constructor of TRL's trainer calls, so that it builds what ours needs."""
 
     def add_fused_lm_head(
         model: Any,

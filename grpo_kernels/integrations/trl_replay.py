@@ -108,7 +108,7 @@ def _recording(model: Any, recorder: SupportRecorder) -> Iterator[None]:
 
 
 def masks_of_vllm() -> list[Replacement]:
-    """What makes an engine of vLLM that TRL constructs return its sampling masks."""
+    """Makes an engine of vLLM that TRL constructs return its sampling masks."""
     # Imported here, as not every version of TRL has it.
     from trl.generation import vllm_generation
 

@@ -120,7 +120,7 @@ class patch_verl(Patch):
 
     @staticmethod
     def active() -> bool:
-        """Whether verl is patched now."""
+        """Tells if verl is patched now."""
         from verl.utils.kernel import linear_cross_entropy as kernel
 
         return is_ours(kernel.linear_cross_entropy)

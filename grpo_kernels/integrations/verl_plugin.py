@@ -1,4 +1,4 @@
-"""What verl loads in each of its processes, by the entry point `verl.plugins` of this package.
+"""Plug-in that verl loads in each of its processes, by this package's entry point `verl.plugins`.
 
 verl tells a plug-in's errors at its lowest level, where nobody looks; here they are warnings.
 """

@@ -116,6 +116,22 @@ class TokenStats(NamedTuple):
         return TokenStats(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
+class StatGrads(NamedTuple):
+    """A loss's gradients by the statistics of each row, float32 `[C]`; None where there is none.
+
+    `logps` is `[C, K]` with several targets per row.
+    """
+
+    logps: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    divergence: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> StatGrads:
+        """Applies `change` to those that are there."""
+        return StatGrads(*(None if x is None else change(x) for x in self))
+
+
 class RowGrads(NamedTuple):
     """The parts of the gradient of each row of logits, float32 `[C]`; `of` makes them.
 
@@ -132,13 +148,10 @@ class RowGrads(NamedTuple):
     d_entropy: Tensor | None = None
 
     @staticmethod
-    def of(
-        stats: TokenStats,
-        d_logps: Tensor,
-        d_entropy: Tensor | None = None,
-        d_logsumexp: Tensor | None = None,
-    ) -> RowGrads:
+    def of(stats: TokenStats, d_stats: StatGrads) -> RowGrads:
         """The parts, from a loss's gradients by a row's statistics."""
+        d_logps, d_entropy, d_logsumexp, _ = d_stats
+        assert d_logps is not None
         # 1 - p cancels for a target that is all but certain, and -expm1(logps) does not.
         at_target, d_softmax = -d_logps * stats.logps.expm1(), d_logps
         if d_logsumexp is not None:
@@ -174,7 +187,7 @@ class Entries:
         return self.tokens[self.order]
 
     def begins_of(self, ids: Tensor) -> Tensor:
-        """Where the entries of each of `ids`, ascending, begin in `order`."""
+        """Places in `order` where the entries of each of `ids`, ascending, begin."""
         return torch.searchsorted(self.ids[self.order], ids)
 
 
@@ -195,8 +208,6 @@ if TYPE_CHECKING:
         PAIRS: str  # the module with its operations on two models' logits
         # None where autograd differentiates the objective; else `triton_policy_loss.policy_loss`.
         policy_loss: Callable[..., PolicyLoss] | None
-        # None where products leave logits; else `triton_exp_gemm.exp_gemm`.
-        exp_gemm: Callable[..., None] | None
         token_stats = staticmethod(torch_backend.token_stats)
         logit_grads_ = staticmethod(torch_backend.logit_grads_)
         entry_dots = staticmethod(torch_backend.entry_dots)

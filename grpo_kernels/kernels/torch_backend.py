@@ -17,8 +17,6 @@ from . import Entries, LogitTransform, RowGrads, TokenStats
 
 # Autograd differentiates the objective.
 policy_loss = None
-# A CPU's products are another library's.
-exp_gemm = None
 PAIRS = ".pairs"
 
 CPU_BLOCK_BYTES = 8 << 20
@@ -72,8 +70,8 @@ def token_stats(
         # Not target logit - logsumexp, which loses what is below an ulp of the logits.
         target = targets[rows, None]
         place, elsewhere = target.clamp(min=0), target < 0
-        of_target = shifted.gather(1, place).masked_fill_(elsewhere, -torch.inf).squeeze(1)
-        out.logps[rows] = of_target - log_total
+        target_logit = shifted.gather(1, place).masked_fill_(elsewhere, -torch.inf).squeeze(1)
+        out.logps[rows] = target_logit - log_total
         peak = peak.squeeze(1)
         out.logsumexp[rows] = torch.where(peak == -torch.inf, peak, peak + log_total)
         if entropy:
@@ -184,10 +182,10 @@ def segment_sums(
     Segment s is `offsets[s] : offsets[s + 1]`; every e is in one. Each sum is taken in float32,
     always in the same order, and rounded once. Rows whose factor is 0 are not read.
     """
-    kept = factors != 0
-    if not bool(kept.all()):
-        offsets = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
-        factors, index = factors[kept], index[kept]
+    stored = factors != 0
+    if not bool(stored.all()):
+        offsets = torch.nn.functional.pad(stored.cumsum(0), (1, 0))[offsets]
+        factors, index = factors[stored], index[stored]
     if rows.dtype == torch.float32:
         return _bags(factors, index, offsets, rows).to(dtype)
     result = rows.new_empty((len(offsets) - 1, rows.shape[1]), dtype=dtype)

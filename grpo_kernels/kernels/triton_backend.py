@@ -1,10 +1,9 @@
 """Triton kernels: CUDA, ROCm and XPU, and any CPU under `TRITON_INTERPRET=1`."""
 
 from .triton_entries import entry_dots, segment_sums
-from .triton_exp_gemm import exp_gemm
 from .triton_logits import logit_grads_, token_stats
 from .triton_policy_loss import policy_loss
 
 PAIRS = ".triton_pairs"
 
-__all__ = ["entry_dots", "exp_gemm", "logit_grads_", "policy_loss", "segment_sums", "token_stats"]
+__all__ = ["entry_dots", "logit_grads_", "policy_loss", "segment_sums", "token_stats"]

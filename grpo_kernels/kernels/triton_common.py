@@ -1,4 +1,4 @@
-"""What several files of Triton kernels share: their launches' arguments, and e^x - 1."""
+"""Helpers of several files of Triton kernels: arguments of launches, and e^x - 1."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def device_of(x: Tensor) -> Any:
 
 
 def at_most(registers: int, like: Tensor) -> dict[str, int]:
-    """How a kernel is built that is to leave room for more programs; of NVIDIA's GPUs."""
+    """Options that limit a kernel's registers on NVIDIA's GPUs, so that more programs fit."""
     other = like.device.type == "xpu" or torch.version.hip is not None
     return {} if other else {"maxnreg": registers}
 
 
 def build(num_warps: int, *, fused: bool = True) -> dict[str, Any]:
-    """How a kernel is built: its warps, and whether a product and a sum are one instruction.
+    """Options that build a kernel: its warps, and whether a product and a sum are one instruction.
 
     If they are not, the default from Triton 3.10 on, a sweep takes up to a fifth more instructions.
     If they are, a result's last bits depend on what else a variant of the kernel computes.

@@ -123,8 +123,8 @@ def _add_block(
         weighted += exps * tl.maximum(shifted, -1e4, propagate_nan=tl.PropagateNan.ALL)
     peak = tl.maximum(peak, shifted)
     if KEEPS_EXPS:
-        kept = (exps * slope).to(exps_row_ptr.dtype.element_ty)
-        tl.store(exps_row_ptr + offs_v, kept, mask=mask_v)
+        stored = (exps * slope).to(exps_row_ptr.dtype.element_ty)
+        tl.store(exps_row_ptr + offs_v, stored, mask=mask_v)
     return total, weighted, peak
 
 
@@ -336,16 +336,16 @@ def token_stats(
     if count:
         unused = out.logps
         pointers = (unused if x is None else x for x in out)
-        kept = logits if exps is None else exps
+        stored = logits if exps is None else exps
         # Five programs per multiprocessor, not four: an A100 then takes a strip at once.
         plain = exps is not None and transform.softcap is None
         room = at_most(REGISTERS, logits) if plain else {}
         with device_of(logits):
             token_stats_kernel[(count,)](
                 logits, targets, temperature_pointer(transform, logits),
-                *pointers, kept,
+                *pointers, stored,
                 V,
-                logits.stride(0), kept.stride(0),
+                logits.stride(0), stored.stride(0),
                 *transform_scalars(transform),
                 **transform_flags(transform),
                 HAS_ENTROPY=entropy, KEEPS_EXPS=exps is not None,

@@ -104,31 +104,31 @@ def group_advantages(
     values = rewards.detach().double()
     values = values[:, None] if rewards.ndim == 1 else values  # [B, R]
     factors = _weights(weights, values)
-    of_group, of_all = _Groups(groups, values), _Groups(max(len(values), 1), values)
+    per_group, overall = _Groups(groups, values), _Groups(max(len(values), 1), values)
     unscorable = values.isnan().all(1)
 
     if aggregation == "sum_then_normalize":
         total = (values * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
-        mean = of_group.mean(total)
+        mean = per_group.mean(total)
         match baseline:
             case "length":
-                advantages = total - of_group.mean(total, lengths)
+                advantages = total - per_group.mean(total, lengths)
             case "runner_up":
-                advantages = of_group.lead(total)
+                advantages = per_group.lead(total)
             case _:
                 advantages = total - mean
         if scale == "mean":
             advantages = advantages / (mean + eps)
         elif scale == "group":
-            advantages = advantages / (of_group.std(total) + eps)
+            advantages = advantages / (per_group.std(total) + eps)
         elif scale == "batch":
-            advantages = advantages / (of_all.std(total) + eps)
-        equal = of_group.all_equal(total)
+            advantages = advantages / (overall.std(total) + eps)
+        equal = per_group.all_equal(total)
     else:
-        normalised = (values - of_group.mean(values)) / (of_group.std(values) + eps)
-        equal = of_group.all_equal(values)
+        normalised = (values - per_group.mean(values)) / (per_group.std(values) + eps)
+        equal = per_group.all_equal(values)
         total = (normalised * factors).nansum(1).masked_fill(unscorable, torch.nan)[:, None]
-        advantages = (total - total.nanmean()) / (of_all.std(total) + eps)
+        advantages = (total - total.nanmean()) / (overall.std(total) + eps)
     # A std over one value is NaN, and so is an unscorable completion's advantage.
     advantages = advantages.nan_to_num(nan=0.0)
     return advantages.squeeze(1).masked_fill(equal.all(1) | unscorable, 0.0).float()
@@ -225,7 +225,7 @@ class _Groups:
         return self._sum(weights * x) / self._sum(weights)
 
     def lead(self, x: Tensor) -> Tensor:
-        """How far the best of each group is ahead of the second best; 0 of all others."""
+        """Lead of the best of each group over the second best; 0 for all others."""
         x = x.masked_fill(x.isnan(), -torch.inf)
         best = self._largest(x)
         is_best = x == best

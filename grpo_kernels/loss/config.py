@@ -136,8 +136,13 @@ class GRPOLossConfig:
     dppo_ratio_max: float = 20.0
 
     def __post_init__(self) -> None:
-        for its in fields(self):
-            _check_field(its.name, getattr(self, its.name), its, _EXPECTED.get(its.name))
+        for option_field in fields(self):
+            _check_field(
+                option_field.name,
+                getattr(self, option_field.name),
+                option_field,
+                _EXPECTED.get(option_field.name),
+            )
         _check_loss(self.loss)
         self._check_used()
         self._check_together()
@@ -145,21 +150,23 @@ class GRPOLossConfig:
     @cached_property
     def loss(self) -> Loss:
         """The loss in force, an instance of its class."""
-        given = self.loss_type
-        if isinstance(given, Loss):
-            return given
-        if isinstance(given, type):
-            raise TypeError(f"loss_type: expected an instance, {given.__name__}(); got the class")
-        if callable(given):
-            return OwnLoss(given)
-        check_choice("loss_type", given, LOSS_TYPES, hint=", a loss, or a callable")
-        cls, preset = LOSSES[given]
+        loss_type = self.loss_type
+        if isinstance(loss_type, Loss):
+            return loss_type
+        if isinstance(loss_type, type):
+            raise TypeError(
+                f"loss_type: expected an instance, {loss_type.__name__}(); got the class"
+            )
+        if callable(loss_type):
+            return OwnLoss(loss_type)
+        check_choice("loss_type", loss_type, LOSS_TYPES, hint=", a loss, or a callable")
+        cls, preset = LOSSES[loss_type]
         options = {}
-        for name, its in flat_fields(given).items():
+        for name, option_field in flat_fields(loss_type).items():
             value = getattr(self, name)
-            _check_field(name, value, its, its.metadata["expected"])
-            if value != its.default:
-                options[its.name] = value
+            _check_field(name, value, option_field, option_field.metadata["expected"])
+            if value != option_field.default:
+                options[option_field.name] = value
         return cls(**(preset | options))
 
     @property
@@ -251,15 +258,18 @@ class GRPOLossConfig:
         return frozenset(names)
 
     def _check_used(self) -> None:
-        for its in fields(self):
-            value = getattr(self, its.name)
-            unused = its.name in _SPECIFIC - self.specific_options
-            is_default = isinstance(value, (int, float, str, type(None))) and value == its.default
+        for option_field in fields(self):
+            value = getattr(self, option_field.name)
+            unused = option_field.name in _SPECIFIC - self.specific_options
+            is_default = (
+                isinstance(value, (int, float, str, type(None))) and value == option_field.default
+            )
             if unused and not is_default:
-                own = isinstance(self.loss_type, Loss) and its.name != "aggregation"
+                own = isinstance(self.loss_type, Loss) and option_field.name != "aggregation"
                 reason = "has options of its own" if own else "has no use for it"
                 raise ValueError(
-                    f"{its.name}: expected {its.default!r}, as loss_type={self.loss_type!r} "
+                    f"{option_field.name}: expected {option_field.default!r}, as "
+                    f"loss_type={self.loss_type!r} "
                     f"{reason}; got {value!r}"
                 )
         length = self.max_completion_length
@@ -327,13 +337,13 @@ _SPECIFIC = {"aggregation"}.union(*map(flat_fields, LOSS_TYPES))
 
 
 def _check_loss(loss: Loss) -> None:
-    of_class: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
-    for its in of_class:
-        expected = its.metadata.get("expected")
+    loss_fields: tuple[Field[Any], ...] = fields(loss) if is_dataclass(loss) else ()
+    for option_field in loss_fields:
+        expected = option_field.metadata.get("expected")
         if expected is not None and not isinstance(expected, tuple):
-            owner = f"option() of {type(loss).__name__}.{its.name}"
+            owner = f"option() of {type(loss).__name__}.{option_field.name}"
             check_choice(f"loss_type: {owner}", expected, tuple(RANGES), ", or a tuple of names")
-        _check_field(its.name, getattr(loss, its.name), its, expected)
+        _check_field(option_field.name, getattr(loss, option_field.name), option_field, expected)
     check_choice("loss_type.aggregation", loss.aggregation, AGGREGATIONS)
     check_choice("loss_type.ratio_level", loss.ratio_level, RATIO_LEVELS)
     for name in _CLAIMS:
@@ -346,12 +356,12 @@ def _check_loss(loss: Loss) -> None:
 
 
 def _check_field(
-    name: str, value: object, its: Field[Any], expected: str | tuple[str, ...] | None
+    name: str, value: object, option_field: Field[Any], expected: str | tuple[str, ...] | None
 ) -> None:
     """Checks a value: a bool or None by the field's type, else a number or a choice."""
-    if value is None and str(its.type).endswith("None"):
+    if value is None and str(option_field.type).endswith("None"):
         return
-    if its.type in (bool, "bool"):
+    if option_field.type in (bool, "bool"):
         check_bool(name, value)
     elif isinstance(expected, tuple):
         check_choice(name, value, expected)

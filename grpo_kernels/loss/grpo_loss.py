@@ -230,12 +230,12 @@ def policy_loss(
 
 def _kernel_options(config: GRPOLossConfig) -> dict[str, Any] | None:
     """The formulas and numbers as the kernel takes them; None where it lacks one."""
-    of_loss = config.loss.kernel()
+    kernel_loss = config.loss.kernel()
     has_kl = config.kl_estimator in _KERNEL_ESTIMATORS and config.kl_clamp is None
     beta = 0.0 if config.exact_kl else config.beta
-    if of_loss is None or (beta and not has_kl):
+    if kernel_loss is None or (beta and not has_kl):
         return None
-    options = {"beta": beta, "entropy_coef": config.entropy_coef, **of_loss._asdict()}
+    options = {"beta": beta, "entropy_coef": config.entropy_coef, **kernel_loss._asdict()}
     if beta:
         options |= {
             "kl_estimator": config.kl_estimator,

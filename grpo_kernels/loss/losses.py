@@ -45,8 +45,8 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
 
 
 def _place(cls: type, name: str) -> int:
-    """How far up a class has its own of this name, 0: in itself."""
-    return next(i for i, its in enumerate(cls.__mro__) if name in vars(its))
+    """Counts how far up a class has its own of this name, 0: in itself."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 class Loss:
@@ -356,7 +356,7 @@ class DppoTV(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class DppoKL(DppoTV):
-    """As `DppoTV`, where far is a binary KL: of the token and the rest, old to new, in nats."""
+    """Loss of `DppoTV` by a binary KL: of the token and the rest, old to new, in nats."""
 
     token_local = True
     gradient_needs_advantage = True

@@ -77,15 +77,17 @@ def loss_metrics(
         table.masked_fill_(masked, 0.0)
     sums = table if sequences is None else sequences.sum(table)
     means = _by_name(rows, sums.sum(1) / inputs.count.clamp(min=1))
-    clips = _clip_ratios(means) if values.two_bounds else {}
-    if sequences is not None and (values.by_sequence or clips):
+    clips: dict[str, Tensor] = {}
+    if sequences is not None and (values.by_sequence or values.two_bounds):
         lengths = sequences.sum(tokens.mask)
         shares, empty = sums / lengths.clamp(min=1), lengths == 0
         if values.by_sequence:
             over_sequences = _by_name(rows, shares.sum(1) / (~empty).sum().clamp(min=1))
             means |= {name: over_sequences[name] for name in values.by_sequence}
-        if clips:
-            clips |= _clip_ratios_of_sequences(_by_name(rows, shares), empty)
+        if values.two_bounds:
+            clips = _clip_ratios_of_sequences(_by_name(rows, shares), empty)
+    if values.two_bounds:
+        clips |= _clip_ratios(means)
     scored, ratio, square = (means.pop(name, None) for name in (_SCORED, _RATIO, _SQUARE))
     assert ratio is not None and square is not None
     metrics = {"tokens": inputs.count, **maxima, **means}
@@ -125,11 +127,11 @@ def _per_token(
     low, high = (torch.zeros_like(ratio) if cut_off is None else cut_off for cut_off in bounds)
     rows |= {"clip_low": low, "clip_high": high}
     if config.ratio_level == "sequence":
-        by_sequence |= {"clip_low", "clip_high"}
+        by_sequence.update(("clip_low", "clip_high"))
     own = _own_metrics(loss, tokens, ratio)
     rows |= own
     if loss.needs_sequences:
-        by_sequence |= own.keys()
+        by_sequence.update(own)
     if config.off_policy_threshold is not None:
         rows["off_policy_dropped"] = ~off_policy_mask(config, tokens)
     if config.top_entropy_quantile < 1:

@@ -106,7 +106,7 @@ def token_local(config: GRPOLossConfig, inputs: LossInputs) -> bool:
 def _loss_of_tokens(loss: Loss, tokens: Tokens) -> Tensor:
     """The loss of each token, `[N]`; checked, as it may be the user's own."""
     if loss.why_two_passes is None:
-        tokens = replace(tokens, sequences=None, of_token_local=True)
+        tokens = replace(tokens, sequences=None, is_token_local=True)
     name = loss.name_of("per_token()")
     x = per_token_values(name, loss.per_token(tokens), tokens)
     if torch.is_grad_enabled() and tokens.logps.requires_grad and not x.requires_grad:
@@ -158,8 +158,8 @@ def high_entropy_mask(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
 def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tensor:
     """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence, bounded."""
     assert tokens.sampling_logps is not None
-    of_sequence = {"sequence": tokens.sequence_sum, "geometric": tokens.sequence_mean}
-    whole = of_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
+    over_sequence = {"sequence": tokens.sequence_sum, "geometric": tokens.sequence_mean}
+    whole = over_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
     old = tokens.old_logps.detach()
     # NaN: the sampler has no log-prob of this token, which then keeps weight 1.
     log_w = (old - tokens.sampling_logps).nan_to_num(nan=0.0)
@@ -190,7 +190,7 @@ def kl_terms(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tenso
 
 
 def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
-    """What the exact KL adds to the loss; its gradient by a token's is `beta` times its weight."""
+    """Term of the exact KL in the loss; its gradient by a token's KL is `beta` times its weight."""
     assert inputs.kl is not None
     return config.beta * (inputs.weights * inputs.kl).sum()
 

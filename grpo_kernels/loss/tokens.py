@@ -44,9 +44,9 @@ class LossInputs:
             "advantages", "weights", "old_logps", "ref_logps", "sampling_logps",
             "importance_sampling_weights", "ce_weights", "kl",
         )  # fmt: skip
-        given = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
+        values = {name: x[rows] for name in names if (x := getattr(self, name)) is not None}
         mask = self.mask[rows] if masked and self.mask is not None else None
-        return replace(self, **given, mask=mask, sequences=None)
+        return replace(self, **values, mask=mask, sequences=None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Tokens:
     sampling_logps: Tensor | None = None
     importance_sampling_weights: Tensor | None = None
     sequences: Sequences | None = None
-    of_token_local: bool = False  # seen by a loss that says so: there are no sequences
+    is_token_local: bool = False  # seen by a loss that says so: there are no sequences
 
     @property
     def log_ratio(self) -> Tensor:
@@ -94,7 +94,7 @@ class Tokens:
         return self._known_sequences().sum(self.mask).clamp(min=1)
 
     def _known_sequences(self) -> Sequences:
-        if self.of_token_local:
+        if self.is_token_local:
             raise ValueError(
                 "loss_type: expected an objective that looks at no token but its own, as it says "
                 "token_local; got one that asks for sequences"

@@ -43,7 +43,7 @@ def at_most(seconds: float, late: Late) -> Iterator[None]:
 
 @contextmanager
 def _by_alarm(seconds: float, late: Late) -> Iterator[None]:
-    """Where an alarm of the caller's is due first, that one rings, and nothing else."""
+    """Limits by an alarm; one of the caller's that is due first rings instead."""
     over, start = False, time.monotonic()
 
     def ring(number: int, frame: FrameType | None) -> None:

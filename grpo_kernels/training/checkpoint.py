@@ -73,7 +73,7 @@ def digests(
     train: Iterable[Problem], held_out: Iterable[Problem], encode: PromptEncoder, model: nn.Module,
     *, trained: bool,
 ) -> dict[str, str]:  # fmt: skip
-    """What a run is given besides its options, by name: by it a run that goes on is the same.
+    """Digests, by name, of a run's inputs besides its options, which a resumed run has to have.
 
     `trained`: of the weights that are trained as well, which are no checkpoint's where the
     reference is a copy of them.

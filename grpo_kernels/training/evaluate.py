@@ -198,7 +198,7 @@ def _majority(group: Sequence[dict[str, Any]]) -> bool:
 
 
 def _given(answer: dict[str, Any]) -> str | None:
-    """What is marked in the policy's own part of a completion."""
+    """Returns what is marked in the policy's own part of a completion."""
     if "answered" in answer:
         return answer["answered"]
     return marked_answer(answer.get("sampled", answer["completion"]))

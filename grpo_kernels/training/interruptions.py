@@ -1,4 +1,4 @@
-"""What ends a step before its time, in all processes: signals, and memory that runs out."""
+"""Ends of a step before its time, in all processes: signals, and memory that runs out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run begins with: its model and tokenizer, and who samples from it."""
+"""Start of a run: its model and tokenizer, and who samples from it."""
 
 from __future__ import annotations
 

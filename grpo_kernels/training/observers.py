@@ -1,4 +1,4 @@
-"""Who looks on while a run trains: files, terminal, trackers, page, pruning of checkpoints.
+"""Observers of a run: files, terminal, trackers, page, pruning of checkpoints.
 
 A run without any of them trains the same. All of them are in the main process alone.
 """
@@ -149,7 +149,7 @@ class Pruning(Observer):
 
 
 def observers_of(config: TrainingConfig, accelerator: Accelerator) -> list[Observer]:
-    """Those of a run."""
+    """Returns the observers of a run."""
     if not accelerator.is_main_process:
         return []
     of_all = [kind(config) for kind in (Warnings, Files, Terminal, Page, Pruning)]

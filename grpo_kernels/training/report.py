@@ -39,7 +39,7 @@ _CURVES = {
 
 
 def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """What was asked: a text, or a chat's last message."""
+    """Returns what was asked: a text, or a chat's last message."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 

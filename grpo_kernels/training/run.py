@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class Run:
-    """What changes from step to step, but for weights and the optimizer's state.
+    """State that changes from step to step, but for weights and the optimizer's.
 
     Args:
         config: the run's options.

@@ -152,7 +152,7 @@ class Sampler:
         return list(tokenizer.batch_decode([[x for x in row if x not in left_out] for row in rows]))
 
     def beside(self, completions: Sequence[Completion], texts: list[str]) -> dict[str, list[Any]]:
-        """What a reward function may name beside the texts of completions."""
+        """Arguments that a reward function may name beside the texts of completions."""
         whole = any(c.sampled is not None for c in completions)
         return {
             "transcripts": self.texts(completions, whole=True) if whole else texts,

@@ -1,4 +1,4 @@
-"""What a step knows: `Samples`, judged completions; their `Scores`; what an `Update` found."""
+"""Records of a step: `Samples`, judged completions; their `Scores`; an `Update`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sampler import Sampler
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One process's part of a rollout: `B` completions of `P` prompts, sorted by prompt."""
+    """Part of a rollout that one process has: `B` completions of `P` prompts, sorted by prompt."""
 
     problems: list[Problem]  # [P]
     prompts: list[list[int]]  # [P], token ids
@@ -94,7 +94,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Scores:
-    """What updates on samples compare with: `[B, T]` log-probs, None where they do not.
+    """Log-probs `[B, T]` that updates on samples compare with, None where they do not.
 
     `entropy_threshold` is of the whole rollout.
     """
@@ -106,7 +106,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer step found: its metrics, and the policy's `[B, T]` log-probs before it."""
+    """Results of an optimizer step: its metrics, and the policy's `[B, T]` log-probs before it."""
 
     metrics: dict[str, float]
     logps: Tensor  # 0 where it saw no token
@@ -133,7 +133,7 @@ def judged(
     problems: Sequence[Problem], completions: Sequence[Completion], sampler: Sampler,
     rewards: Mapping[str, Reward], is_correct: Callable[[str, str], bool] | None,
 ) -> Samples:  # fmt: skip
-    """What this process's completions of its problems are worth; None judges no answer."""
+    """Rewards of this process's completions of its problems; None judges no answer."""
     config, accelerator, G = sampler.config, sampler.accelerator, sampler.config.num_generations
     device, texts = accelerator.device, sampler.texts(completions)
     more = sampler.beside(completions, texts)

@@ -113,7 +113,7 @@ class Trainer:
 
     @property
     def rollout(self) -> Rollout:
-        """Who samples."""
+        """Sampler of the run."""
         return self.sampler.rollout
 
     @rollout.setter
@@ -173,7 +173,7 @@ class Trainer:
         return not run.evaluated and self._evaluate()
 
     def train_step(self, problems: Sequence[Problem]) -> tuple[dict[str, Any], Samples]:
-        """One rollout of these problems (of all processes) and the updates on it."""
+        """Runs a rollout of these problems (of all processes) and the updates on it."""
         config, accelerator, run, sampler = self.config, self.accelerator, self.run, self.sampler
         # A seed per step: a run that goes on from a checkpoint draws what it would have drawn.
         set_seed(run.seed("step"))

@@ -33,7 +33,7 @@ _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 class Sampled(NamedTuple):
-    """One completion as the engine returns it."""
+    """Completion as the engine returns it."""
 
     token_ids: list[int]
     logps: list[float] | None

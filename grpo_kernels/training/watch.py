@@ -40,7 +40,7 @@ class Watch:
         return list(found.values())
 
     def _signs(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """What is wrong, by kind; of numbers that are not finite, logs have null."""
+        """Signs that something is wrong, by kind; logs have null for what is not finite."""
         found = dict[str, str]()
 
         def always(name: str) -> bool:

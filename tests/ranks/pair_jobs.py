@@ -15,7 +15,7 @@ def taken(pair: tuple[str, str], call: str) -> bool:
     With Triton's kernels there is each option of the head, in the call that makes gradients in the
     same sweep; what becomes of their sums is the same for both backends.
     """
-    if {"ranks", "capturable", "exp_gemm"} & set(pair) or pairs.refusals(pair, call):
+    if {"ranks", "capturable"} & set(pair) or pairs.refusals(pair, call):
         return False
     of_head = any(pairs.NAMED[name][0] == "head" for name in pair)
     return "triton" not in pair or (call == "loss" and of_head)

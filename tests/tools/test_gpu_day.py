@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch._dynamo  # as the runs that are forked here would import it one by one
 
-from benchmarks import gpu_day, measure
+from benchmarks import exp_gemm, gpu_day, measure
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.kernels import triton_exp_gemm
 from tests.helpers.fake_cuda import CountedCUDA
 
 NAMES = [name for name, _, _ in gpu_day.PARTS]
@@ -154,9 +153,12 @@ def test_a_part_on_a_gpu(gpu, name, run, limit):
     assert timed
     for row in timed:
         assert row.get("ms", 3 * [2.0]) == 3 * [2.0] and row.get("g_per_s", 1.0) > 0
-    if name.startswith(("call", "exp_gemm")):
+    if name.startswith("exp_gemm"):
+        tiles = [f"exp_gemm, {tuple(x)}" for x in exp_gemm.TILES[9]]
+        assert [row["run"] for row in timed] == ["mm", "mm to float32, sweep", *tiles]
+    if name.startswith("call"):
         modelled = {row["run"] for row in timed if row["x_model"] > 0}
-        assert modelled == {gpu_day.FLOOR, *(gpu_day.EXP_GEMM if "exp" in name else gpu_day.OURS)}
+        assert modelled == {gpu_day.FLOOR, *gpu_day.OURS}
         trace = told[-1]
         assert trace["kernels"] == {"gemm": [2.0, 1], "sweep": [1.0, 1]}
         assert trace["products"] == {"aten::mm [[8, 4], [4, 2]]": [2.0, 1]}
@@ -329,38 +331,6 @@ def test_of_the_parts_some_are_chosen(tmp_path, known_machine, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         gpu_day.main(["--json", str(path), "--device", "cpu", "--parts", "call"])
     assert not ended.value.code and [*json.loads(path.read_text())["parts"]] == ["call 1"]
-
-
-def measured(*parts):
-    """A file's parts: H, milliseconds of ours, and with exp_gemm, None where that was wrong."""
-    done = {"device": {"rows": [{"run": "device", "device": "some GPU"}]}}
-    for place, (H, ours, other) in enumerate(parts):
-        rows = [{"run": "ours, exp_gemm", "shape": [1, 2, H], "status": "right"}]
-        rows += [{"run": "ours", "shape": [1, 2, H], "ms": [ours, 0, 0]}]
-        if other is not None:
-            rows += [{"run": "ours, exp_gemm", "shape": [1, 2, H], "ms": [other, 0, 0]}]
-        done[f"exp_gemm {place}"] = {"rows": rows}
-    return done
-
-
-@pytest.mark.parametrize(
-    "parts, size",
-    (
-        (((896, 7.0, 6.0), (2048, 50.0, 47.0), (4096, 40.0, 41.0)), 2048),
-        (((896, 7.0, 6.0), (896, 27.0, 28.0), (2048, 50.0, 47.0)), 0),
-        (((896, 7.0, None), (2048, 50.0, 47.0)), 0),
-        ((), 0),
-    ),
-)
-def test_exp_gemm_is_chosen_up_to_where_it_won(tmp_path, monkeypatch, capsys, parts, size):
-    monkeypatch.setattr(triton_exp_gemm, "__file__", str(tmp_path / "triton_exp_gemm.py"))
-    (tmp_path / "triton_exp_gemm.json").write_text('{"another": 896}')
-    path = tmp_path / "day.json"
-    path.write_text(json.dumps({"parts": measured(*parts)}))
-    gpu_day.main(["--json", str(path), "--choose"])
-    known = json.loads((tmp_path / "triton_exp_gemm.json").read_text())
-    assert known == {"another": 896, "some GPU": size}
-    assert ("not faster" in capsys.readouterr().out) == (not size)
 
 
 def test_names_of_parts_are_different():

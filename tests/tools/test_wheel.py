@@ -82,7 +82,6 @@ def test_contents(wheel):
     assert {name for name in names if not name.startswith(about)} == {
         *package,
         "grpo_kernels/py.typed",
-        "grpo_kernels/kernels/triton_exp_gemm.json",
         "grpo_kernels/training/report_page.html",
     }
     assert f"{about}licenses/LICENSE" in names
