@@ -27,15 +27,19 @@ from grpo_kernels.kernels import (
     RowGrads,
     TokenStats,
     triton_backend,
+    triton_divergences,
     triton_entries,
     triton_logits,
     triton_pairs,
     triton_policy_loss,
 )
-from grpo_kernels.kernels.pair_stats import KINDS, PairStats
+from grpo_kernels.kernels.divergences import DIVERGENCES
+from grpo_kernels.kernels.pair_stats import PairStats
 
 # The modules whose kernels are compiled.
-MODULES = (triton_logits, triton_pairs, triton_entries, triton_policy_loss, exp_gemm)
+MODULES = (
+    triton_logits, triton_divergences, triton_pairs, triton_entries, triton_policy_loss, exp_gemm,
+)  # fmt: skip
 DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
     torch.bool: "i1",
@@ -84,6 +88,8 @@ def recorded(calls: Callable[[], Any]) -> set[KernelLaunch]:
                 kinds.append((param.name, "fp32" if number else "i32"))
                 divides = not number and value % 16 == 0
                 divisible += [param.name] if specialized and divides else []
+        # Functions by their names: they cannot be sent to another process.
+        flags = {k: v.__name__ if isinstance(v, JITFunction) else v for k, v in flags.items()}
         names = self.__name__, tuple(kinds), tuple(divisible), tuple(sorted(flags.items()))
         launches.add(KernelLaunch(*names, num_warps, enable_fp_fusion, maxnreg))
 
@@ -132,17 +138,19 @@ def pair_launches() -> None:
     for (own, other), V in itertools.product(transforms, VOCABULARIES):
         logits = padded(rows, V, torch.float32)
         stats = PairStats.empty(logits)
-        for kind, invariant in itertools.product((None, "reverse", "forward"), (False, True)):
+        divergences = [x() for x in DIVERGENCES.values()]
+        in_sweep = [None, *(x for x in divergences if x.one_sweep)]
+        for x, invariant in itertools.product(in_sweep, (False, True)):
             triton_pairs.pair_stats(
-                logits, logits, targets, own, other, stats, kind=kind, invariant=invariant
+                logits, logits, targets, own, other, stats, divergence=x, invariant=invariant
             )
         of_policy = (None, RowGrads(*[column] * 3), RowGrads(*[column] * 5))
-        for kind, grads in itertools.product(KINDS, of_policy):
-            triton_pairs.divergences(logits, logits, own, other, stats, kind=kind)
+        for x, grads in itertools.product(divergences, of_policy):
+            triton_pairs.divergences(logits, logits, own, other, stats, divergence=x)
             for dtype in (torch.float32, torch.bfloat16):
                 out = padded(rows, V, dtype)
                 triton_pairs.pair_grads_(
-                    logits, logits, targets, own, other, stats, grads, column, out, kind=kind
+                    logits, logits, targets, own, other, stats, grads, column, out, divergence=x
                 )
 
 
@@ -216,14 +224,19 @@ def all_launches() -> list[KernelLaunch]:
     return sorted(gemm_launches().union(*map(recorded, each)), key=repr)
 
 
-def kernels() -> dict[str, Any]:
-    """Returns the kernels by name; other compiled functions are helpers that they call."""
+def functions() -> dict[str, Any]:
+    """Returns the compiled functions by name, the kernels among them."""
     return {
         name: x
         for module in MODULES
         for name, x in vars(module).items()
-        if isinstance(x, JITFunction) and name.endswith("_kernel")
+        if isinstance(x, JITFunction)
     }
+
+
+def kernels() -> dict[str, Any]:
+    """Returns the kernels by name; other compiled functions are helpers that they call."""
+    return {name: x for name, x in functions().items() if name.endswith("_kernel")}
 
 
 def sample(launches: list[KernelLaunch]) -> list[KernelLaunch]:

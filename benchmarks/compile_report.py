@@ -45,7 +45,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks import compile_sass
-from benchmarks.compile_launches import KernelLaunch, all_launches, kernels, sample
+from benchmarks.compile_launches import KernelLaunch, all_launches, functions, kernels, sample
 
 STORED = Path(__file__).parent / "results/compile.md"
 _TITLE = """# Registers, memory and loops of every kernel, compiled without a GPU
@@ -104,7 +104,7 @@ class Usage:
 def compiled(launch: KernelLaunch, arch: str) -> Any:
     """Compiles a launch for an architecture."""
     kernel, chip = kernels()[launch.kernel], ARCHITECTURES[arch]
-    constants = dict(launch.constants)
+    constants = {n: functions().get(x, x) for n, x in launch.constants}
     kinds = dict(launch.signature)
     signature = {n: "constexpr" if n in constants else kinds[n] for n in kernel.arg_names}
     places = [p.num for p in kernel.params if p.name in launch.divisible]

@@ -22,6 +22,7 @@ from grpo_kernels.kernels import (
     triton_backend,
     triton_pairs,
 )
+from grpo_kernels.kernels.divergences import ReverseKL
 from grpo_kernels.kernels.pair_stats import PairStats
 
 # Instructions per logit, rounded up from what is known to be possible.
@@ -65,9 +66,9 @@ def budgeted() -> dict[str, KernelLaunch]:
         "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
         "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
         "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
-        "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, kind="reverse"),
+        "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, divergence=ReverseKL()),
         "pair_grads": lambda: triton_pairs.pair_grads_(
-            *both, stats, grads, column, exps, kind="reverse"
+            *both, stats, grads, column, exps, divergence=ReverseKL()
         ),
         "entry_dots": lambda: triton_backend.entry_dots(
             rows, rows, entries, torch.ones(len(entries))

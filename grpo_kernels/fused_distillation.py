@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
-from .base.checks import check_choice, check_number
 from .base.outputs import DistillationOutput
 from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
-from .head.lm_head import Divergence, LMHead, Reference
+from .head.lm_head import LMHead, Reference
 from .head.passes import GradMode, call_of_reference, local_head, plan_head
 from .kernels import StatGrads
-from .kernels.pair_stats import KINDS, PairStats
+from .kernels.divergences import DIVERGENCES
+from .kernels.pair_stats import PairStats
+from .loss.distillation import make_divergence
 from .loss.inputs import number_of_items
 
 METRICS = ("tokens", "divergence", "entropy", "ref_entropy", "agreement", "divergence_max")
@@ -86,11 +87,10 @@ def fused_distillation_loss(
     Source: generalised JSD and on-policy distillation, arXiv:2306.13649. Reference:
     `grpo_kernels.reference.divergence`, in any dtype up to float64.
     """
-    check_choice("kind", kind, KINDS)
-    check_number("beta", beta, "in (0, 1)")
+    divergence = make_divergence("kind", kind, beta)
     call = head_call(hidden, local_head(head), None, mask, None, execution, sampled=False)
     other = call_of_reference(call, reference)
-    call = call.with_reference(other, Divergence(kind, beta))
+    call = call.with_reference(other, divergence)
     spec = call.spec
     count = torch.full((), spec.layout.num_tokens, dtype=torch.float32, device=hidden.device)
     if spec.mask is not None:
@@ -107,7 +107,7 @@ def fused_distillation_loss(
         None,
         GradMode.of(call, one_pass=True, other_grads=True),
         entropy=True,
-        loss_settings={"kind": KINDS.index(kind), "beta": beta},
+        loss_settings={"kind": list(DIVERGENCES).index(kind), "beta": beta},
     )
     loss, values = plan.run(partial(_Distillation.apply, *call.tensors, weight))
     stats = PairStats(values)

@@ -39,9 +39,10 @@ from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
-from .head.lm_head import Divergence, LMHead, Reference, Support
+from .head.lm_head import LMHead, Reference, Support
 from .head.passes import GradMode, call_of_reference, local_head, plan_head, reference_logps
 from .kernels import StatGrads
+from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
 from .loss.grpo_loss import d_kl, flat_loss, policy_loss
 from .loss.inputs import loss_inputs, rows_of_loss
@@ -158,7 +159,7 @@ def fused_grpo_loss(
         has_reference=reference is not None,
     )
     if config.exact_kl and other is not None:
-        call = call.with_reference(other, Divergence("reverse"))
+        call = call.with_reference(other, ReverseKL())
     one_pass = support is None and token_local(config, inputs)
     other_grads = config.entropy_has_gradient or config.exact_kl
     plan = plan_head(

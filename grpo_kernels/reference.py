@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.checks import ValueChecks, check_choice
+from .base.checks import ValueChecks
 from .base.layout import Layout
 from .base.outputs import GRPOLossOutput, LogprobOutput
 from .head.lm_head import LMHead, Reference, Support
 from .loss.config import GRPOLossConfig
-from .loss.distillation import DIRECTIONS, divergence_terms
+from .loss.distillation import divergence_addends, make_divergence
 from .loss.inputs import check_entropy_given, loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import policy_loss
@@ -214,7 +214,7 @@ def divergence(
 
     `rounded_to`: of the logits of `hidden`.
     """
-    check_choice("kind", kind, DIRECTIONS)
+    divergence = make_divergence("kind", kind, beta)
     active = torch.ones_like(hidden[..., 0], dtype=torch.bool) if mask is None else mask.bool()
     states = reference.hidden.detach().to(hidden.dtype)
     own, other = (
@@ -222,7 +222,7 @@ def divergence(
     )
     s = linear_logits(*own, rounded_to=rounded_to).log_softmax(-1)
     t = linear_logits(*other).detach().log_softmax(-1)
-    return divergence_terms(s, t, kind, beta).sum(-1).masked_fill(~active, 0.0)
+    return divergence_addends(s, t, divergence).sum(-1).masked_fill(~active, 0.0)
 
 
 def _masked(hidden: Tensor, head: LMHead, active: Tensor) -> tuple[Tensor, LMHead]:

@@ -22,8 +22,7 @@ from grpo_kernels import (
     selective_log_softmax,
     topk_kl,
 )
-from grpo_kernels.kernels.pair_stats import KINDS
-from grpo_kernels.loss.distillation import DIRECTIONS
+from grpo_kernels.kernels.divergences import DIVERGENCES
 from tests.helpers.batches import make_batch, relative_error, run_fused
 from tests.helpers.flat_calls import fused_grpo_loss, linear_logprobs, reference
 from tests.helpers.head_options import BACKENDS
@@ -199,7 +198,7 @@ def everything(batch, backend, numbers):
     add(selective_log_softmax(hidden @ weight.T, targets, **on))
     constants = {"old_logps": old, "sampling_logps": old - 0.1, "ce_weights": old / 1000}
     for number in numbers:
-        for kind in KINDS:
+        for kind in DIVERGENCES:
             given = hidden, weight, teacher, mask if number is None else None
             add(fused_distillation_loss(*given, kind=kind, num_items=number, execution=execution))
         given = on | {"num_items": number}
@@ -212,7 +211,7 @@ def everything(batch, backend, numbers):
         add(group_advantages(rewards, 257, weights=[1.0, 0.3], **options))
     add(group_advantages(rewards, 257, baseline="length", lengths=torch.arange(257) + 1))
     add(per_token_kl(scored.logps, old, mask, estimator="k3+", clamp=1.0))
-    for direction in DIRECTIONS:
+    for direction in DIVERGENCES:
         add(topk_kl(many.logps, many.logps.detach() - 0.1, direction=direction))
     found.append(torch.tensor(check_sampler(old, old - 0.1, old * 1.01, mask), dtype=torch.float64))
     return found

@@ -1,14 +1,29 @@
-"""The three walks of CONTRIBUTING.md, followed: a loss, an option of the head, a rollout."""
+"""The walks of CONTRIBUTING.md, followed: a loss, an option of the head, a divergence, rollout."""
 
 import re
 from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels import GRPOLossConfig, LMHead, fused_grpo_loss, linear_logprobs
+from grpo_kernels import (
+    Execution,
+    GRPOLossConfig,
+    LMHead,
+    Reference,
+    fused_distillation_loss,
+    fused_grpo_loss,
+    linear_logprobs,
+)
+from grpo_kernels import reference as exact
 from grpo_kernels.head.lm_head import Term
+from grpo_kernels.kernels import divergences, triton_divergences
+from grpo_kernels.kernels.divergences import Divergence, log_mixture, to_mixture_
+from grpo_kernels.kernels.triton_common import expm1
+from grpo_kernels.kernels.triton_divergences import kl_addend, to_mixture
 from grpo_kernels.loss.losses import Loss
 from grpo_kernels.training.rollout import Completion
 from tests.helpers.batches import make_batch, relative_error
@@ -79,6 +94,59 @@ def test_an_option_of_the_head_is_a_term():
     logits.log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
     for x, y in zip(leaves, truth, strict=True):
         assert relative_error(x.grad, y.grad) <= 3e-5
+
+
+class SkewKL(Divergence):
+    """KL(q || m), arXiv:2402.03898."""
+
+    name = "skew"
+    scale = property(lambda self: 1 - self.beta)
+
+    def addends(self, s, t):
+        return t.exp() * (t - log_mixture(s, t, self.beta))
+
+    def terms(self, p, q, d):
+        return [divergences.Term(1.0, q, to_mixture_(d, self.beta)[1])]
+
+    def base(self, p, q):
+        return torch.lerp(p, q, self.beta)
+
+    def h(self, terms):
+        return terms[0].log_ratio.expm1().neg_()  # 1 - q/m
+
+
+@triton.jit
+def _skew_addend(p, q, d, beta):
+    _, of_q = to_mixture(d, beta)
+    return kl_addend(q, p + beta * (q - p), of_q)
+
+
+@triton.jit
+def _skew_moment(p, q, d, mean, beta):
+    _, of_q = to_mixture(d, beta)
+    return tl.where(p == 0.0, 0.0, -p * (expm1(of_q) + mean))
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("apart", (1.0, 1e-2))
+def test_a_divergence_is_two_classes(apart, backend, monkeypatch):
+    functions = triton_divergences.DivergenceFunctions(_skew_addend, _skew_moment)
+    monkeypatch.setitem(divergences.DIVERGENCES, "skew", SkewKL)
+    monkeypatch.setitem(triton_divergences.FUNCTIONS, SkewKL, functions)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, noise = (torch.randn(n, 16, generator=g) for n in (7, 1103, 1103))
+    teacher = Reference(hidden, weight + apart * noise)
+    kind = {"kind": "skew", "beta": 0.1}
+    truth = [x.double().requires_grad_() for x in (hidden, weight)]
+    teacher64 = Reference(*(x.double() for x in teacher))
+    loss = exact.divergence(*truth, teacher64, **kind).mean()
+    loss.backward()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    out = fused_distillation_loss(*leaves, teacher, execution=Execution(backend=backend), **kind)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=3e-5)
+    for x, y in zip(leaves, truth, strict=True):
+        assert relative_error(x.grad, y.grad) <= 1e-4
 
 
 class Mine:

@@ -15,7 +15,8 @@ from grpo_kernels import (
 )
 from grpo_kernels import reference as exact
 from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, pairs, triton_pairs
-from grpo_kernels.kernels.pair_stats import KINDS, PairStats
+from grpo_kernels.kernels.divergences import DIVERGENCES, Divergence
+from grpo_kernels.kernels.pair_stats import PairStats
 from tests.helpers.batches import make_batch, relative_error
 
 BACKENDS = {"torch": pairs, "triton": triton_pairs}
@@ -44,19 +45,23 @@ def of_kernels(module, z, t, kind, beta=0.3, transforms=(NONE, NONE), targets=No
     """Statistics, and the gradient by the raw logits."""
     targets = torch.zeros(len(z), dtype=torch.int64) if targets is None else targets
     z, t, stats = z.clone(), t.clone(), PairStats.empty(z)
-    module.pair_stats(z, t, targets, *transforms, stats, kind=kind, beta=beta)
+    divergence = DIVERGENCES[kind](beta)
+    module.pair_stats(z, t, targets, *transforms, stats, divergence=divergence)
     out, ones = torch.empty_like(z), torch.ones(len(z))
     grads = None if grads is None else grads(stats)
     module.pair_grads_(
-        z.clone(), t, targets, *transforms, stats, grads, ones, out, kind=kind, beta=beta
+        z.clone(), t, targets, *transforms, stats, grads, ones, out, divergence=divergence
     )
     again = PairStats.empty(z)
-    if module.pair_stats(z, t, targets, *transforms, again, kind=kind, beta=beta, leave=True):
+    if module.pair_stats(
+        z, t, targets, *transforms, again, divergence=divergence, store_slopes=True
+    ):
         torch.testing.assert_close(again.values, stats.values, equal_nan=True)
-        left = t * pairs.left_factors(transforms[0], ones)[:, None]
+        stored = t * pairs.slope_factors(transforms[0], ones, divergence)[:, None]
         if grads is not None:
-            module.left_grads_(z, t, targets, transforms[0], grads, ones, left)
-        torch.testing.assert_close(left, out, rtol=1e-4, atol=1e-6, equal_nan=True)
+            rest = transforms[0], grads, ones, stored
+            module.stored_grads_(z, t, targets, *rest, divergence=divergence)
+        torch.testing.assert_close(stored, out, rtol=1e-4, atol=1e-6, equal_nan=True)
     return stats, out
 
 
@@ -69,7 +74,7 @@ def logits(apart, rows=6, V=1203, seed=0):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("apart", [3.0, 1e-2, 1e-4])
 def test_models_that_agree_keep_their_digits(kind, apart, backend):
     z, t = logits(apart)
@@ -79,7 +84,7 @@ def test_models_that_agree_keep_their_digits(kind, apart, backend):
     assert max(map(relative_error, d, gradient)) <= 3e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_vocabulary_of_a_model(kind):
     """Rows that agree lie beside rows that do not."""
     apart = torch.tensor([3.0, 1e-3, 0.3, 1e-2, 1e-4, 1.0, 2.0])[:, None]
@@ -93,7 +98,22 @@ def test_vocabulary_of_a_model(kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_is_certain_of_a_late_id(backend):
+    """The sum of the forward KL runs over the teacher, whose mass is far from the student's."""
+    g = torch.Generator().manual_seed(2)
+    z, t = (torch.randn(1, 100_109, generator=g) for _ in range(2))
+    z[:, 100_000] += 60.0  # all but e^-48 of the student's mass
+    t[:, 5] += 10.0
+    divergence, gradient = truth(z, t, "forward", 0.3)
+    assert divergence > 40
+    for call in (of_kernels, of_ranks):
+        stats, d = call(BACKENDS[backend], z, t, "forward")
+        torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
+        assert relative_error(d, gradient) <= 3e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_confident_models(kind, backend):
     """A KL of 1e-9, of two models that put all but a billionth on the same token."""
     z = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
@@ -125,17 +145,19 @@ def peaked(*peaks, rows=4, V=1500):
 def of_ranks(module, z, t, kind):
     """Results like those of `of_kernels`, by the way of ranks: from merged statistics."""
     targets, stats, out = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z), z.clone()
-    module.pair_stats(z, t, targets, NONE, NONE, stats, kind=None)
+    divergence = DIVERGENCES[kind](0.3)
+    module.pair_stats(z, t, targets, NONE, NONE, stats, divergence=None)
     stats.shift.copy_(stats.logsumexp - stats.ref_logsumexp)
     stats.set_without_anchors()
-    module.divergences(z, t, NONE, NONE, stats, kind=kind, beta=0.3)
+    module.divergences(z, t, NONE, NONE, stats, divergence=divergence)
     ones = torch.ones(len(z))
-    module.pair_grads_(out, t, targets, NONE, NONE, stats, None, ones, out, kind=kind, beta=0.3)
+    rest = stats, None, ones, out
+    module.pair_grads_(out, t, targets, NONE, NONE, *rest, divergence=divergence)
     return stats, out
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("call", [of_kernels, of_ranks])
 def test_peaks_beyond_the_first_block(call, kind, backend):
     """Peaks in one model, in both, at different ids: sums that differ by up to e^70."""
@@ -155,7 +177,7 @@ def test_peaks_beyond_the_first_block(call, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("place", [5, 1200])
 def test_students_that_are_nearly_certain(place, temperature, kind, backend):
@@ -173,7 +195,7 @@ def test_students_that_are_nearly_certain(place, temperature, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_equal_models(kind, backend):
     z, _ = logits(0.0)
     stats, d = of_kernels(BACKENDS[backend], z, z, kind)
@@ -183,7 +205,7 @@ def test_equal_models(kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])  # of the policy; 1 of the reference
 def test_limits(temperature, kind, backend):
     """-inf in both, in the policy, in the reference: exact, infinite where it is, never NaN."""
@@ -223,7 +245,7 @@ def test_sums_whose_quotient_is_no_float32(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("model", [0, 1])
 def test_logits_that_are_no_numbers(model, value, kind, backend):
@@ -262,7 +284,7 @@ def test_statistics(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("softcap", [None, 25.0])
 def test_gradients_add_up(softcap, kind, backend):
     """Those of log-prob, entropy, logsumexp and divergence, through every transform."""
@@ -290,19 +312,38 @@ def test_gradients_add_up(softcap, kind, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kinds_without_a_kernel(backend):
+@pytest.mark.parametrize("call", [of_kernels, of_ranks])
+def test_an_entry_that_float32_has_no_probability_for(call, backend):
+    """The reference alone rules it out: the KL is finite as computed, and so is its gradient."""
+    z, t = logits(0.5, rows=2)
+    z[0, 7], t[0, 7] = -120.0, -INF
+    divergence, gradient = truth(z, t.masked_fill(t == -INF, -120.0), "reverse", 0.3)
+    stats, d = call(BACKENDS[backend], z, t, "reverse")
+    torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-5, atol=0.0)
+    assert max(map(relative_error, d, gradient)) <= 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_divergence_without_formulas(backend):
+    """Nothing stands in for what it lacks."""
+
+    class Unknown(Divergence):
+        name = "unknown"
+
     z, t = logits(1.0)
     targets, stats = torch.zeros(len(z), dtype=torch.int64), PairStats.empty(z)
     module, pair = BACKENDS[backend], (NONE, NONE, stats)
+    error, message = {
+        "torch": (NotImplementedError, "Unknown.terms"),
+        "triton": (TypeError, "divergence: expected one with .*, ReverseKL, .*; got Unknown: add"),
+    }[backend]
     for call in (
-        lambda: module.pair_stats(z, t, targets, *pair, kind="up"),
-        lambda: module.divergences(z, t, *pair, kind="up"),
-        lambda: module.pair_grads_(z, t, targets, *pair, None, z[:, 0], z, kind="up"),
+        lambda x: module.pair_stats(z, t, targets, *pair, divergence=x),
+        lambda x: module.divergences(z, t, *pair, divergence=x),
+        lambda x: module.pair_grads_(z, t, targets, *pair, None, z[:, 0], z, divergence=x),
     ):
-        with pytest.raises(
-            ValueError, match="kind: expected one of reverse, forward, jsd; got 'up'"
-        ):
-            call()
+        with pytest.raises(error, match=message):
+            call(Unknown())
 
 
 # The calls
@@ -324,7 +365,29 @@ def gradients(call, batch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_whose_student_is_certain_of_a_late_id(backend):
+    g = torch.Generator().manual_seed(4)
+    hidden, weight, states, rows = (
+        torch.randn(n, 3, generator=g) for n in (1, 100_109, 1, 100_109)
+    )
+    bias = torch.zeros(100_109).index_fill(0, torch.tensor(100_000), 60.0)
+    results = []
+    for dtype, call in (
+        (torch.float64, lambda *x: exact.divergence(*x, kind="forward").mean()),
+        (torch.float32, lambda *x: fused_distillation_loss(
+            *x, kind="forward", execution=Execution(backend=backend)
+        ).loss),
+    ):  # fmt: skip
+        x, w, b, *teacher = (y.to(dtype) for y in (hidden, weight, bias, states, rows))
+        leaves = [y.clone().requires_grad_() for y in (x, w, b)]
+        loss = call(leaves[0], LMHead(*leaves[1:]), Reference(*teacher))
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert results[0][0] > 40
+    assert max(map(relative_error, results[1], results[0])) <= 2e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
 def test_banned_ids(kind, backend):
     """Ids that both ban, and one that the divergence lets one model ban."""
     batch, other = two_models()
@@ -451,7 +514,7 @@ def test_refused():
         (lambda: fused_distillation_loss(*given, other, kind="up"), ValueError,
          "kind: expected one of reverse, forward, jsd; got 'up'"),
         (lambda: exact.divergence(*given, other, kind="up"), ValueError,
-         "kind: expected one of forward, reverse, jsd; got 'up'"),
+         "kind: expected one of reverse, forward, jsd; got 'up'"),
         (lambda: fused_distillation_loss(*given, other, kind="jsd", beta=1.0), ValueError,
          r"beta: expected a number in \(0, 1\); got 1.0"),
         (lambda: fused_grpo_loss(*given, batch.targets, batch.advantages, batch.mask,

@@ -21,8 +21,9 @@ from ..base.checks import (
 )
 from ..base.layout import Layout, check_targets, selected
 from ..kernels import Backend, LogitTransform, select_backend
+from ..kernels.divergences import Divergence
 from .execution import Execution, check_execution
-from .lm_head import Divergence, LMHead, Reference, Term
+from .lm_head import LMHead, Reference, Term
 
 
 @dataclass(frozen=True)

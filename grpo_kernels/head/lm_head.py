@@ -32,13 +32,6 @@ class Support(NamedTuple):
     offsets: Tensor  # int32 or int64 [N + 1]
 
 
-class Divergence(NamedTuple):
-    """Which divergence of two softmaxes is read, and the reference's share of a mixture."""
-
-    kind: str  # one of `kernels.pair_stats.KINDS`
-    beta: float = 0.5
-
-
 @dataclass(frozen=True)
 class VocabRanks:
     """Ranks that share the vocabulary, each with some rows of the head (`docs/distributed.md`).

@@ -1,7 +1,7 @@
 """The divergence of a row of logits from those of a reference: another model on the same tokens.
 
 The reference's logits are made beside the policy's, a strip at a time, and one kernel reads both.
-What it computes, and the gradient, is in `kernels/pairs.py`. Four GEMMs: one for the logits of
+It computes what the object in `kernels/divergences.py` says. Four GEMMs: one for the logits of
 each, two for the gradients of the policy.
 """
 
@@ -33,61 +33,61 @@ class DivergenceReadout(TargetReadout):
         self.at_once = at_once and not spec.execution.batch_invariant
         assert spec.reference is not None and spec.divergence is not None
         self.reference, self.divergence = spec.reference, spec.divergence
-        self.logits = LogitStrips(tensors, spec.reference, rows)
+        self.ref_logits = LogitStrips(tensors, spec.reference, rows)
         self.pairs = pairs_of(spec.backend)
 
     def select(self, chunk: Chunk) -> None:
         super().select(chunk)
-        self.logits.select(chunk)
+        self.ref_logits.select(chunk)
         self.ref_transform = self.reference.transform.at(chunk.index)
-        self.made: slice | None = None  # whose logits of the reference are there
-        self.left, self.leaves = False, self.at_once and chunk.needs_grad
+        self.ref_strip: slice | None = None  # whose logits of the reference are in the buffer
+        self.may_store_slopes = self.at_once and chunk.needs_grad
+        self.has_slopes = False  # stored by the forward, in the place of the reference's logits
 
     def allocate(self, like: Tensor, exps: Tensor | None) -> None:
         self.stats = PairStats.empty(like)
 
     def forward(self, strip: slice, logits: Tensor) -> None:
-        (kind, beta), found, alone = self.divergence, self.stats.at(strip), self.ranks.alone
-        both = logits, self._of_reference(strip)
+        stats, targets, alone = self.stats.at(strip), self.targets[strip], self.ranks.alone
+        both = logits, self._reference_logits(strip)
         transforms = self.transform.at(strip), self.ref_transform.at(strip)
-        self.left = self.pairs.pair_stats(
+        self.has_slopes = self.pairs.pair_stats(
             *both,
-            self.targets[strip],
+            targets,
             *transforms,
-            found,
-            kind=kind if alone else None,
-            beta=beta,
+            stats,
+            divergence=self.divergence if alone else None,
             invariant=self.spec.execution.batch_invariant,
-            # Where all rows have their logits at hand.
-            leave=self.leaves and strip == slice(0, len(self.stats.logps)),
+            # Where the logits of all rows are held.
+            store_slopes=self.may_store_slopes and strip == slice(0, len(self.stats.logps)),
         )
         if alone:
             return
-        self._merge(found, self.targets[strip])
-        self.pairs.divergences(*both, *transforms, found, **self.divergence._asdict())
-        self.ranks.sum(found.divergence)
-        self.ranks.sum(found.mean)
+        self._merge(stats, targets)
+        self.pairs.divergences(*both, *transforms, stats, divergence=self.divergence)
+        self.ranks.sum(stats.divergence)
+        self.ranks.sum(stats.mean)
 
-    def _of_reference(self, strip: slice) -> Tensor:
+    def _reference_logits(self, strip: slice) -> Tensor:
         """The reference's logits of a strip of the rows in flight."""
-        if self.made == strip:
-            return self.logits.buffer[: strip.stop - strip.start]
-        self.made = strip
-        return self.logits.compute(strip)
+        if self.ref_strip == strip:
+            return self.ref_logits.buffer[: strip.stop - strip.start]
+        self.ref_strip = strip
+        return self.ref_logits.compute(strip)
 
-    def _merge(self, found: PairStats, targets: Tensor) -> None:
-        """Sets the statistics of whole rows, from those of the columns here."""
-        own, other = (
-            self.ranks.merge(x, targets, None) for x in (found.of_policy, found.of_reference)
+    def _merge(self, stats: PairStats, targets: Tensor) -> None:
+        """Sets the statistics of whole rows, from those of this rank's columns."""
+        policy, reference = (
+            self.ranks.merge(x, targets, None) for x in (stats.of_policy, stats.of_reference)
         )
-        peak, ref_at_peak = self.ranks.largest(found.peak, found.ref_at_peak)
-        (ref_peak,) = self.ranks.largest(found.ref_peak)
-        shift = own.logsumexp - other.logsumexp
-        whole = (*own[:3], *other[:3], shift, None, None, peak, ref_at_peak, ref_peak)
-        for place, x in zip(found, whole, strict=False):
+        peak, ref_at_peak = self.ranks.largest(stats.peak, stats.ref_at_peak)
+        (ref_peak,) = self.ranks.largest(stats.ref_peak)
+        shift = policy.logsumexp - reference.logsumexp
+        merged = (*policy[:3], *reference[:3], shift, None, None, peak, ref_at_peak, ref_peak)
+        for row, x in zip(stats, merged, strict=False):
             if x is not None:
-                place.copy_(x)
-        found.set_without_anchors()
+                row.copy_(x)
+        stats.set_without_anchors()
 
     def finish(self) -> PairStats:  # type: ignore[override]
         return self.stats
@@ -95,36 +95,31 @@ class DivergenceReadout(TargetReadout):
     def set_grads(self, d_stats: StatGrads) -> tuple[Tensor, Tensor] | None:
         assert d_stats.divergence is not None
         self.d_divergence = d_divergence = d_stats.divergence
-        self.by_policy: RowGrads | None = None  # those of its own statistics, if there are any
+        self.policy_grads: RowGrads | None = None  # by the policy's own statistics
         if d_stats.logps is not None:
-            of_policy = self.stats.of_policy
-            self.by_policy = RowGrads.of(of_policy, d_stats)
-        elif self.left and self.spec.dtype == torch.float32:
-            slopes = self.logits.buffer[: len(d_divergence)]
-            return slopes, self.pairs.left_factors(self.transform, d_divergence)
+            self.policy_grads = RowGrads.of(self.stats.of_policy, d_stats)
+        elif self.has_slopes and self.spec.dtype == torch.float32:
+            slopes = self.ref_logits.buffer[: len(d_divergence)]
+            return slopes, self.pairs.slope_factors(self.transform, d_divergence, self.divergence)
         return None
 
     def backward(self, strip: slice, logits: Tensor, out: Tensor) -> None:
-        if self.left:
-            self.pairs.left_grads_(
-                logits,
-                self._of_reference(strip),
-                self.targets[strip],
-                self.transform.at(strip),
-                None if self.by_policy is None else self.by_policy.at(strip),
-                self.d_divergence[strip],
-                out,
-            )
-            return
-        self.pairs.pair_grads_(
-            logits,
-            self._of_reference(strip),
-            self.targets[strip],
-            self.transform.at(strip),
-            self.ref_transform.at(strip),
-            self.stats.at(strip),
-            None if self.by_policy is None else self.by_policy.at(strip),
+        both = logits, self._reference_logits(strip)
+        rest = (
+            None if self.policy_grads is None else self.policy_grads.at(strip),
             self.d_divergence[strip],
             out,
-            **self.divergence._asdict(),
+        )
+        targets, transform = self.targets[strip], self.transform.at(strip)
+        if self.has_slopes:
+            self.pairs.stored_grads_(*both, targets, transform, *rest, divergence=self.divergence)
+            return
+        self.pairs.pair_grads_(
+            *both,
+            targets,
+            transform,
+            self.ref_transform.at(strip),
+            self.stats.at(strip),
+            *rest,
+            divergence=self.divergence,
         )

@@ -11,15 +11,6 @@ from torch import Tensor
 
 from . import TokenStats
 
-KINDS = ("reverse", "forward", "jsd")
-
-
-def known_kind(kind: str) -> str:
-    """Returns the kind of a divergence; raises for one that has no kernel."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}; got {kind!r}")
-    return kind
-
 
 class _Row:
     """One of the statistics, float32 `[C]`."""
@@ -44,7 +35,7 @@ class PairStats:
         ref_entropy: of its softmax.
         shift: `logsumexp - ref_logsumexp`, with the digits that the difference of both has lost.
         divergence: of the softmaxes.
-        mean: of h over the policy (`pairs.py`), as it comes with this shift.
+        mean: of h over the policy (`divergences.py`), as it comes with this shift.
         peak: the policy's largest logit.
         ref_at_peak: the reference's logit there.
         ref_peak: the reference's largest logit.

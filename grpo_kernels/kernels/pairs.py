@@ -1,12 +1,7 @@
-"""Two models' logits of the same tokens: statistics of both, divergences and their gradient.
+"""Two models' logits of the same tokens: statistics of both, a divergence and its gradient.
 
-With p and q the two softmaxes of a row, d = log p - log q, m = beta q + (1 - beta) p:
-
-    kind     divergence L                                gradient by z, the logits of p
-    reverse  sum p d                                     p (h - sum p h),  h = d
-    forward  -sum q d                                                      h = 1 - e^-d, so p - q
-    jsd      beta sum q log(q/m)                         (1 - beta) times that of
-               + (1 - beta) sum p log(p/m)                                 h = log(p/m)
+With p and q the two softmaxes of a row and d = log p - log q; `divergences.py` has what of them is
+computed.
 
 Models that agree to 1e-5 keep their digits. Where they are close, each sum of `a log(a/b)` is taken
 of `a log(a/b) + b - a`, which adds up to the same, and whose terms are not below 0 and do not
@@ -24,7 +19,8 @@ import torch
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .pair_stats import PairStats, known_kind
+from .divergences import Divergence, Term
+from .pair_stats import PairStats
 from .torch_backend import CPU_BLOCK_BYTES, logit_grads_, row_blocks, row_sums
 
 # From |log(a/b)| on, `a log(a/b) + b - a` has the digits that an expansion has below: 5.
@@ -35,6 +31,26 @@ _FAR = 5e-3
 _PART = 128
 
 
+class _RowValues(NamedTuple):
+    """What is read from each row of both models' logits, `[C]`.
+
+    Sums are of e^x and of e^x x, x being a logit less the row's largest.
+    """
+
+    peak: Tensor
+    ref_peak: Tensor
+    ref_at_peak: Tensor
+    target_logit: Tensor
+    ref_target_logit: Tensor
+    total: Tensor
+    weighted: Tensor
+    ref_total: Tensor
+    ref_weighted: Tensor
+    shift: Tensor
+    divergence: Tensor | None = None
+    mean: Tensor | None = None
+
+
 def pair_stats(
     logits: Tensor,
     ref_logits: Tensor,
@@ -43,68 +59,69 @@ def pair_stats(
     ref_transform: LogitTransform,
     out: PairStats,
     *,
-    kind: str | None,
-    beta: float = 0.5,
+    divergence: Divergence | None,
     invariant: bool = False,
-    leave: bool = False,
+    store_slopes: bool = False,
 ) -> bool:
     """Reduces two models' raw logits `[C, V]` to statistics per row, in `out`.
 
-    `kind` None leaves `divergence` and `mean` to `divergences`. A target of -1 is none of the
-    columns: its log-probs are -inf. With `leave` it may leave p on the logits, and the gradient of
-    the divergence on the reference's; returns whether it has.
+    Without a `divergence`, its value and its mean are left to `divergences`. A target of -1 is none
+    of the columns: its log-probs are -inf. With `store_slopes` it may store p on the logits, and
+    the divergence's slopes on the reference's, for `stored_grads_`; returns whether it has.
     """
-    leave = leave and kind is not None and transform.softcap is None
-    found, scratch = [], list[Tensor]()
+    store_slopes = store_slopes and divergence is not None and transform.softcap is None
+    values, buffers = [], list[Tensor]()
     for rows in _blocks(logits):
-        block, ref, target = logits[rows], ref_logits[rows], targets[rows, None].clamp(min=0)
-        z, t = transform.at(rows).apply(block), ref_transform.at(rows).apply(ref)
-        if not scratch:
-            scratch = [torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(5)]
-        d, *work = (x[: len(z)] for x in scratch)
+        raw, ref_raw, target = logits[rows], ref_logits[rows], targets[rows, None].clamp(min=0)
+        z, t = transform.at(rows).apply(raw), ref_transform.at(rows).apply(ref_raw)
+        if not buffers:
+            buffers = [torch.empty_like(z, memory_format=torch.contiguous_format) for _ in range(5)]
+        d, p_buffer, q_buffer, *work = (x[: len(z)] for x in buffers)
         peak, place = _largest(z)
         ref_peak = t.amax(1)
-        values = [peak, t.gather(1, place).squeeze(1), ref_peak]
-        values += [x.gather(1, target).squeeze(1) for x in (z, t)]
+        at_places = [x.gather(1, i).squeeze(1) for x, i in ((t, place), (z, target), (t, target))]
         torch.sub(z, t, out=d)
-        # In their own memory, where nobody needs the logits again.
-        p, q = (
-            mine if leave or mine.data_ptr() != given.data_ptr() else work.pop()
-            for mine, given in ((z, block), (t, ref))
-        )
-        total, dot = _softmax(z, peak, p, work)
-        ref_total, ref_dot = _softmax(t, ref_peak, q, work)
+        # The softmaxes overwrite logits that nobody needs again.
+        p = z if store_slopes or not _same_memory(z, raw) else p_buffer
+        q = t if store_slopes or not _same_memory(t, ref_raw) else q_buffer
+        sums = (*_softmax(z, peak, p, work[0]), *_softmax(t, ref_peak, q, work[0]))
         # Of the sums of exponentials, not of their logarithms with the peaks added.
-        shift = (peak.double() - ref_peak) + (total.double() / ref_total).log()
-        values += [total, dot, ref_total, ref_dot, shift.float()]
-        if kind is not None:
-            d.sub_(values[-1][:, None])
-            values += _read(p, q, d, kind, beta, work)
-            if leave:
-                for left, place in ((p, block), (q, ref)):
-                    if left.data_ptr() != place.data_ptr():
-                        place.copy_(left)
-        found.append(values)
-    if found:
-        _set(out, [torch.cat(x) for x in zip(*found, strict=True)], targets < 0)
-    return leave
+        shift = (peak.double() - ref_peak) + (sums[0].double() / sums[2]).log()
+        of_rows = peak, ref_peak, *at_places, *sums, shift.float()
+        if divergence is not None:
+            d.sub_(of_rows[-1][:, None])
+            of_rows += _divergence_and_slopes(p, q, d, divergence, work, slopes=q)
+            if store_slopes:
+                for stored, buffer in ((p, raw), (q, ref_raw)):
+                    if not _same_memory(stored, buffer):
+                        buffer.copy_(stored)
+        values.append(of_rows)
+    if values:
+        _store(out, _RowValues(*map(torch.cat, zip(*values, strict=True))), targets >= 0)
+    return store_slopes
 
 
-def _set(out: PairStats, values: list[Tensor], elsewhere: Tensor) -> None:
-    """Sets the statistics, from what was read of each row."""
-    out.peak[:], out.ref_peak[:], out.ref_at_peak[:] = values[0], values[2], values[1]
-    peaks, at_targets, sums, others = values[:3:2], values[3:5], values[5:9], values[9:]
-    for stats, peak, z, total, dot in zip(
-        (out.of_policy, out.of_reference), peaks, at_targets, sums[::2], sums[1::2], strict=True
+def _store(out: PairStats, values: _RowValues, has_target: Tensor) -> None:
+    """Stores the statistics, from what was read of each row."""
+    v = values
+    for name in ("peak", "ref_peak", "ref_at_peak", "shift", "divergence", "mean"):
+        if getattr(v, name) is not None:
+            getattr(out, name).copy_(getattr(v, name))
+    for stats, peak, target_logit, total, weighted in (
+        (out.of_policy, v.peak, v.target_logit, v.total, v.weighted),
+        (out.of_reference, v.ref_peak, v.ref_target_logit, v.ref_total, v.ref_weighted),
     ):
         assert stats.entropy is not None
         log_total = total.double().log()
-        stats.logps[:] = ((z - peak) - log_total).masked_fill(elsewhere, -torch.inf)
-        stats.logsumexp[:] = peak + log_total
-        stats.entropy[:] = log_total - dot / total
-    for place, value in zip((out.shift, out.divergence, out.mean), others, strict=False):
-        place.copy_(value)
+        logps = (target_logit - peak) - log_total
+        stats.logps.copy_(logps.masked_fill(~has_target, -torch.inf))
+        stats.logsumexp.copy_(peak + log_total)
+        stats.entropy.copy_(log_total - weighted / total)
     out.set_without_anchors()
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr()
 
 
 def _largest(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,54 +138,55 @@ def _largest(z: Tensor) -> tuple[Tensor, Tensor]:
     return peak.squeeze(1), begin.add_(z.gather(1, columns).argmax(1, keepdim=True))
 
 
-def _softmax(z: Tensor, peak: Tensor, p: Tensor, work: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sets the softmax `p`, which may lie on `z`.
+def _softmax(z: Tensor, peak: Tensor, p: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the softmax `p`, which may overwrite `z`.
 
     Returns the sum of e^x over each row, x = z - peak, and that of e^x x.
     """
-    x = torch.sub(z, peak[:, None], out=work[0])
+    x = torch.sub(z, peak[:, None], out=scratch)
     torch.exp(x, out=p)
     total = row_sums(p)
-    dot = _dot(p, x, x)
+    weighted = _dot(p, x, x)
     p.mul_(total.reciprocal()[:, None])
-    return total, dot
+    return total, weighted
 
 
 def _dot(p: Tensor, x: Tensor, scratch: Tensor) -> Tensor:
     """The sum of `p * x` over each row, where p is not 0."""
-    found = row_sums(torch.mul(p, x, out=scratch))
+    sums = row_sums(torch.mul(p, x, out=scratch))
     # On a CPU a look at the result is cheaper than one at every element.
-    if p.device.type != "cpu" or found.isnan().any():
+    if p.device.type != "cpu" or sums.isnan().any():
         return row_sums(scratch.masked_fill_(p == 0, 0.0))
-    return found
+    return sums
 
 
-def _read(
-    p: Tensor, q: Tensor, d: Tensor, kind: str, beta: float, work: list[Tensor]
+def _divergence_and_slopes(
+    p: Tensor, q: Tensor, d: Tensor, divergence: Divergence, work: list[Tensor], slopes: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and the mean; `q` becomes the gradient of the divergence by the logits."""
-    on_cpu, terms = d.device.type == "cpu", _terms(p, q, d, kind, beta)
+    """The divergence and the mean of h; stores `p (h - mean)` in `slopes`, which may be `q`."""
+    on_cpu, terms = d.device.type == "cpu", divergence.terms(p, q, d)
     dots = [_dot(x.a, x.log_ratio, work[0]) for x in terms]
-    found = dots[0] * terms[0].weight
+    value = dots[0] * terms[0].weight
     for x, dot in zip(terms[1:], dots[1:], strict=True):
-        found += dot * x.weight
+        value += dot * x.weight
     # Of models that are near each other the terms cancel.
-    near = (found < _FAR) | ~found.isfinite()
+    near = (value < _FAR) | ~value.isfinite()
     if not on_cpu or near.all():
-        found = torch.where(near, _divergence(p, q, terms, kind, beta, work), found)
+        value = torch.where(near, _value(terms, divergence.base(p, q), work), value)
     else:
         for row in near.nonzero().flatten().tolist():
             at = slice(row, row + 1)
-            those = [_Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
-            found[at] = _divergence(p[at], q[at], those, kind, beta, [x[at] for x in work])
-    mean = dots[0]
-    if kind == "forward":
-        if on_cpu and not near.any():
-            torch.sub(p, q, out=q)
-            return found, torch.zeros_like(found)
-        mean = row_sums(_forward_moments(p, q, d))
-    _slopes(p, q, d, terms, mean, kind, beta, work[0], out=q)
-    return found, mean
+            of_row = [Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
+            base = divergence.base(p[at], q[at])
+            value[at] = _value(of_row, base, [x[at] for x in work])
+    h = divergence.h(terms)
+    if h is None and on_cpu and not near.any():
+        torch.sub(p, q, out=slopes)
+        return value, torch.zeros_like(value)
+    is_first = h is terms[0].log_ratio and terms[0].a is p
+    mean = dots[0] if is_first else _mean(p, q, d, h, work[0])
+    _slopes(p, q, d, h, mean, work[0], out=slopes)
+    return value, mean
 
 
 def divergences(
@@ -178,22 +196,18 @@ def divergences(
     ref_transform: LogitTransform,
     stats: PairStats,
     *,
-    kind: str,
-    beta: float = 0.5,
+    divergence: Divergence,
 ) -> None:
     """Sets `divergence` and `mean` from the columns here, by the statistics of whole rows."""
     for rows in _blocks(logits):
-        found = stats.at(rows)
+        of_rows = stats.at(rows)
         p, q, d = _softmaxes(
-            logits[rows], ref_logits[rows], transform.at(rows), ref_transform.at(rows), found
+            logits[rows], ref_logits[rows], transform.at(rows), ref_transform.at(rows), of_rows
         )
-        terms = _terms(p, q, d, kind, beta)
+        terms = divergence.terms(p, q, d)
         work = [torch.empty_like(p) for _ in range(2)]
-        found.divergence[:] = _divergence(p, q, terms, kind, beta, work)
-        if kind == "forward":
-            found.mean[:] = row_sums(_forward_moments(p, q, d))
-        else:
-            found.mean[:] = _dot(p, terms[0].log_ratio, work[0])
+        of_rows.divergence.copy_(_value(terms, divergence.base(p, q), work))
+        of_rows.mean.copy_(_mean(p, q, d, divergence.h(terms), work[0]))
 
 
 def pair_grads_(
@@ -207,31 +221,33 @@ def pair_grads_(
     d_divergence: Tensor,
     out: Tensor,
     *,
-    kind: str,
-    beta: float = 0.5,
+    divergence: Divergence,
 ) -> None:
     """Writes the gradient of the policy's raw logits `[C, V]` to `out [C, V]`.
 
     `grads` are those of its statistics, if there are any. Overwrites `logits`, which `out` may be.
     """
+    d_slopes = d_divergence * divergence.scale
     for rows in _blocks(logits):
-        block, local, found = logits[rows], transform.at(rows), stats.at(rows)
-        p, q, d = _softmaxes(block, ref_logits[rows], local, ref_transform.at(rows), found)
-        terms = _terms(p, q, d, kind, beta)
-        slopes = _slopes(p, q, d, terms, found.mean, kind, beta, torch.empty_like(p), out=q)
-        slopes.mul_(d_divergence[rows, None]).mul_(local.slope(block))
+        raw, local, of_rows = logits[rows], transform.at(rows), stats.at(rows)
+        p, q, d = _softmaxes(raw, ref_logits[rows], local, ref_transform.at(rows), of_rows)
+        h = divergence.h(divergence.terms(p, q, d))
+        slopes = _slopes(p, q, d, h, of_rows.mean, torch.empty_like(p), out=q)
+        slopes.mul_(d_slopes[rows, None]).mul_(local.slope(raw))
         if grads is not None:
-            logit_grads_(block, targets[rows], local, grads.at(rows), out=block)
-            slopes.add_(block)
+            logit_grads_(raw, targets[rows], local, grads.at(rows), out=raw)
+            slopes.add_(raw)
         out[rows] = slopes
 
 
-def left_factors(transform: LogitTransform, d_divergence: Tensor) -> Tensor:
-    """The factor per row that makes the gradient of raw logits of the divergence's, as left."""
-    return d_divergence * (transform.logit_scale / transform.temperature)
+def slope_factors(
+    transform: LogitTransform, d_divergence: Tensor, divergence: Divergence
+) -> Tensor:
+    """The factor per row from stored slopes to the gradient of raw logits."""
+    return d_divergence * (divergence.scale * transform.logit_scale / transform.temperature)
 
 
-def left_grads_(
+def stored_grads_(
     p: Tensor,
     slopes: Tensor,
     targets: Tensor,
@@ -239,24 +255,27 @@ def left_grads_(
     grads: RowGrads | None,
     d_divergence: Tensor,
     out: Tensor,
+    *,
+    divergence: Divergence,
 ) -> None:
-    """Writes what `pair_grads_` does, from what `pair_stats` has left. `out` may be `p`."""
-    factors = left_factors(transform, d_divergence)
+    """Writes what `pair_grads_` does, from what `pair_stats` has stored. `out` may be `p`."""
+    factors = slope_factors(transform, d_divergence, divergence)[:, None]
     for rows in _blocks(p):
-        some, of_p, place = slopes[rows], p[rows], targets[rows, None].clamp(min=0)
+        d_logits, block_slopes, factor = p[rows], slopes[rows], factors[rows]
         if grads is None:
-            out[rows] = of_p.copy_(some).mul_(factors[rows, None])
+            out[rows] = d_logits.copy_(block_slopes).mul_(factor)
             continue
-        its, local, here = grads.at(rows), transform.at(rows), targets[rows, None] >= 0
-        scale, coef = local.logit_scale / local.per_row, -its.d_softmax[:, None]
-        if its.d_entropy is not None and its.entropy is not None:
-            log_p = of_p.log().masked_fill_(of_p == 0, 0.0)
-            coef = coef - its.d_entropy[:, None] * (log_p + its.entropy[:, None])
-        of_target = some.gather(1, place) * factors[rows, None] + its.at_target[:, None] * scale
-        made = of_p.mul_(coef * scale).addcmul_(some, factors[rows, None])
-        made.scatter_(1, place, torch.where(here, of_target, made.gather(1, place)))
-        if made.data_ptr() != out[rows].data_ptr():
-            out[rows] = made
+        row_grads, local, target = grads.at(rows), transform.at(rows), targets[rows, None]
+        scale, coef = local.logit_scale / local.per_row, -row_grads.d_softmax[:, None]
+        if row_grads.d_entropy is not None and row_grads.entropy is not None:
+            log_p = d_logits.log().masked_fill_(d_logits == 0, 0.0)
+            coef = coef - row_grads.d_entropy[:, None] * (log_p + row_grads.entropy[:, None])
+        place = target.clamp(min=0)
+        at_target = block_slopes.gather(1, place) * factor + row_grads.at_target[:, None] * scale
+        d_logits.mul_(coef * scale).addcmul_(block_slopes, factor)
+        d_logits.scatter_(1, place, torch.where(target >= 0, at_target, d_logits.gather(1, place)))
+        if not _same_memory(d_logits, out[rows]):
+            out[rows] = d_logits
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -276,77 +295,58 @@ def _softmaxes(
     return p, q, d
 
 
-class _Term(NamedTuple):
-    """A part of a divergence, `weight * sum a log(a / b)`."""
-
-    weight: float
-    a: Tensor
-    log_ratio: Tensor
+def _value(terms: list[Term], base: Tensor, work: list[Tensor]) -> Tensor:
+    """The sum of a divergence's terms over the columns, none of which cancel."""
+    return torch.stack([x.weight * _kl(x.a, base, x.log_ratio, work) for x in terms]).sum(0)
 
 
-def _terms(p: Tensor, q: Tensor, d: Tensor, kind: str, beta: float) -> list[_Term]:
-    """The parts of a divergence; for `jsd`, d is overwritten."""
-    if known_kind(kind) == "reverse":
-        return [_Term(1.0, p, d)]
-    if kind == "forward":
-        return [_Term(1.0, q, -d)]
-    # Beyond, p or q is as good as 0.
-    d.clamp_(-80.0, 80.0)
-    of_p = torch.neg(d).expm1_().mul_(beta).log1p_().neg_()
-    return [_Term(1 - beta, p, of_p), _Term(beta, q, torch.sub(of_p, d, out=d))]
-
-
-def _divergence(
-    p: Tensor, q: Tensor, terms: list[_Term], kind: str, beta: float, work: list[Tensor]
-) -> Tensor:
-    """The sum of its terms over the columns, none of which cancel."""
-    b = {"reverse": q, "forward": p}.get(kind)
-    b = torch.lerp(p, q, beta) if b is None else b
-    return torch.stack([x.weight * _shares(x.a, b, x.log_ratio, work) for x in terms]).sum(0)
-
-
-def _shares(a: Tensor, b: Tensor, log_ratio: Tensor, work: list[Tensor]) -> Tensor:
-    """The sum of `a log(a / b) + b - a` over each row, with the logarithm given."""
+def _kl(a: Tensor, b: Tensor, log_ratio: Tensor, work: list[Tensor]) -> Tensor:
+    """The sum of `a log(a / b) + b - a` over each row, by the logarithm."""
     # On a CPU a look at the result is cheaper than one at every element.
     if a.device.type == "cpu":
-        found = _sum_of_shares(a, b, log_ratio, *work[:2])
-        if not found.isnan().any():
-            return found
+        sums = _sum_of_addends(a, b, log_ratio, *work[:2])
+        if not sums.isnan().any():
+            return sums
     # Where a is 0 its logarithm may be anything.
-    return _sum_of_shares(a, b, log_ratio.masked_fill(a == 0, 1.0), *work[:2])
+    return _sum_of_addends(a, b, log_ratio.masked_fill(a == 0, 1.0), *work[:2])
 
 
-def _sum_of_shares(a: Tensor, b: Tensor, x: Tensor, beyond: Tensor, y: Tensor) -> Tensor:
-    # a (x + e^-x - 1): near 0 a x^2 / (2 (1 + x/6)^2), but for x^3/540 of it. Beyond, what comes on
-    # top from there on: of b = a e^-x what is below a e^-near, or above a e^near, so that no mask
-    # is needed.
+def _sum_of_addends(a: Tensor, b: Tensor, x: Tensor, beyond: Tensor, y: Tensor) -> Tensor:
+    """The sum of `a f(x)`, f(x) = x + e^-x - 1 and b = a e^-x, without a mask.
+
+    With x clamped to c in [-n, n]:
+
+        a f(x) = a (f(c) + x - c) + min(b - a e^-n, 0) + max(b - a e^n, 0)
+    """
+    # f(c) is c^2 / (2 (1 + c/6)^2), but for c^3/540 of it.
     c = torch.clamp(x, -_NEAR, _NEAR, out=beyond)
     torch.div(c, torch.mul(c, 1 / 6, out=y).add_(1.0), out=y)
     torch.sub(x, c, out=beyond).addcmul_(y, y, value=0.5).mul_(a)
-    found = row_sums(beyond)
+    sums = row_sums(beyond)
     for side in (-1, 1):
         edge = torch.add(b, a, alpha=-math.exp(side * _NEAR), out=y)
-        found += row_sums(edge.clamp_(max=0.0) if side < 0 else edge.clamp_(min=0.0))
-    return found
+        sums += row_sums(edge.clamp_(max=0.0) if side < 0 else edge.clamp_(min=0.0))
+    return sums
 
 
-def _forward_moments(p: Tensor, q: Tensor, d: Tensor) -> Tensor:
-    """`p (1 - e^-d)`, which is p - q."""
+def _difference(p: Tensor, q: Tensor, d: Tensor) -> Tensor:
+    """`p - q`, as p (1 - e^-d) where it cancels."""
     return torch.where(d.abs() < _NEAR, torch.expm1(-d).mul_(-p), p - q)
 
 
+def _mean(p: Tensor, q: Tensor, d: Tensor, h: Tensor | None, scratch: Tensor) -> Tensor:
+    """The mean of h over p; of None, `p h` is p - q."""
+    return row_sums(_difference(p, q, d)) if h is None else _dot(p, h, scratch)
+
+
 def _slopes(
-    p: Tensor, q: Tensor, d: Tensor, terms: list[_Term], mean: Tensor, kind: str, beta: float,
-    scratch: Tensor, out: Tensor,
-) -> Tensor:  # fmt: skip
-    """The gradient of the divergence by the policy's logits, in `out`, which may be `q`."""
-    if kind == "forward":
-        return torch.sub(_forward_moments(p, q, d), p * mean[:, None], out=out)
-    h = terms[0].log_ratio
+    p: Tensor, q: Tensor, d: Tensor, h: Tensor | None, mean: Tensor, scratch: Tensor, out: Tensor
+) -> Tensor:
+    """`p (h - mean)`, in `out`, which may be `q`; of None, `p h` is p - q."""
+    if h is None:
+        return torch.sub(_difference(p, q, d), p * mean[:, None], out=out)
     slopes = torch.mul(torch.sub(h, mean[:, None], out=scratch), p, out=out)
     if p.device.type != "cpu" or not row_sums(slopes).isfinite().all():
-        slopes.masked_fill_(p == 0, 0.0)
-        if kind == "reverse":
-            # The reference has no probability where the policy has: neither inf - inf nor NaN.
-            slopes.masked_fill_(h == torch.inf, torch.inf)
-    return slopes.mul_(1 - beta) if kind == "jsd" else slopes
+        # Where h is infinite so is its mean, and the difference is neither.
+        slopes.masked_fill_(h == torch.inf, torch.inf).masked_fill_(p == 0, 0.0)
+    return slopes

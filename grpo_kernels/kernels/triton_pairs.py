@@ -1,13 +1,17 @@
 """Triton kernels that read two models' logits of the same tokens, one program per row.
 
-What they compute is in `pairs.py`. The statistics take one reading of both rows, though d is known
-only when both sums are. Until then it is off by one number c of the row, which its own sum tells:
+They compute what `pairs.py` does, with the functions of `triton_divergences.py`. A divergence that
+takes one sweep is read beside the statistics, though d is known only when both sums are. Until then
+it is off by one number c of the row, which follows from a sum of its own. For the reverse KL:
 
     sum p e^-(d + c) = e^-c,    sum p (d + c + e^-(d + c) - 1) = L + c + e^-c - 1
 
 A row in which the second would cancel is swept once more, with c subtracted. Statistics and
 gradient make d alike, so that its rounding is in the mean of h as it is in h: where a row has one
 likely id, the gradient is what is left of these two.
+
+In the kernels a `model` is `(row_ptr, logit_scale, softcap, scale)`, and its `sums` are, per lane,
+of e^x, of e^x x, and the largest x: logits less the row's anchor, to base 2.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import LogitTransform, RowGrads
-from .pair_stats import PairStats, known_kind
-from .triton_common import Launch, device_of, expm1, expm1_minus, ln_2, log2_e, reach
+from .divergences import Divergence
+from .pair_stats import PairStats
+from .triton_common import Launch, device_of, ln_2, log2_e, reach
+from .triton_divergences import functions_of, log1p, phi, small
 from .triton_logits import (
     _anchor,
     _load_logits,
@@ -35,13 +41,6 @@ from .triton_logits import (
 
 PAIR_LAUNCH, PAIR_GRADS_LAUNCH = Launch(1024, 8), Launch(2048, 8)
 
-
-@triton.constexpr_function
-def small():
-    """A |log(a/b)| below which a series has the digits."""
-    return 0.3
-
-
 per_row = triton.jit(
     do_not_specialize=["stride_stats"],
     do_not_specialize_on_alignment=[
@@ -53,28 +52,41 @@ per_row = triton.jit(
 
 
 @triton.jit
-def _phi(x):
-    """e^-x - 1 + x near 0."""
-    return x * x * (0.5 + x * (-1 / 6 + x * (1 / 24 + x * (-1 / 120 + x * (1 / 720)))))
+def _row_of(
+    row, logits_ptr, stride_n, logit_scale, softcap, temperature, temperature_ptr,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+):  # fmt: skip
+    """A model's row: its logits, and what `_load` takes."""
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
+    return logits_ptr + row * stride_n, logit_scale, softcap, scale
 
 
 @triton.jit
-def _share(a, b, x):
-    """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
-    far = tl.where(a == 0.0, 0.0, a * x) + b - a
-    return tl.where(tl.abs(x) < small(), a * _phi(x), far)
+def _load(model, offs_v, mask_v, HAS_SOFTCAP: tl.constexpr):
+    row_ptr, logit_scale, softcap, _ = model
+    return _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
 
 
 @triton.jit
-def _log1p(x):
-    """log(1 + x) for x in (-1, 1), without cancellation."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+def _load_target(model, target, HAS_SOFTCAP: tl.constexpr):
+    """The target's logit before `_scale`, -inf where it is none of the columns."""
+    logit, _ = _load(model, target, target >= 0, HAS_SOFTCAP)
+    return tl.where(target >= 0, logit, float("-inf"))
 
 
 @triton.jit
-def _log_ratio(u, t, scale, ref_scale, shift):
+def _anchor_of(model, target_logit, last, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr):
+    row_ptr, logit_scale, softcap, _ = model
+    return _anchor(row_ptr, target_logit, last, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
+
+
+@triton.jit
+def _log_ratio(u, t, model, ref_model, shift):
     """The d of two logits before `_scale`."""
+    _, _, _, scale = model
+    _, _, _, ref_scale = ref_model
     # Not u * scale - t * ref_scale: of models that are close it has lost what the products have
     # rounded away. Scales are compared, as a fused difference of equal products is their rounding.
     gap = tl.where(scale == ref_scale, 0.0, scale - ref_scale)
@@ -83,64 +95,73 @@ def _log_ratio(u, t, scale, ref_scale, shift):
 
 
 @triton.jit
-def _to_mixture(d, beta):
-    """`log p - log m` and `log q - log m`."""
-    above = d >= 0.0
-    # The larger of p and q first: of the other one the ratio to m may be 0.
-    log_ratio = -_log1p(tl.where(above, beta, 1.0 - beta) * expm1(-tl.abs(d)))
-    return tl.where(above, log_ratio, log_ratio + d), tl.where(above, log_ratio - d, log_ratio)
+def _to_log2(u, anchor, model, mask_v):
+    """Logits less the anchor, to base 2; -inf where they are masked."""
+    _, _, _, scale = model
+    return tl.where(mask_v, (u - anchor) * (scale * log2_e()), float("-inf"))
 
 
 @triton.jit
-def _moment(p, q, d, mean, beta, KIND: tl.constexpr):
-    """The term p (h - mean), 0 where p is."""
-    if KIND == "forward":
-        return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
-    if KIND == "jsd":
-        d, _ = _to_mixture(d, beta)
-    return tl.where(p == 0.0, 0.0, p * (d - mean))
+def _no_sums(BLOCK_V: tl.constexpr):
+    return (
+        tl.zeros((BLOCK_V,), tl.float32),
+        tl.zeros((BLOCK_V,), tl.float32),
+        tl.full((BLOCK_V,), float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
+def _add_exps(sums, x, exps):
+    total, weighted, peak = sums
+    weighted += exps * tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
+    return total + exps, weighted, tl.maximum(peak, x)
 
 
 @triton.jit
 def _add_pair(
-    total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak,
-    row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
-    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
+    state, start, V, model, ref_model, anchors,
+    HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, ADDEND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds a block to each lane's sums and maxima."""
+    sums, ref_sums, ref_at_peak, addends, excess = state
+    anchor, ref_anchor, shift, known = anchors
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = WHOLE | (offs_v < V)
-    u, _ = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
-    t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    x = (u - anchor) * (scale * log2_e())
-    y = (t - ref_anchor) * (ref_scale * log2_e())
-    if not WHOLE:
-        x = tl.where(mask_v, x, float("-inf"))
-        y = tl.where(mask_v, y, float("-inf"))
+    u, _ = _load(model, offs_v, mask_v, HAS_SOFTCAP)
+    t, _ = _load(ref_model, offs_v, mask_v, REF_SOFTCAP)
+    x = _to_log2(u, anchor, model, mask_v)
+    y = _to_log2(t, ref_anchor, ref_model, mask_v)
+    ref_at_peak = tl.where(x > sums[2], y, ref_at_peak)
     p = tl.exp2(x)
-    q = tl.exp2(y)
-    total += p
-    ref_total += q
-    weighted += p * tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
-    ref_weighted += q * tl.maximum(y, -1e4, propagate_nan=tl.PropagateNan.ALL)
-    if KIND is not None:
-        d = _log_ratio(u, t, scale, ref_scale, shift)
+    sums = _add_exps(sums, x, p)
+    ref_sums = _add_exps(ref_sums, y, tl.exp2(y))
+    if ADDEND is not None:
+        d = _log_ratio(u, t, model, ref_model, shift)
         q = tl.exp2(y + known * log2_e())
-        near = tl.abs(d) < small()
-        phi = _phi(d)
-        above = tl.where(near, p * (phi - d), q - p)
-        excess += above
-        if KIND == "reverse":
-            shares += tl.where(near, p * phi, tl.where(p == 0.0, 0.0, p * d) + above)
-        else:  # q (e^d - 1 - d), by q = p e^-d
-            of_q = p * (d * d - phi * (1.0 + d))
-            shares += tl.where(near, of_q, tl.where(q == 0.0, 0.0, -q * d) - above)
-    ref_at_peak = tl.where(x > peak, y, ref_at_peak)
-    peak = tl.maximum(peak, x)
-    ref_peak = tl.maximum(ref_peak, y)
-    return total, ref_total, weighted, ref_weighted, shares, excess, peak, ref_at_peak, ref_peak
+        addends += ADDEND(p, q, d, 0.0)
+        excess += tl.where(tl.abs(d) < small(), p * (phi(d) - d), q - p)
+    return sums, ref_sums, ref_at_peak, addends, excess
+
+
+@triton.jit
+def _is_far(peak):
+    """True for a largest logit out of its anchor's reach."""
+    return (peak > reach()) | ((peak < -reach()) & (peak > float("-inf")))
+
+
+@triton.jit
+def _store_softmax(
+    out_ptr, stride, model, target_logit, anchor, total, weighted,
+):  # fmt: skip
+    """Stores log-prob of the target, logsumexp and entropy."""
+    _, _, _, scale = model
+    log_total = tl.log2(total)
+    logp = (target_logit - anchor) * scale - log_total * ln_2()
+    tl.store(out_ptr, tl.where(target_logit == float("-inf"), float("-inf"), logp))
+    tl.store(out_ptr + stride, anchor * scale + log_total * ln_2())
+    tl.store(out_ptr + 2 * stride, (log_total - weighted / total) * ln_2())
+    return log_total
 
 
 @per_row
@@ -151,30 +172,25 @@ def pair_stats_kernel(
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
-    KIND: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
+    ADDEND: tl.constexpr, VALUE: tl.constexpr, MEAN: tl.constexpr,
+    INVARIANT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_n
-    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
-    if REF_TEMPERATURE:
-        ref_temperature = tl.load(ref_temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
+    model = _row_of(
+        row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
+        HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
+    ref_model = _row_of(
+        row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
+        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+    )  # fmt: skip
+    scale, ref_scale = model[3], ref_model[3]
     target = tl.load(targets_ptr + row)
-    here = target >= 0
-    target_logit, _ = _load_logits(row_ptr, target, here, logit_scale, softcap, HAS_SOFTCAP)
-    ref_logit, _ = _load_logits(
-        ref_row_ptr, target, here, ref_logit_scale, ref_softcap, REF_SOFTCAP
-    )
-    target_logit = tl.where(here, target_logit, float("-inf"))
-    ref_logit = tl.where(here, ref_logit, float("-inf"))
+    target_logit = _load_target(model, target, HAS_SOFTCAP)
+    ref_target_logit = _load_target(ref_model, target, REF_SOFTCAP)
     last = V if INVARIANT else tl.minimum(V, BLOCK_V)
-    anchor = _anchor(row_ptr, target_logit, last, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
-    ref_anchor = _anchor(
-        ref_row_ptr, ref_logit, last, ref_logit_scale, ref_softcap, REF_SOFTCAP, BLOCK_V
-    )
+    anchor = _anchor_of(model, target_logit, last, HAS_SOFTCAP, BLOCK_V)
+    ref_anchor = _anchor_of(ref_model, ref_target_logit, last, REF_SOFTCAP, BLOCK_V)
 
     whole = V // BLOCK_V * BLOCK_V
     # d is less the difference of the anchors, and less what is known of that of the sums.
@@ -186,103 +202,77 @@ def pair_stats_kernel(
     ref_weighted = tl.zeros((), tl.float32)
     divergence = tl.zeros((), tl.float32)
     minus_c = tl.zeros((), tl.float32)
-    above = tl.zeros((), tl.float32)
-    at_peak = tl.zeros((), tl.float32)
-    ref_above = tl.zeros((), tl.float32)
+    peak = tl.zeros((), tl.float32)
+    ref_at_peak = tl.zeros((), tl.float32)
+    ref_peak = tl.zeros((), tl.float32)
     shifted = False
     again = True
     while again:
-        totals = tl.zeros((BLOCK_V,), tl.float32)
-        ref_totals = tl.zeros((BLOCK_V,), tl.float32)
-        weights = tl.zeros((BLOCK_V,), tl.float32)
-        ref_weights = tl.zeros((BLOCK_V,), tl.float32)
-        shares = tl.zeros((BLOCK_V,), tl.float32)
-        excesses = tl.zeros((BLOCK_V,), tl.float32)
-        peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-        at_peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
-        ref_peaks = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        state = (
+            _no_sums(BLOCK_V), _no_sums(BLOCK_V),
+            tl.full((BLOCK_V,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32),
+        )  # fmt: skip
+        anchors = anchor, ref_anchor, shift, known
         for start in range(0, whole, BLOCK_V):
-            (totals, ref_totals, weights, ref_weights, shares, excesses,
-             peaks, at_peaks, ref_peaks) = _add_pair(
-                totals, ref_totals, weights, ref_weights, shares, excesses,
-                peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
-                logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-                HAS_SOFTCAP, REF_SOFTCAP, KIND, True, BLOCK_V,
+            state = _add_pair(
+                state, start, V, model, ref_model, anchors,
+                HAS_SOFTCAP, REF_SOFTCAP, ADDEND, True, BLOCK_V,
             )  # fmt: skip
         for start in range(whole, V, BLOCK_V):
-            (totals, ref_totals, weights, ref_weights, shares, excesses,
-             peaks, at_peaks, ref_peaks) = _add_pair(
-                totals, ref_totals, weights, ref_weights, shares, excesses,
-                peaks, at_peaks, ref_peaks,
-                row_ptr, ref_row_ptr, start, V, anchor, ref_anchor, shift, known,
-                logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-                HAS_SOFTCAP, REF_SOFTCAP, KIND, False, BLOCK_V,
+            state = _add_pair(
+                state, start, V, model, ref_model, anchors,
+                HAS_SOFTCAP, REF_SOFTCAP, ADDEND, False, BLOCK_V,
             )  # fmt: skip
+        sums, ref_sums, at_peaks, addends, excess = state
+        totals, weights, peaks = sums
+        ref_totals, ref_weights, ref_peaks = ref_sums
         total = _sum(totals, INVARIANT, BLOCK_V)
         ref_total = _sum(ref_totals, INVARIANT, BLOCK_V)
         weighted = _sum(weights, INVARIANT, BLOCK_V)
         ref_weighted = _sum(ref_weights, INVARIANT, BLOCK_V)
-        above = tl.max(peaks, axis=0)
-        ref_above = tl.max(ref_peaks, axis=0)
-        at_peak = tl.max(tl.where(peaks == above, at_peaks, float("-inf")), axis=0)
-        far = (above > reach()) | ((above < -reach()) & (above > float("-inf")))
-        ref_far = (ref_above > reach()) | ((ref_above < -reach()) & (ref_above > float("-inf")))
-        again = (far | ref_far) & (not INVARIANT)
+        peak = tl.max(peaks, axis=0)
+        ref_peak = tl.max(ref_peaks, axis=0)
+        ref_at_peak = tl.max(tl.where(peaks == peak, at_peaks, float("-inf")), axis=0)
+        again = (_is_far(peak) | _is_far(ref_peak)) & (not INVARIANT)
         if again:
-            anchor = _anchor(row_ptr, target_logit, V, logit_scale, softcap, HAS_SOFTCAP, BLOCK_V)
-            ref_anchor = _anchor(
-                ref_row_ptr, ref_logit, V, ref_logit_scale, ref_softcap, REF_SOFTCAP, BLOCK_V
-            )
+            anchor = _anchor_of(model, target_logit, V, HAS_SOFTCAP, BLOCK_V)
+            ref_anchor = _anchor_of(ref_model, ref_target_logit, V, REF_SOFTCAP, BLOCK_V)
             shift = anchor * scale - ref_anchor * ref_scale
-        if KIND is not None:
+        if ADDEND is not None:
             # The log of the sum of p e^-(d + c): from e^-c - 1 where c is small.
-            excess = _sum(excesses, INVARIANT, BLOCK_V) / total
+            expm1_c = _sum(excess, INVARIANT, BLOCK_V) / total
             by_logs = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
-            minus_c = tl.where(tl.abs(excess) < 0.5, _log1p(excess), by_logs)
-            if KIND == "reverse":
-                extra = expm1_minus(minus_c)
-                divergence = _sum(shares, INVARIANT, BLOCK_V) / total - extra
-            else:
-                extra = expm1_minus(-minus_c)
-                # The shares are of q times e^known.
-                scaled = tl.where(shifted, total * tl.exp(minus_c), ref_total)
-                divergence = _sum(shares, INVARIANT, BLOCK_V) / scaled - extra
+            minus_c = tl.where(tl.abs(expm1_c) < 0.5, log1p(expm1_c), by_logs)
+            addend_sum = _sum(addends, INVARIANT, BLOCK_V)
+            divergence, of_c = VALUE(addend_sum, total, ref_total, minus_c, shifted)
             # What cancels may be 8 times what is left of it. A NaN or an infinity never is.
-            cancels = (not (extra <= divergence * 8.0)) & (not shifted) & (not again)
+            cancels = (not (of_c <= divergence * 8.0)) & (not shifted) & (not again)
             if cancels:
                 shift -= minus_c
                 known -= minus_c
                 shifted = True
             again = again | cancels
 
-    log_total = tl.log2(total)
-    ref_log_total = tl.log2(ref_total)
-    logsumexp = anchor * scale + log_total * ln_2()
-    ref_logsumexp = ref_anchor * ref_scale + ref_log_total * ln_2()
-    logp = (target_logit - anchor) * scale - log_total * ln_2()
-    ref_logp = (ref_logit - ref_anchor) * ref_scale - ref_log_total * ln_2()
     out_ptr = stats_ptr + row
-    tl.store(out_ptr, tl.where(here, logp, float("-inf")))
-    tl.store(out_ptr + stride_stats, logsumexp)
-    tl.store(out_ptr + 2 * stride_stats, (log_total - weighted / total) * ln_2())
-    tl.store(out_ptr + 3 * stride_stats, tl.where(here, ref_logp, float("-inf")))
-    tl.store(out_ptr + 4 * stride_stats, ref_logsumexp)
-    tl.store(out_ptr + 5 * stride_stats, (ref_log_total - ref_weighted / ref_total) * ln_2())
-    if KIND is None:
+    log_total = _store_softmax(out_ptr, stride_stats, model, target_logit, anchor, total, weighted)
+    ref_log_total = _store_softmax(
+        out_ptr + 3 * stride_stats, stride_stats, ref_model, ref_target_logit, ref_anchor,
+        ref_total, ref_weighted,
+    )  # fmt: skip
+    if ADDEND is None:
         tl.store(out_ptr + 6 * stride_stats, shift + (log_total - ref_log_total) * ln_2())
     else:
         # h is of the shift as stored, and so is its mean: off by what the difference rounds away.
         stored = shift - minus_c
         moved = stored - shift
         error = ((stored - moved) - shift) + (moved + minus_c)
-        mean = divergence - error if KIND == "reverse" else -expm1(error)
         tl.store(out_ptr + 6 * stride_stats, stored)
         tl.store(out_ptr + 7 * stride_stats, tl.where(divergence < 0.0, 0.0, divergence))
-        tl.store(out_ptr + 8 * stride_stats, mean)
-    tl.store(out_ptr + 9 * stride_stats, anchor * scale + above * ln_2())
-    tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + at_peak * ln_2())
-    tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_above * ln_2())
+        tl.store(out_ptr + 8 * stride_stats, MEAN(divergence, error))
+    tl.store(out_ptr + 9 * stride_stats, anchor * scale + peak * ln_2())
+    tl.store(out_ptr + 10 * stride_stats, ref_anchor * ref_scale + ref_at_peak * ln_2())
+    tl.store(out_ptr + 11 * stride_stats, ref_anchor * ref_scale + ref_peak * ln_2())
     tl.store(out_ptr + 12 * stride_stats, anchor)
     tl.store(out_ptr + 13 * stride_stats, ref_anchor)
     tl.store(out_ptr + 14 * stride_stats, log_total)
@@ -290,33 +280,30 @@ def pair_stats_kernel(
 
 @triton.jit
 def _softmaxes(
-    row_ptr, ref_row_ptr, start, V, row_stats,
-    logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
+    start, V, model, ref_model, row_stats,
     HAS_SOFTCAP: tl.constexpr, REF_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block's p, q and d of whole rows, the log of p, and the softcap's slope."""
     offs_v = start + tl.arange(0, BLOCK_V)
     mask_v = offs_v < V
     anchor, ref_anchor, log_total, ref_log_total, shift = row_stats
-    u, slope = _load_logits(row_ptr, offs_v, mask_v, logit_scale, softcap, HAS_SOFTCAP)
-    t, _ = _load_logits(ref_row_ptr, offs_v, mask_v, ref_logit_scale, ref_softcap, REF_SOFTCAP)
-    d = _log_ratio(u, t, scale, ref_scale, shift)
-    x = (u - anchor) * (scale * log2_e())
-    y = (t - ref_anchor) * (ref_scale * log2_e())
-    log_p = tl.where(mask_v, x, float("-inf")) - log_total
-    log_q = tl.where(mask_v, y, float("-inf")) - ref_log_total
+    u, slope = _load(model, offs_v, mask_v, HAS_SOFTCAP)
+    t, _ = _load(ref_model, offs_v, mask_v, REF_SOFTCAP)
+    d = _log_ratio(u, t, model, ref_model, shift)
+    log_p = _to_log2(u, anchor, model, mask_v) - log_total
+    log_q = _to_log2(t, ref_anchor, ref_model, mask_v) - ref_log_total
     return tl.exp2(log_p), tl.exp2(log_q), d, log_p, slope
 
 
 @triton.jit
-def _row_stats(stats_ptr, stride_stats, scale, ref_scale):
+def _row_stats(stats_ptr, stride_stats, model, ref_model):
     """Both anchors, log2 of both sums, the shift: p, q and d of a row are made with these."""
     shift = tl.load(stats_ptr + 6 * stride_stats)
     anchor = tl.load(stats_ptr + 12 * stride_stats)
     ref_anchor = tl.load(stats_ptr + 13 * stride_stats)
     log_total = tl.load(stats_ptr + 14 * stride_stats)
-    ref_log_total = log_total - (shift - (anchor * scale - ref_anchor * ref_scale)) * log2_e()
-    return anchor, ref_anchor, log_total, ref_log_total, shift
+    of_sums = shift - (anchor * model[3] - ref_anchor * ref_model[3])
+    return anchor, ref_anchor, log_total, log_total - of_sums * log2_e(), shift
 
 
 @per_row
@@ -327,41 +314,27 @@ def divergences_kernel(
     logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature, beta,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
-    KIND: tl.constexpr, BLOCK_V: tl.constexpr,
+    ADDEND: tl.constexpr, MOMENT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_n
-    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
-    if REF_TEMPERATURE:
-        ref_temperature = tl.load(ref_temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
-    row_stats = _row_stats(stats_ptr + row, stride_stats, scale, ref_scale)
-    shares = tl.zeros((BLOCK_V,), tl.float32)
-    ref_shares = tl.zeros((BLOCK_V,), tl.float32)
+    model = _row_of(
+        row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
+        HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
+    ref_model = _row_of(
+        row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
+        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+    )  # fmt: skip
+    row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
+    addends = tl.zeros((BLOCK_V,), tl.float32)
     moments = tl.zeros((BLOCK_V,), tl.float32)
     for start in range(0, V, BLOCK_V):
         p, q, d, _, _ = _softmaxes(
-            row_ptr, ref_row_ptr, start, V, row_stats,
-            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-            HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
-        )  # fmt: skip
-        if KIND == "reverse":
-            shares += _share(p, q, d)
-        elif KIND == "forward":
-            shares += _share(q, p, -d)
-        else:
-            of_p, of_q = _to_mixture(d, beta)
-            m = p + beta * (q - p)
-            shares += _share(p, m, of_p)
-            ref_shares += _share(q, m, of_q)
-        moments += _moment(p, q, d, 0.0, beta, KIND)
-    share = tl.sum(shares, axis=0)
-    if KIND == "jsd":
-        share = beta * tl.sum(ref_shares, axis=0) + (1.0 - beta) * share
-    tl.store(stats_ptr + row + 7 * stride_stats, share)
+            start, V, model, ref_model, row_stats, HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V
+        )
+        addends += ADDEND(p, q, d, beta)
+        moments += MOMENT(p, q, d, 0.0, beta)
+    tl.store(stats_ptr + row + 7 * stride_stats, tl.sum(addends, axis=0))
     tl.store(stats_ptr + row + 8 * stride_stats, tl.sum(moments, axis=0))
 
 
@@ -372,28 +345,27 @@ def pair_grads_kernel(
     out_ptr,
     V,
     stride_logits_n, stride_ref_n, stride_stats, stride_out_n,
-    logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature, beta,
+    logit_scale, softcap, temperature, ref_logit_scale, ref_softcap, ref_temperature,
+    beta, slope_scale,
     HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     REF_SOFTCAP: tl.constexpr, REF_TEMPERATURE: tl.constexpr,
     HAS_GRADS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    KIND: tl.constexpr, BLOCK_V: tl.constexpr,
+    MOMENT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_n
-    ref_row_ptr = ref_logits_ptr + row * stride_ref_n
     out_row_ptr = out_ptr + row * stride_out_n
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
-    if REF_TEMPERATURE:
-        ref_temperature = tl.load(ref_temperature_ptr + row)
-    scale = _scale(logit_scale, temperature, HAS_SOFTCAP)
-    ref_scale = _scale(ref_logit_scale, ref_temperature, REF_SOFTCAP)
-    chain = logit_scale / temperature
-    row_stats = _row_stats(stats_ptr + row, stride_stats, scale, ref_scale)
+    model = _row_of(
+        row, logits_ptr, stride_logits_n, logit_scale, softcap, temperature, temperature_ptr,
+        HAS_SOFTCAP, HAS_TEMPERATURE,
+    )  # fmt: skip
+    ref_model = _row_of(
+        row, ref_logits_ptr, stride_ref_n, ref_logit_scale, ref_softcap, ref_temperature,
+        ref_temperature_ptr, REF_SOFTCAP, REF_TEMPERATURE,
+    )  # fmt: skip
+    chain = model[3] * logit_scale if HAS_SOFTCAP else model[3]
+    row_stats = _row_stats(stats_ptr + row, stride_stats, model, ref_model)
     mean = tl.load(stats_ptr + row + 8 * stride_stats)
-    weight = chain * tl.load(d_divergence_ptr + row)
-    if KIND == "jsd":
-        weight = weight * (1.0 - beta)
+    d_slopes = chain * tl.load(d_divergence_ptr + row) * slope_scale
     target, d_softmax, at_target, entropy, d_entropy = -1, 0.0, 0.0, 0.0, 0.0
     if HAS_GRADS:
         target = tl.load(targets_ptr + row)
@@ -403,23 +375,17 @@ def pair_grads_kernel(
         entropy = tl.load(entropy_ptr + row) * log2_e()
         d_entropy = tl.load(d_entropy_ptr + row) * chain * ln_2()
     for start in range(0, V, BLOCK_V):
-        p, q, d, log_p, slope = _softmaxes(
-            row_ptr, ref_row_ptr, start, V, row_stats,
-            logit_scale, softcap, scale, ref_logit_scale, ref_softcap, ref_scale,
-            HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V,
-        )  # fmt: skip
-        slopes = _moment(p, q, d, mean, beta, KIND)
-        if KIND == "reverse":
-            # The reference has no probability where the policy has: not inf - inf.
-            slopes = tl.where(d == float("inf"), d, slopes)
-        d_logits = weight * slopes
+        p, q, d, log_p, softcap_slope = _softmaxes(
+            start, V, model, ref_model, row_stats, HAS_SOFTCAP, REF_SOFTCAP, BLOCK_V
+        )
+        d_logits = d_slopes * MOMENT(p, q, d, mean, beta)
         offs_v = start + tl.arange(0, BLOCK_V)
         if HAS_GRADS:
             coef = d_softmax
             if HAS_ENTROPY:
                 coef = d_softmax + d_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
             d_logits += tl.where(offs_v == target, at_target, -p * coef)
-        d_logits = d_logits * slope
+        d_logits = d_logits * softcap_slope
         tl.store(out_row_ptr + offs_v, d_logits.to(out_row_ptr.dtype.element_ty), mask=offs_v < V)
 
 
@@ -428,11 +394,8 @@ def _scalars(transform: LogitTransform, ref_transform: LogitTransform) -> tuple[
 
 
 def _flags(transform: LogitTransform, ref_transform: LogitTransform) -> dict[str, Any]:
-    of_reference = transform_flags(ref_transform)
-    return {
-        **transform_flags(transform),
-        **{name.replace("HAS_", "REF_"): value for name, value in of_reference.items()},
-    }
+    ref_flags = transform_flags(ref_transform).items()
+    return transform_flags(transform) | {k.replace("HAS_", "REF_"): v for k, v in ref_flags}
 
 
 def pair_stats(
@@ -443,13 +406,15 @@ def pair_stats(
     ref_transform: LogitTransform,
     out: PairStats,
     *,
-    kind: str | None,
-    beta: float = 0.5,
+    divergence: Divergence | None,
     invariant: bool = False,
-    leave: bool = False,
+    store_slopes: bool = False,
     launch: Launch = PAIR_LAUNCH,
 ) -> bool:
     count, V = logits.shape
+    functions = None
+    if divergence is not None and divergence.one_sweep:
+        functions = functions_of(divergence)
     if count:
         with device_of(logits):
             pair_stats_kernel[(count,)](
@@ -459,11 +424,14 @@ def pair_stats(
                 logits.stride(0), ref_logits.stride(0), out.values.stride(0),
                 *_scalars(transform, ref_transform),
                 **_flags(transform, ref_transform),
-                KIND=None if kind in (None, "jsd") else known_kind(kind), INVARIANT=invariant,
+                ADDEND=functions and functions.addend,
+                VALUE=functions and functions.value,
+                MEAN=functions and functions.mean,
+                INVARIANT=invariant,
                 **block_of(launch, V),
             )  # fmt: skip
-    if kind == "jsd":  # of whole softmaxes, whose sums are not known before
-        divergences(logits, ref_logits, transform, ref_transform, out, kind=kind, beta=beta)
+    if divergence is not None and functions is None:
+        divergences(logits, ref_logits, transform, ref_transform, out, divergence=divergence)
     return False
 
 
@@ -474,11 +442,11 @@ def divergences(
     ref_transform: LogitTransform,
     stats: PairStats,
     *,
-    kind: str,
-    beta: float = 0.5,
+    divergence: Divergence,
     launch: Launch = PAIR_LAUNCH,
 ) -> None:
     count, V = logits.shape
+    functions = functions_of(divergence)
     if count:
         with device_of(logits):
             divergences_kernel[(count,)](
@@ -486,9 +454,9 @@ def divergences(
                 temperature_pointer(ref_transform, logits), stats.values,
                 V,
                 logits.stride(0), ref_logits.stride(0), stats.values.stride(0),
-                *_scalars(transform, ref_transform), float(beta),
+                *_scalars(transform, ref_transform), float(divergence.beta),
                 **_flags(transform, ref_transform),
-                KIND=known_kind(kind),
+                ADDEND=functions.addend, MOMENT=functions.moment,
                 **block_of(launch, V),
             )  # fmt: skip
 
@@ -504,11 +472,11 @@ def pair_grads_(
     d_divergence: Tensor,
     out: Tensor,
     *,
-    kind: str,
-    beta: float = 0.5,
+    divergence: Divergence,
     launch: Launch = PAIR_GRADS_LAUNCH,
 ) -> None:
     count, V = logits.shape
+    functions = functions_of(divergence)
     if count and V:
         pointers = [logits] * 5 if grads is None else gradient_pointers(grads, logits)
         with device_of(logits):
@@ -519,10 +487,11 @@ def pair_grads_(
                 out,
                 V,
                 logits.stride(0), ref_logits.stride(0), stats.values.stride(0), out.stride(0),
-                *_scalars(transform, ref_transform), float(beta),
+                *_scalars(transform, ref_transform),
+                float(divergence.beta), float(divergence.scale),
                 **_flags(transform, ref_transform),
                 HAS_GRADS=grads is not None,
                 HAS_ENTROPY=grads is not None and grads.d_entropy is not None,
-                KIND=known_kind(kind),
+                MOMENT=functions.moment,
                 **block_of(launch, V),
             )  # fmt: skip

@@ -16,15 +16,12 @@ arXiv:2306.13649 and the trainers of verl and TRL.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ..base.checks import FLOATS, INTEGERS, check_choice, check_number, check_tensor, saveable
 from ..base.segments import RowsLogSoftmax, row_sums
-
-DIRECTIONS = ("forward", "reverse", "jsd")
+from ..kernels.divergences import DIVERGENCES, Divergence
 
 
 def topk_kl(
@@ -62,8 +59,7 @@ def topk_kl(
     check_tensor(
         "teacher_logps", teacher_logps, shape=logps.shape, dtypes=FLOATS, device=logps.device
     )
-    check_choice("direction", direction, DIRECTIONS)
-    check_number("beta", beta, "in (0, 1)")
+    divergence = make_divergence("direction", direction, beta)
     dtype = torch.promote_types(torch.float32, logps.dtype)
     s, t = logps.to(dtype), saveable(teacher_logps.detach()).to(dtype)
     if offsets is None:
@@ -72,7 +68,7 @@ def topk_kl(
                 "offsets: expected those of the support with log-probs [E] of its entries; got None"
             )
         s, t = (torch.cat([x, _log_rest(x)[..., None]], -1) for x in (s, t))
-        return divergence_terms(s, t, direction, beta).sum(-1)
+        return divergence_addends(s, t, divergence).sum(-1)
     if logps.ndim != 1:
         raise ValueError(
             f"logps: expected shape [E], of the support's entries; got {list(logps.shape)}"
@@ -81,30 +77,22 @@ def topk_kl(
     offsets = saveable(offsets).long()
     tokens = torch.repeat_interleave(offsets.diff(), output_size=len(s))
     s, t = (RowsLogSoftmax.apply(x, tokens, offsets)[0] for x in (s, t))
-    return row_sums(divergence_terms(s, t, direction, beta), offsets)
+    return row_sums(divergence_addends(s, t, divergence), offsets)
 
 
-def divergence_terms(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
-    """The share of each outcome in the divergence, from log-probs `s` and `t` of one shape."""
+def make_divergence(argument: str, name: str, beta: float) -> Divergence:
+    """Returns the divergence of that name; an error names the caller's argument."""
+    check_choice(argument, name, tuple(DIVERGENCES))
+    check_number("beta", beta, "in (0, 1)")
+    return DIVERGENCES[name](beta)
+
+
+def divergence_addends(s: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
+    """The part of each outcome in the divergence, from log-probs `s` and `t` of one shape."""
     # An outcome that both rule out has no part: of -inf and -inf autograd would make NaN.
     none = (s == -torch.inf) & (t == -torch.inf)
     s, t = s.masked_fill(none, 0.0), t.masked_fill(none, 0.0)
-    return _shares(s, t, direction, beta).masked_fill(none, 0.0)
-
-
-def _shares(s: Tensor, t: Tensor, direction: str, beta: float) -> Tensor:
-    if direction == "forward":
-        return _times_log(t, t - s)
-    if direction == "reverse":
-        return _times_log(s, s - t)
-    m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
-    return beta * _times_log(t, t - m) + (1 - beta) * _times_log(s, s - m)
-
-
-def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
-    """`p * log_ratio`, 0 where p is."""
-    none = log_p == -torch.inf
-    return log_p.exp() * log_ratio.masked_fill(none, 0.0)
+    return divergence.addends(s, t).masked_fill(none, 0.0)
 
 
 def _log_rest(log_p: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+"""Divergences of a row's two softmaxes, one class each: everything that tells them apart.
+
+With p and q the softmaxes, z the logits of p, d = log p - log q, m = beta q + (1 - beta) p:
+
+    class      divergence L                            gradient by z
+    ReverseKL  sum p d                                 p (h - sum p h),  h = d
+    ForwardKL  -sum q d                                likewise,         h = 1 - e^-d, so p - q
+    JSD        beta sum q log(q/m)                     (1 - beta) times that of
+                 + (1 - beta) sum p log(p/m)                             h = log(p/m)
+
+Each is a sum of KLs from one distribution: q, p, or m. The kernels ask the object for these terms,
+for h, and whether one sweep is enough; `triton_divergences.py` has the same as Triton functions.
+`addends` is the formula as it stands in a paper, for autograd: the slow truth takes no other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Term(NamedTuple):
+    """A part of a divergence, `weight * sum a log(a / b)`, with b the divergence's `base`."""
+
+    weight: float
+    a: Tensor
+    log_ratio: Tensor  # log(a / b)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence of the reference's softmax q and the policy's p.
+
+    `beta` is the reference's share of a mixture; a divergence without a mixture ignores it.
+
+    Attributes:
+        name: the name in the public calls.
+        one_sweep: whether the sums of e^z and of the divergence can be taken in one sweep; if not,
+            the divergence is read from whole softmaxes by a second one.
+    """
+
+    name: ClassVar[str]
+    one_sweep: ClassVar[bool] = False
+
+    beta: float = 0.5
+
+    @property
+    def scale(self) -> float:
+        """The factor of `p (h - sum p h)` in the gradient."""
+        return 1.0
+
+    def addends(self, s: Tensor, t: Tensor) -> Tensor:
+        """The part of each entry in L, from log-probs s of the policy and t of the reference.
+
+        No entry is -inf in both.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.addends")
+
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+        """The parts of L. May overwrite d, which may be NaN where p and q are 0."""
+        raise NotImplementedError(f"{type(self).__name__}.terms")
+
+    def base(self, p: Tensor, q: Tensor) -> Tensor:
+        """The distribution b from which the terms are KLs."""
+        raise NotImplementedError(f"{type(self).__name__}.base")
+
+    def h(self, terms: list[Term]) -> Tensor | None:
+        """The h whose mean over p enters the gradient; inf makes the gradient infinite.
+
+        None: `p h` is p - q.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.h")
+
+
+class ReverseKL(Divergence):
+    """KL(p || q). Infinite, with its gradient, where the reference alone rules an entry out."""
+
+    name = "reverse"
+    one_sweep = True
+
+    def addends(self, s: Tensor, t: Tensor) -> Tensor:
+        return _times_log(s, s - t)
+
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+        return [Term(1.0, p, d)]
+
+    def base(self, p: Tensor, q: Tensor) -> Tensor:
+        return q
+
+    def h(self, terms: list[Term]) -> Tensor:
+        return terms[0].log_ratio
+
+
+class ForwardKL(Divergence):
+    """KL(q || p). Infinite where the policy alone rules an entry out; its gradient is not."""
+
+    name = "forward"
+    one_sweep = True
+
+    def addends(self, s: Tensor, t: Tensor) -> Tensor:
+        return _times_log(t, t - s)
+
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+        return [Term(1.0, q, -d)]
+
+    def base(self, p: Tensor, q: Tensor) -> Tensor:
+        return p
+
+    def h(self, terms: list[Term]) -> None:
+        return None
+
+
+class JSD(Divergence):
+    """The generalised Jensen-Shannon divergence, beta KL(q || m) + (1 - beta) KL(p || m): finite.
+
+    Reference: arXiv:2306.13649.
+    """
+
+    name = "jsd"
+
+    @property
+    def scale(self) -> float:
+        return 1 - self.beta
+
+    def addends(self, s: Tensor, t: Tensor) -> Tensor:
+        m = log_mixture(s, t, self.beta)
+        return self.beta * _times_log(t, t - m) + (1 - self.beta) * _times_log(s, s - m)
+
+    def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
+        of_p, of_q = to_mixture_(d, self.beta)
+        return [Term(1 - self.beta, p, of_p), Term(self.beta, q, of_q)]
+
+    def base(self, p: Tensor, q: Tensor) -> Tensor:
+        return torch.lerp(p, q, self.beta)
+
+    def h(self, terms: list[Term]) -> Tensor:
+        return terms[0].log_ratio
+
+
+DIVERGENCES: dict[str, type[Divergence]] = {x.name: x for x in (ReverseKL, ForwardKL, JSD)}
+
+
+def to_mixture_(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """`log(p / m)` and `log(q / m)`, the second in the memory of d."""
+    # Beyond, p or q is as good as 0.
+    d.clamp_(-80.0, 80.0)
+    of_p = torch.neg(d).expm1_().mul_(beta).log1p_().neg_()
+    return of_p, torch.sub(of_p, d, out=d)
+
+
+def log_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """`log m`, from log-probs."""
+    return torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+
+
+def _times_log(log_p: Tensor, log_ratio: Tensor) -> Tensor:
+    """`p * log_ratio`, 0 where p is."""
+    none = log_p == -torch.inf
+    return log_p.exp() * log_ratio.masked_fill(none, 0.0)

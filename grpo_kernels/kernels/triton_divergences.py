@@ -1,0 +1,160 @@
+"""The divergences of `divergences.py` as Triton functions, which kernels take as constants.
+
+A kernel compiled for one divergence holds its functions alone; Triton's cache knows them by their
+source. Their names in `DivergenceFunctions`; p, q and d as in `divergences.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from .divergences import JSD, Divergence, ForwardKL, ReverseKL
+from .triton_common import expm1, expm1_minus
+
+
+class DivergenceFunctions(NamedTuple):
+    """A divergence's functions on a block of a row, or on its sums.
+
+    Attributes:
+        addend: `(p, q, d, beta)`: the part of each entry in the divergence; not below 0, and exact
+            to the rounding where p and q are close.
+        moment: `(p, q, d, mean, beta)`: `p (h - mean)`.
+        value: of a divergence that takes one sweep. There d is off by c, `minus_c` is log(sum p
+            e^-(d + c)), sums of e^z are `total` and `ref_total`, and q is in units of total, once
+            `shifted`. `(sum of addends, total, ref_total, minus_c, shifted)` to the divergence,
+            and to what of the sum is c's.
+        mean: likewise: `(divergence, error)` to the mean of h, where d is off by `error`.
+    """
+
+    addend: JITFunction
+    moment: JITFunction
+    value: JITFunction | None = None
+    mean: JITFunction | None = None
+
+
+@triton.constexpr_function
+def small():
+    """A |log(a/b)| below which a series has the digits."""
+    return 0.3
+
+
+@triton.jit
+def phi(x):
+    """e^-x - 1 + x near 0."""
+    return x * x * (0.5 + x * (-1 / 6 + x * (1 / 24 + x * (-1 / 120 + x * (1 / 720)))))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x in (-1, 1), without cancellation."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def kl_addend(a, b, x):
+    """`a log(a / b) + b - a`, x being the logarithm; b where a is 0."""
+    far = tl.where(a == 0.0, 0.0, a * x) + (b - a)
+    return tl.where(tl.abs(x) < small(), a * phi(x), far)
+
+
+@triton.jit
+def to_mixture(d, beta):
+    """`log(p / m)` and `log(q / m)`."""
+    above = d >= 0.0
+    # The larger of p and q first: of the other one the ratio to m may be 0.
+    log_ratio = -log1p(tl.where(above, beta, 1.0 - beta) * expm1(-tl.abs(d)))
+    return tl.where(above, log_ratio, log_ratio + d), tl.where(above, log_ratio - d, log_ratio)
+
+
+# The reverse KL
+
+
+@triton.jit
+def _reverse_addend(p, q, d, beta):
+    return kl_addend(p, q, d)
+
+
+@triton.jit
+def _reverse_moment(p, q, d, mean, beta):
+    # The reference has no probability where the policy has: not inf - inf.
+    return tl.where(p == 0.0, 0.0, tl.where(d == float("inf"), d, p * (d - mean)))
+
+
+@triton.jit
+def _reverse_value(addends, total, ref_total, minus_c, shifted):
+    of_c = expm1_minus(minus_c)
+    return addends / total - of_c, of_c
+
+
+@triton.jit
+def _reverse_mean(divergence, error):
+    return divergence - error
+
+
+# The forward KL
+
+
+@triton.jit
+def _forward_addend(p, q, d, beta):
+    # q (e^d - 1 - d), by q = p e^-d.
+    near = p * (d * d - phi(d) * (1.0 + d))
+    return tl.where(tl.abs(d) < small(), near, tl.where(q == 0.0, 0.0, -q * d) - (q - p))
+
+
+@triton.jit
+def _forward_moment(p, q, d, mean, beta):
+    return tl.where(tl.abs(d) < small(), -p * (expm1(-d) + mean), p - q - p * mean)
+
+
+@triton.jit
+def _forward_value(addends, total, ref_total, minus_c, shifted):
+    of_c = expm1_minus(-minus_c)
+    return addends / tl.where(shifted, total * tl.exp(minus_c), ref_total) - of_c, of_c
+
+
+@triton.jit
+def _forward_mean(divergence, error):
+    return -expm1(error)
+
+
+# The generalised Jensen-Shannon divergence
+
+
+@triton.jit
+def _jsd_addend(p, q, d, beta):
+    of_p, of_q = to_mixture(d, beta)
+    m = p + beta * (q - p)
+    return beta * kl_addend(q, m, of_q) + (1.0 - beta) * kl_addend(p, m, of_p)
+
+
+@triton.jit
+def _jsd_moment(p, q, d, mean, beta):
+    of_p, _ = to_mixture(d, beta)
+    return tl.where(p == 0.0, 0.0, p * (of_p - mean))
+
+
+FUNCTIONS = {
+    ReverseKL: DivergenceFunctions(
+        _reverse_addend, _reverse_moment, _reverse_value, _reverse_mean
+    ),
+    ForwardKL: DivergenceFunctions(
+        _forward_addend, _forward_moment, _forward_value, _forward_mean
+    ),
+    JSD: DivergenceFunctions(_jsd_addend, _jsd_moment),
+}  # fmt: skip
+
+
+def functions_of(divergence: Divergence) -> DivergenceFunctions:
+    """Returns a divergence's functions; raises for one that has none."""
+    if type(divergence) not in FUNCTIONS:
+        known = ", ".join(x.__name__ for x in FUNCTIONS)
+        raise TypeError(
+            f"divergence: expected one with Triton functions, {known}; got "
+            f"{type(divergence).__name__}: add them to {__name__}"
+        )
+    return FUNCTIONS[type(divergence)]
