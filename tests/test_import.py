@@ -58,6 +58,26 @@ except ImportError as error:
     assert "pip install 'grpo_kernels[train]'" in python(code)
 
 
+# Words that need a heading, or the sentence before, as their subject.
+FIRST_WORDS = re.compile(
+    r"\W*(as|he|her|his|how|its?|of|one|our|she|that|their|these|they|this|those|we|what|when|where"
+    r"|whether|which|who|whose|your)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("folder", ("grpo_kernels", "benchmarks", "examples", "packaging"))
+def test_docstrings_begin_with_a_verb_or_a_noun(folder):
+    refused = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if FIRST_WORDS.match(text):
+                    refused.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not refused, "\n".join(refused)
+
+
 def test_every_public_name_has_a_docstring():
     import grpo_kernels
 

@@ -1,4 +1,4 @@
-"""What is read from a row of two models' logits."""
+"""Statistics of a row of two models' logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import TokenStats
 
 
 class _Row:
-    """One of the statistics, float32 `[C]`."""
+    """Statistic of each row, float32 `[C]`."""
 
     def __init__(self, place: int) -> None:
         self.place = place

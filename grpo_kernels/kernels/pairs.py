@@ -32,7 +32,7 @@ _PART = 128
 
 
 class _RowValues(NamedTuple):
-    """What is read from each row of both models' logits, `[C]`.
+    """Values read from each row of both models' logits, `[C]`.
 
     Sums are of e^x and of e^x x, x being a logit less the row's largest.
     """

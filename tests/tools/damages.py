@@ -192,7 +192,7 @@ KERNEL_DAMAGES: list[Damage] = [
          "u = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0)", "u = tl.load(row_ptr + offs_v)"),
         ("exponentials are stored without a mask",
          "tl.store(exps_row_ptr + offs_v, stored, mask=mask_v)",
-         "tl.store(exps_row_ptr + offs_v, kept)"),
+         "tl.store(exps_row_ptr + offs_v, stored)"),
         ("columns past the last one count as logits of 0",
          'shifted = tl.where(mask_v, shifted, float("-inf"))', "shifted = shifted + 0.0"),
         ("rows are claimed to begin where vectors do",
