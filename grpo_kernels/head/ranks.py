@@ -75,7 +75,7 @@ class VocabShards(SingleRank):
             "vocabulary, as each has other columns for the same tokens; got others",
             torch.tensor(sizes, dtype=torch.int64, device=weight.device), active, with_grad,
         )  # fmt: skip
-        return replace(super().plan(spec, weight, active, with_grad, buffers), tiles=None)
+        return super().plan(spec, weight, active, with_grad, buffers)
 
     def _ask_same(self, checks: ValueChecks, what: str, *tensors: Tensor | None) -> None:
         """Asks whether all ranks have the same of `given`, `[N]` each."""
