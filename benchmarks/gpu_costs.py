@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from grpo_kernels.head.plan import ROW_MULTIPLE, RowPlan, strip_rows
+from grpo_kernels.head.budget import ROW_MULTIPLE, strip_rows
+from grpo_kernels.head.row_plan import RowPlan
 
 
 class Guesses(NamedTuple):

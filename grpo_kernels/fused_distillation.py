@@ -23,7 +23,7 @@ from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import LMHead, Reference
-from .head.passes import GradMode, call_of_reference, local_head, plan_head
+from .head.plan import GradMode, call_of_reference, local_head, plan_head
 from .kernels import StatGrads
 from .kernels.divergences import DIVERGENCES
 from .kernels.pair_stats import PairStats

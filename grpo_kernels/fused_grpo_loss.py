@@ -40,7 +40,7 @@ from .head.call import head_call
 from .head.execution import Execution
 from .head.linear_logprobs import scored
 from .head.lm_head import LMHead, Reference, Support
-from .head.passes import GradMode, call_of_reference, local_head, plan_head, reference_logps
+from .head.plan import GradMode, call_of_reference, local_head, plan_head, reference_logps
 from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo_kernels.head.dense import row_factors
+from grpo_kernels.head.chunked_head import row_factors
 from grpo_kernels.kernels import LogitTransform, RowGrads, StatGrads, torch_backend, triton_backend
 from tests.helpers.batches import relative_error
 from tests.helpers.policy_losses import TRANSFORMS, exact_policy_loss, exact_statistics

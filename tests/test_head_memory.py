@@ -9,8 +9,8 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 
-from grpo_kernels.head.dense import LogitStrips
-from grpo_kernels.head.plan import ran_out_of_memory
+from grpo_kernels.base.memory import ran_out_of_memory
+from grpo_kernels.head.chunked_head import LogitStrips
 from tests.helpers import flat_calls
 from tests.helpers.batches import assert_matches, config, make_batch, run_fused
 from tests.helpers.flat_calls import reference

@@ -92,7 +92,7 @@ WITH_EXTRAS = ("integrations", "training")
 
 
 def part_of(module):
-    """The file or folder of the package that a module, `head.dense`, is in."""
+    """The file or folder of the package that a module, `head.chunked_head`, is in."""
     return module.split(".")[0]
 
 

@@ -114,7 +114,7 @@ def test_memory_that_runs_out_while_sampling(tiny_model, tmp_path):
 def test_a_limit_of_the_system():
     """What is beyond it is told as memory that ran out, by a real allocator."""
     code = (
-        "import resource, torch; from grpo_kernels.head.plan import ran_out_of_memory\n"
+        "import resource, torch; from grpo_kernels.base.memory import ran_out_of_memory\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, -1))\n"
         "try: torch.ones(1 << 30)\n"
         "except Exception as error: print(ran_out_of_memory(error))\n"

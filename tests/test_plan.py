@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from grpo_kernels.base.checks import ValueChecks
-from grpo_kernels.head.plan import SWEPT_ROWS_PER_SM, Buffers, RowPlan, buffer_rows, gpu, plan_rows
+from grpo_kernels.head.budget import SWEPT_ROWS_PER_SM, Buffers, buffer_rows, gpu
+from grpo_kernels.head.row_plan import RowPlan, plan_rows
 from grpo_kernels.kernels.triton_logits import REGISTERS, ROW_LAUNCH
 from tests.helpers.fake_cuda import CountedCUDA
 

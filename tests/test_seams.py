@@ -18,7 +18,7 @@ from grpo_kernels.integrations.transformers import Objective, attach_fused_head
 from grpo_kernels.integrations.verl import linear_cross_entropy, patch_verl
 
 PACKAGE = Path(grpo_kernels.__file__).parent
-OPTIONAL = re.compile(r"support|ranks|many|sampler|training|integrations|reference")
+OPTIONAL = re.compile(r"support|shards|many|sampler|training|integrations|reference")
 # An exact call, with whatever is loaded along the way.
 EXACT_CALL = """
 import sys, torch
@@ -35,13 +35,13 @@ def test_an_exact_call_loads_nothing_else():
         [sys.executable, "-c", EXACT_CALL], capture_output=True, text=True, check=True
     )
     loaded = done.stdout.split()
-    assert "grpo_kernels.head.dense" in loaded
+    assert "grpo_kernels.head.chunked_head" in loaded
     assert [name for name in loaded if OPTIONAL.search(name.removeprefix("grpo_kernels"))] == []
 
 
-def test_passes_alone_know_the_capabilities():
+def test_the_plan_alone_knows_the_capabilities():
     """Of the files that an exact call loads; and only inside of functions."""
-    optional = {"support", "ranks", "many_targets", "two_heads"}
+    optional = {"support", "shards", "many_targets", "two_heads"}
     for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "head").glob("*.py")]:
         if path.stem in (*optional, "doctor"):
             continue
@@ -50,7 +50,7 @@ def test_passes_alone_know_the_capabilities():
                 continue
             if (node.module or "").split(".")[-1] in optional:
                 # The package's `__getattr__` asks for what is public.
-                assert path.stem in ("passes", "__init__"), path
+                assert path.stem in ("plan", "__init__"), path
                 assert node.col_offset > 0, path
 
 

@@ -38,7 +38,7 @@ from ..kernels import StatGrads, TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution
 from .lm_head import LMHead, Support
-from .passes import GradMode, HeadPlan, local_head, plan_head, with_targets
+from .plan import GradMode, HeadPlan, local_head, plan_head, with_targets
 from .products import Gradients
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..kernels import RowGrads, StatGrads, TokenStats
-from .dense import TargetReadout
-from .plan import Chunk
+from .chunked_head import TargetReadout
+from .row_plan import Chunk
 
 
 class MultiTargetReadout(TargetReadout):

@@ -1,262 +1,329 @@
-"""The plan of rows: which take part in a call, in what order, and how many at a time.
+"""The plan of a call: which rows take part, what is read from them, and when their gradient.
 
-Rows are put in order once: those that have a gradient, then those that only need a log-prob;
-masked rows take no part. They are then worked through in chunks that fit a byte budget, so that
-the workspace depends on the vocabulary and the budget, never on the number of tokens. What a row
-takes of it is its logits, and their gradient where that does not lie on the same memory; a chunk's
-logits can be made a strip at a time, so that most of the budget holds gradients: the more rows are
-multiplied at a time, the less often the weight's gradient is read and written.
+The one file that knows all capabilities: several targets per token are a readout in the place of
+`TargetReadout`, ranks an object in the place of `SingleRank`; tokens that have a kept set are no
+rows (`support.py`). Each is imported where it is asked for.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..base.checks import ValueChecks
+from ..base.layout import check_target_ids, selected
+from ..base.memory import ran_out_of_memory
+from ..kernels import TokenStats
+from .budget import Buffers
+from .call import HeadCall, HeadSpec, named_reference, reference_call
+from .chunked_head import ChunkedHead, SingleRank, TargetReadout
+from .lm_head import LMHead, Reference
+from .products import INVARIANT_ROWS, Gradients
+from .row_plan import RowPlan
 
-# 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
-_CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
-_GPU_CHUNK_BYTES = 1792 << 20
-# GEMMs on a GPU take rows in tiles of this many.
-ROW_MULTIPLE = 128
-# Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
-_MOST_STRIP_BYTES = 640 << 20
-# Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
-SWEPT_ROWS_PER_SM = 5
+if TYPE_CHECKING:
+    from ..kernels.pair_stats import PairStats
+    from .support import KeptSets
+
+_T = TypeVar("_T")
+# Fewer rows than these at a time are not tried.
+_LEAST_ROWS = 16
+
+
+class GradMode(IntEnum):
+    """Source of the gradient of a call's logits."""
+
+    RECOMPUTE = 0  # logits that a second pass makes again; or there is none
+    FROM_EXPS = 1  # exponentials that the forward stores: a factor per row
+    FROM_LOGITS = 2  # the forward's logits, by a second sweep over them
+
+    @staticmethod
+    def of(call: HeadCall, *, one_pass: bool, other_grads: bool = False) -> GradMode:
+        """The gradient of a call, in one pass or in two.
+
+        `other_grads`: of a loss that has one by more than the log-probs.
+
+        In two passes it is made at first where the head is frozen, which leaves that of each
+        log-prob by the states to be kept (`Execution.keep_gradients`).
+        """
+        needs_grad = call.needs_grad()
+        if one_pass:
+            at_once = any(needs_grad)
+        else:
+            several = call.spec.targets_per_token > 1
+            at_once = not other_grads and keeps_gradients(
+                call.spec.execution.keep_gradients, needs_grad[::2], needs_grad[1::2], several
+            )
+        if not at_once:
+            return GradMode.RECOMPUTE
+        # A factor per row may be beyond float16.
+        two = other_grads or call.spec.dtype == torch.float16
+        return GradMode.FROM_LOGITS if two else GradMode.FROM_EXPS
+
+
+def keeps_gradients(
+    keep_gradients: bool,
+    states_need_grad: Sequence[bool],
+    head_needs_grad: Sequence[bool],
+    several: bool,
+) -> bool:
+    """True if two passes keep each log-prob's gradient by the states, which alone want one."""
+    return keep_gradients and any(states_need_grad) and not any(head_needs_grad) and not several
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
-
-    index: slice | Tensor
-    size: int
-    needs_grad: bool
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+class HeadPlan:
+    """Plan of a call over a head: everything but its tensors.
 
     Args:
-        max_chunk_rows: rows whose gradients are multiplied at a time.
-        max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
-        num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
-            of ever other sizes is given back in pieces that fit nothing.
-        has_masked: whether masked rows take part, too.
-        row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
+        spec: with the tokens that have a kept set out of its mask.
+        rows: those that take part over the whole vocabulary, in chunks.
+        ranks: who has which columns of it.
+        tokens: bool `[N]`, all that take part; None: every one.
+        sets: the kept sets of the others.
+        needs_grad: True for each of the terms' tensors whose gradient is made.
+        entropy: whether it is a result.
+        grad_mode: what the gradient of the logits is made from.
     """
 
-    order: Tensor | None
-    num_grad_rows: int
-    num_rows: int
-    max_chunk_rows: int
-    max_logit_rows: int
-    num_tokens: int
-    has_masked: bool = False
-    row_bytes: tuple[int, int] = (0, 0)
+    spec: HeadSpec
+    rows: RowPlan
+    ranks: SingleRank
+    tokens: Tensor | None
+    sets: KeptSets | None
+    needs_grad: Sequence[bool]
+    entropy: bool
+    grad_mode: GradMode
 
-    def chunks(self) -> Iterator[Chunk]:
-        """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
-        for rows, needs_grad in self.parts():
-            index = rows if self.order is None else self.order[rows]
-            yield Chunk(index, rows.stop - rows.start, needs_grad)
+    def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
+        """The head over the rows of the plan; `tensors` are those of the call."""
+        keep_exps = self.grad_mode == GradMode.FROM_EXPS
+        own, others = tensors[: 2 * self.spec.num_terms], tensors[2 * self.spec.num_terms :]
+        return ChunkedHead(own, self.spec, self.rows, self._readout(others), keep_exps=keep_exps)
 
-    def parts(self) -> Iterator[tuple[slice, bool]]:
-        """The chunks as slices of `order`, and whether they need a gradient."""
-        for rows in even_slices(0, self.num_grad_rows, self.max_chunk_rows):
-            yield rows, True
-        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_chunk_rows):
-            yield rows, False
+    def _readout(self, reference_tensors: Sequence[Tensor]) -> TargetReadout:
+        spec = self.spec
+        if spec.reference is not None:
+            from .two_heads import DivergenceReadout
 
-    @property
-    def largest_chunk(self) -> int:
-        """The rows of the largest chunk."""
-        return max(self.largest_of(needs_grad=x) for x in (False, True))
+            at_once = self.grad_mode != GradMode.RECOMPUTE
+            return DivergenceReadout(
+                spec, reference_tensors, self.ranks, self.rows, at_once=at_once
+            )
+        if spec.targets_per_token > 1:
+            from .many_targets import MultiTargetReadout
 
-    def largest_of(self, *, needs_grad: bool) -> int:
-        """The rows of the largest chunk of rows with a gradient, or without."""
-        sizes = (rows.stop - rows.start for rows, x in self.parts() if x == needs_grad)
-        return max(sizes, default=0)
+            return MultiTargetReadout(spec, self.ranks, entropy=self.entropy)
+        return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
-    @property
-    def logit_rows(self) -> int:
-        """The rows of the buffer of logits."""
-        return min(self.max_logit_rows, self.num_tokens)
-
-    @property
-    def gradient_rows(self) -> int:
-        """The rows of the buffer of gradients."""
-        return min(self.max_chunk_rows, self.num_tokens)
-
-    @property
-    def bytes_taken(self) -> int:
-        """Bytes of the logits and of their gradients."""
-        logit_bytes, grad_bytes = self.row_bytes
-        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
-
-    def halved(self, least: int = 1) -> RowPlan:
-        """Half as many rows at a time, but not fewer than `least`."""
-        most, logit_rows = (
-            max(least, min(rows, self.largest_chunk) // 2)
-            for rows in (self.max_chunk_rows, self.max_logit_rows)
+    def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
+        """The gradients of the terms, over the rows that have one."""
+        count = self.rows.num_grad_rows
+        one_chunk = count == self.rows.largest_of(needs_grad=True)
+        rounded = self.spec.dtype if one_chunk else None
+        return Gradients(
+            tensors, self.needs_grad, every_row=count == len(tensors[0]), rounded=rounded
         )
-        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
-
-
-def slices(begin: int, end: int, step: int) -> Iterator[slice]:
-    """Cuts a range into slices of `step`, but for the last."""
-    for start in range(begin, end, step):
-        yield slice(start, min(start + step, end))
-
-
-def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
-    """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
-
-    A short last one would waste its pass over the weight.
-    """
-    return slices(begin, end, _even_step(end - begin, most))
-
-
-def _even_step(count: int, most: int) -> int:
-    step = -(-count // max(1, -(-count // most)))
-    return max(1, -(-step // ROW_MULTIPLE) * ROW_MULTIPLE if most % ROW_MULTIPLE == 0 else step)
-
-
-class Buffers(NamedTuple):
-    """The bytes that a row takes of the budget, and for what.
-
-    Args:
-        columns: of a row of logits.
-        grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
-        strips: a chunk's logits are made and used a few rows at a time.
-        models: whose logits are there at a time.
-    """
-
-    columns: int
-    grad_bytes: int = 0
-    strips: bool = False
-    models: int = 1
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row's logits, and of their gradient."""
-        return 4 * self.models * self.columns, self.grad_bytes * self.columns
+    def stats(self) -> type[TokenStats | PairStats]:
+        """The statistics that are read of a row."""
+        if self.spec.reference is None:
+            return TokenStats
+        from ..kernels.pair_stats import PairStats
+
+        return PairStats
+
+    def second(self, needed: Tensor, weight: Tensor) -> HeadPlan:
+        """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
+        spec = replace(self.spec, checks=ValueChecks())
+        # Whose logits are made again a strip at a time.
+        buffers = _buffers(spec, weight, GradMode.FROM_EXPS)
+        return replace(self, rows=self.ranks.plan(spec, weight, needed, None, buffers))
+
+    def run(self, work: Callable[[HeadPlan], _T]) -> _T:
+        """Does `work` by this plan; where memory runs out, by one of half as many rows at a time.
+
+        Not so with a budget of the caller's own, where other ranks wait, or in a graph's capture.
+        """
+        execution = self.spec.execution
+        fixed = execution.chunk_bytes is not None or execution.capturable or not self.ranks.alone
+        least = INVARIANT_ROWS if execution.batch_invariant else _LEAST_ROWS
+        plan = self
+        while True:
+            try:
+                result = work(plan)
+                break
+            except Exception as error:
+                if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
+                    raise
+            # When the error no longer holds what it had. Not all that asks is torch's allocator.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            plan = replace(plan, rows=plan.rows.halved(least))
+        if plan is not self:
+            rows = plan.rows
+            warnings.warn(
+                f"memory ran out over the head, which took {rows.logit_rows} rows of logits at a "
+                f"time instead; the result is the same. With chunk_bytes={rows.bytes_taken} it "
+                "begins so, and keeps to that",
+                stacklevel=2,
+            )
+        return result
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Metrics of the kept sets."""
+        if self.sets is None:
+            return {}
+        return self.sets.metrics(None if self.tokens is None else self.tokens.sum())
 
 
-def plan_rows(
-    active: Tensor | None,
-    with_grad: Tensor | None,
-    checks: ValueChecks,
-    weight: Tensor,
-    num_tokens: int,
-    buffers: Buffers,
-    chunk_bytes: int | None,
-) -> RowPlan:
-    """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+def local_head(head: Tensor | LMHead) -> LMHead:
+    """The head, of plain tensors: of DTensors this rank's parts."""
+    head = LMHead.of(head)
+    tensors = (head.weight, head.bias, head.low_rank and head.low_rank[1])
+    if not any(hasattr(x, "full_tensor") for x in tensors):
+        return head
+    from .shards import local_parts
 
-    Reads the row counts and the value checks in one transfer: the one time that a call waits for
-    the device. Raises ValueError for the checks.
+    return local_parts(head)
+
+
+def call_of_reference(call: HeadCall, reference: object, support: object = None) -> HeadCall:
+    """The reference's call on the same tokens, checked, its head of plain tensors."""
+    if support is not None:
+        raise ValueError(
+            "reference: expected None with a support, whose softmax is over its sets: pass the "
+            "reference's log-probs of the same sets as ref_logps; got one"
+        )
+    if not isinstance(reference, (tuple, list)) or len(reference) != 2:
+        raise TypeError(
+            f"reference: expected a Reference(hidden, head); got {type(reference).__name__}"
+        )
+    with named_reference(call.spec.checks):
+        head = local_head(reference[1])
+    other = reference_call(call, Reference(reference[0], head))
+    if call.head.ranks is not None:
+        from .shards import ranks_of
+
+        ranks_of(other, {})
+    return other
+
+
+def reference_logps(reference: HeadCall, plan: HeadPlan) -> Tensor:
+    """The reference's log-probs of the targets, `[N]`, over the rows of the policy's plan."""
+    spec, rows = with_local_targets(reference.spec, plan.ranks), plan.rows
+    logps = reference.tensors[0].new_zeros(spec.layout.num_tokens, dtype=torch.float32)
+    readout = TargetReadout(spec, plan.ranks, entropy=False)
+    with torch.no_grad(), torch.autocast(logps.device.type, enabled=False):
+        head = ChunkedHead(reference.tensors, spec, rows, readout, keep_exps=False)
+        for chunk in rows.chunks():
+            logps[chunk.index] = head.forward(chunk).logps
+    return logps
+
+
+def with_targets(call: HeadCall, targets: Tensor, support: object) -> HeadCall:
+    """The call with several targets per token, `[..., K]`, in place of the first of them."""
+    if support is not None:
+        raise ValueError(
+            "support: expected None with several targets per token; got a support, of which "
+            "entries=True scores every id"
+        )
+    flat = targets.detach().reshape(-1, targets.shape[-1]).long().contiguous()
+    spec = call.spec
+    if spec.execution.capturable and spec.mask is not None:
+        flat = selected(spec.mask, flat, 0)
+    return call._replace(spec=replace(spec, targets=flat))
+
+
+def plan_head(
+    call: HeadCall,
+    support: object,
+    grad_mode: GradMode,
+    *,
+    entropy: bool,
+    logsumexp: bool = False,
+    entries: bool = False,
+    with_grad: Tensor | None = None,
+    reference: HeadCall | None = None,
+    loss_settings: Mapping[str, float] | None = None,
+) -> HeadPlan:
+    """Plans how a call is computed; reads its checks and row counts, in one transfer.
+
+    Args:
+        call: checked.
+        support: the kept sets, or None.
+        grad_mode: what the gradient of the logits is made from.
+        entropy: whether it is a result.
+        logsumexp: likewise.
+        entries: whether every id of a set is a target.
+        with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
+        reference: the other model's call, whose log-probs of the targets are read.
+        loss_settings: what else all ranks have to have alike.
     """
-    active_grad = with_grad if active is None or with_grad is None else with_grad & active
-    counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
-    num_rows = num_tokens if active is None else next(counts)
-    num_grad_rows = num_rows if active_grad is None else next(counts)
-    order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
-    return RowPlan(
-        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
-        row_bytes=buffers.row_bytes,
-    )  # fmt: skip
+    spec, weight = call.spec, call.tensors[1]
+    tokens, sets, ranks = spec.mask, None, SingleRank(len(weight))
+    if call.head.ranks is not None:
+        from .shards import ranks_of
+
+        several = spec.targets_per_token
+        outputs = {"entropy": entropy, "entries": entries, "targets per token": several}
+        agreed = {**(loss_settings or {}), **outputs, "gradient made at once": grad_mode}
+        ranks = ranks_of(call, agreed)
+    if spec.targets is not None:
+        check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
+    if spec.sampled:
+        _check_bans("", call, ranks)
+        if reference is not None:
+            _check_bans("reference.head.", reference, ranks)
+    if support is not None:
+        from .support import KeptSets
+
+        sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
+        others = ~sets.tokens
+        spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
+    spec = with_local_targets(spec, ranks)
+    buffers = _buffers(spec, weight, grad_mode)
+    rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
+    needs_grad = call.needs_grad()
+    return HeadPlan(spec, rows, ranks, tokens, sets, needs_grad, entropy, grad_mode)
 
 
-def every_row(
-    checks: ValueChecks, weight: Tensor, num_tokens: int, buffers: Buffers, chunk_bytes: int | None
-) -> RowPlan:
-    """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
-    checks.check_without_sync()
-    sizes = buffer_rows(weight, buffers, chunk_bytes)
-    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, buffers.row_bytes)
+def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
+    """The spec with the columns of the targets on this rank; -1 where there is none."""
+    if spec.targets is not None:
+        return replace(spec, targets=ranks.local_ids(spec.targets))
+    N, device = spec.layout.num_tokens, spec.layout.device
+    return replace(spec, targets=torch.full((N,), -1, dtype=torch.int64, device=device))
 
 
-def order_of(
-    active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
-    num_grad_rows: int, device: torch.device,
-) -> Tensor | None:  # fmt: skip
-    """The ids of the rows that take part, those with a gradient first; None: as they lie."""
-    if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
-        return None
-    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
-    for group in (active, with_grad):
-        if group is not None:
-            rank += ~group
-    return rank.argsort(stable=True)[:num_rows]
+def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
+    """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
+    bias, spec = call.head.bias, call.spec
+    if bias is None or spec.targets is None:
+        return
+    local_ids = ranks.local_ids(spec.targets)
+    columns = local_ids.clamp(0, len(bias) - 1)
+    banned = bias.detach()[columns] == -torch.inf
+    banned = banned if spec.mask is None else banned & spec.mask
+    if not ranks.alone:
+        banned = ranks.sum((banned & (local_ids == columns)).sum())
+    spec.checks.add(
+        banned,
+        f"{prefix}bias: expected no unmasked target to be banned; got targets whose bias is -inf: "
+        "mask these tokens, or lift the ban",
+    )
 
 
-def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:
-    """The byte budget for a vocabulary, on a GPU of so many bytes of memory."""
-    if device_type == "cuda":
-        return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
-    if device_type == "cpu":
-        return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
-    return _GPU_CHUNK_BYTES // 4
-
-
-def gpu(device: torch.device) -> Any:
-    """The properties of a CUDA device."""
-    return torch.cuda.get_device_properties(device)
-
-
-def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
-    """The rows whose gradients, and those whose logits, fit the budget together.
-
-    `chunk_bytes` None: the device's budget.
-    """
-    logit_bytes, grad_bytes = buffers.row_bytes
-    if chunk_bytes is None:
-        device = weight.device
-        memory = gpu(device).total_memory if device.type == "cuda" else None
-        each = default_chunk_bytes(buffers.columns, device.type, memory)
-        chunk_bytes = buffers.models * each
-    bytes_per_row = logit_bytes + grad_bytes
-    least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
-    if buffers.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
-        cuda = weight.device.type == "cuda"
-        sms = gpu(weight.device).multi_processor_count if cuda else 1
-        strip = strip_rows(chunk_bytes, logit_bytes, least, sms)
-        rows = (chunk_bytes - logit_bytes * strip) // grad_bytes
-        return rows // least * least, strip
-    rows = max(1, chunk_bytes // bytes_per_row)
-    if rows >= least:
-        rows = rows // least * least
-    return rows, rows
-
-
-def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
-    """The rows of a strip of logits, a multiple of `least`, on so many multiprocessors."""
-    # A quarter of the budget at most: the rest is worth more as gradients.
-    rows = min(chunk_bytes // 4, _MOST_STRIP_BYTES) // row_bytes
-    # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
-    wave = SWEPT_ROWS_PER_SM * sms
-    return max((rows // wave * wave or rows) // least * least, least)
-
-
-# What says so that is no OutOfMemoryError: torch on a CPU (Windows' too), oneDNN within it, CUDA's
-# own calls (Triton's as well), cuBLAS, and Metal.
-_NO_MEMORY = re.compile(
-    "can't allocate memory|not enough memory|std::bad_alloc|could not create a memory"
-    "|CUDA[^:]*: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-    "|MPS backend out of memory"
-)
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """True if `error` means out of memory, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+def _buffers(spec: HeadSpec, weight: Tensor, grad_mode: GradMode) -> Buffers:
+    models = 1 if spec.reference is None else 2
+    if grad_mode == GradMode.RECOMPUTE or spec.dtype == torch.float32:
+        return Buffers(len(weight), models=models)
+    strips = grad_mode == GradMode.FROM_EXPS
+    return Buffers(len(weight), spec.dtype.itemsize, strips=strips, models=models)

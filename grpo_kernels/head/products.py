@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .budget import gpu
 from .execution import Execution
-from .plan import gpu, slices
+from .row_plan import slices
 
 # Rows of every GEMM of a batch-invariant call: few lost in a call's last ones, and enough that the
 # weight is not read, or packed, too often.

@@ -2,7 +2,7 @@
 
 With top-k, top-p or min-p sampling the policy that acted is the softmax over the kept set S_t of
 each token. It comes as CSR (`head.Support`); an *entry* is one pair of a token and an id of its
-set. A token without a set is scored over the whole vocabulary, by `dense.py`.
+set. A token without a set is scored over the whole vocabulary, by `chunked_head.py`.
 
     z_tj = logits of token t at the ids j of its set S_t, and of no others
     l, E = of their softmax (`base/segments.py`)
@@ -32,7 +32,7 @@ from ..base.segments import RowsLogSoftmax
 from ..base.sequences import masked_quantile
 from ..kernels import Entries
 from .call import HeadCall, HeadSpec
-from .dense import round_
+from .chunked_head import round_
 from .execution import Execution
 from .lm_head import Support
 

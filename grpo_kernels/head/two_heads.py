@@ -15,8 +15,8 @@ from torch import Tensor
 from ..kernels import RowGrads, StatGrads, pairs_of
 from ..kernels.pair_stats import PairStats
 from .call import HeadSpec
-from .dense import LogitStrips, SingleRank, TargetReadout
-from .plan import Chunk, RowPlan
+from .chunked_head import LogitStrips, SingleRank, TargetReadout
+from .row_plan import Chunk, RowPlan
 
 
 class DivergenceReadout(TargetReadout):

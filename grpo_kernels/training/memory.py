@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..base.private import without_memory
-from ..head.plan import default_chunk_bytes
+from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..base.layout import to_device
+from ..base.memory import ran_out_of_memory
 from ..head.lm_head import Support
-from ..head.plan import ran_out_of_memory
 from ..integrations.hf_head import evaluating
 from .interruptions import StepError
 

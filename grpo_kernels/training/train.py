@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from ..head.plan import ran_out_of_memory
+from ..base.memory import ran_out_of_memory
 from . import checkpoint, metrics, ranks
 from .config import TrainingConfig
 from .data import Problem, PromptEncoder, short_enough

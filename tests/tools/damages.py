@@ -62,7 +62,7 @@ DAMAGES = [
     ),
     # Tokens scored over the whole vocabulary: terms, chunks, sums.
     *damages_in(
-        "head/dense.py", "test_fused_grpo_loss",
+        "head/chunked_head.py", "test_fused_grpo_loss",
         ("the gradient of the weight is the last chunk's",
          "d[:, columns].t(), x, beta=beta)", "d[:, columns].t(), x, beta=0.0)"),
         ("one sweep loses the temperature",
@@ -74,7 +74,7 @@ DAMAGES = [
          "d_softmax = d_logps - d_logsumexp", "d_softmax = d_logps + d_logsumexp"),
     ),
     *damages_in(
-        "head/dense.py", "test_products",
+        "head/chunked_head.py", "test_products",
         ("a strip's exponentials go where the last ones are",
          "exps=None if self.exps is None else self.exps[strip]",
          "exps=None if self.exps is None else self.exps[: strip.stop - strip.start]"),
@@ -87,11 +87,11 @@ DAMAGES = [
          "matmul = self.matmul if is_weight else None", "matmul = None"),
     ),
     *damages_in(
-        "head/plan.py", "test_plan",
+        "head/row_plan.py", "test_plan",
         ("rows without a gradient come first", "rank += ~group", "rank += group"),
     ),
     *damages_in(
-        "head/passes.py", "test_head_memory",
+        "head/plan.py", "test_head_memory",
         ("memory that runs out over the head ends the call",
          "if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):", "if True:"),
     ),
@@ -102,7 +102,7 @@ DAMAGES = [
          "selected(flat_mask, x, 0), y)", "x, y)"),
     ),
     *damages_in(
-        "head/passes.py", "test_support",
+        "head/plan.py", "test_support",
         ("tokens with a kept set are scored over the whole vocabulary, too",
          "spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)", "pass"),
     ),
@@ -136,12 +136,12 @@ DAMAGES = [
          "return counts, place - begins", "return counts, place"),
     ),
     *damages_in(
-        "head/ranks.py", "ranks/test_vocab_parallel",
+        "head/shards.py", "ranks/test_vocab_parallel",
         ("ranks: the entropy within a rank is not weighed by its share",
          "log_shares.exp() * (ranks[:, 2] - log_shares)", "ranks[:, 2] - log_shares"),
     ),
     *damages_in(
-        "head/ranks.py", "ranks/test_vocab_parallel",
+        "head/shards.py", "ranks/test_vocab_parallel",
         ("ranks: the target's entry is that of this rank's columns alone",
          "self._mend(exps, targets, slope, stats, whole)", "pass"),
         ("ranks: other ranks' gradients of hidden states are left out",

@@ -1,4 +1,4 @@
-"""Ranks that share the vocabulary: what each has, and what they tell each other.
+"""Shards of the vocabulary: what each rank has of it, and what the ranks gather.
 
 Every rank sweeps its own columns of every row of logits. One gather of 12 bytes per token then
 tells all of them
@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..base.checks import HEAD_DTYPES, ValueChecks, name_of
 from ..kernels import Entries, LogitTransform, TokenStats
+from .budget import Buffers, buffer_rows
 from .call import HeadCall, HeadSpec
-from .dense import SingleRank
+from .chunked_head import SingleRank
 from .lm_head import HIDDEN_LAYOUTS, LMHead, Support, VocabRanks
-from .plan import Buffers, RowPlan, buffer_rows
 from .products import put_rows
+from .row_plan import RowPlan
 
 # The least share of a row's softmax that a rank with the target is taken to have, so that the
 # entry of the target stays finite. By less it is too much than float32 resolves.

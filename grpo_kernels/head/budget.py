@@ -1,0 +1,92 @@
+"""Bytes that a call has for logits and their gradients, and the rows that fit them.
+
+On a GPU, and where gradients are in half precision, a chunk's logits are made a strip at a time, so
+that most of the budget holds gradients: the more rows are multiplied at a time, the less often the
+weight's gradient is read and written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# 512 rows of logits keep a CPU's GEMMs at their speed, and the traffic of dW small.
+_CPU_CHUNK_ROWS, _CPU_CHUNK_BYTES = 512, 320 << 20
+_GPU_CHUNK_BYTES = 1792 << 20
+# GEMMs on a GPU take rows in tiles of this many.
+ROW_MULTIPLE = 128
+# Strips of logits: beyond, a GPU is full of the tiles of a vocabulary.
+_MOST_STRIP_BYTES = 640 << 20
+# Rows that a multiprocessor sweeps at a time: programs of 256 threads with 48 registers each.
+SWEPT_ROWS_PER_SM = 5
+
+
+class Buffers(NamedTuple):
+    """The bytes that a row takes of the budget, and for what.
+
+    Args:
+        columns: of a row of logits.
+        grad_bytes: of each entry of the gradient of the logits, 0 where it lies on their memory.
+        strips: a chunk's logits are made and used a few rows at a time.
+        models: whose logits are there at a time.
+    """
+
+    columns: int
+    grad_bytes: int = 0
+    strips: bool = False
+    models: int = 1
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row's logits, and of their gradient."""
+        return 4 * self.models * self.columns, self.grad_bytes * self.columns
+
+
+def default_chunk_bytes(V: int, device_type: str, memory: int | None = None) -> int:
+    """The byte budget for a vocabulary, on a GPU of so many bytes of memory."""
+    if device_type == "cuda":
+        return _GPU_CHUNK_BYTES if memory is None else min(_GPU_CHUNK_BYTES, memory // 16)
+    if device_type == "cpu":
+        return min(_CPU_CHUNK_BYTES, _CPU_CHUNK_ROWS * 4 * V)
+    return _GPU_CHUNK_BYTES // 4
+
+
+def gpu(device: torch.device) -> Any:
+    """The properties of a CUDA device."""
+    return torch.cuda.get_device_properties(device)
+
+
+def buffer_rows(weight: Tensor, buffers: Buffers, chunk_bytes: int | None) -> tuple[int, int]:
+    """The rows whose gradients, and those whose logits, fit the budget together.
+
+    `chunk_bytes` None: the device's budget.
+    """
+    logit_bytes, grad_bytes = buffers.row_bytes
+    if chunk_bytes is None:
+        device = weight.device
+        memory = gpu(device).total_memory if device.type == "cuda" else None
+        each = default_chunk_bytes(buffers.columns, device.type, memory)
+        chunk_bytes = buffers.models * each
+    bytes_per_row = logit_bytes + grad_bytes
+    least = 1 if weight.device.type == "cpu" else ROW_MULTIPLE
+    if buffers.strips and grad_bytes and chunk_bytes >= least * bytes_per_row:
+        cuda = weight.device.type == "cuda"
+        sms = gpu(weight.device).multi_processor_count if cuda else 1
+        strip = strip_rows(chunk_bytes, logit_bytes, least, sms)
+        rows = (chunk_bytes - logit_bytes * strip) // grad_bytes
+        return rows // least * least, strip
+    rows = max(1, chunk_bytes // bytes_per_row)
+    if rows >= least:
+        rows = rows // least * least
+    return rows, rows
+
+
+def strip_rows(chunk_bytes: int, row_bytes: int, least: int, sms: int) -> int:
+    """The rows of a strip of logits, a multiple of `least`, on so many multiprocessors."""
+    # A quarter of the budget at most: the rest is worth more as gradients.
+    rows = min(chunk_bytes // 4, _MOST_STRIP_BYTES) // row_bytes
+    # Whole waves of the sweep's programs: a part of one would leave most of the GPU idle.
+    wave = SWEPT_ROWS_PER_SM * sms
+    return max((rows // wave * wave or rows) // least * least, least)

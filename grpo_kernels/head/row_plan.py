@@ -1,0 +1,164 @@
+"""The plan of rows: which take part in a call, in what order, and how many at a time.
+
+Rows are put in order once: those that have a gradient, then those that only need a log-prob;
+masked rows take no part. They are then worked through in chunks that fit a byte budget
+(`budget.py`), so that the workspace depends on the vocabulary and the budget, never on the number
+of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..base.checks import ValueChecks
+from .budget import ROW_MULTIPLE, Buffers, buffer_rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the caller's tensors: a slice where they lie together, else their ids."""
+
+    index: slice | Tensor
+    size: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of one call, those with a gradient first. `order` None: all rows as they lie.
+
+    Args:
+        max_chunk_rows: rows whose gradients are multiplied at a time.
+        max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
+        num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
+            of ever other sizes is given back in pieces that fit nothing.
+        has_masked: whether masked rows take part, too.
+        row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
+    """
+
+    order: Tensor | None
+    num_grad_rows: int
+    num_rows: int
+    max_chunk_rows: int
+    max_logit_rows: int
+    num_tokens: int
+    has_masked: bool = False
+    row_bytes: tuple[int, int] = (0, 0)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The rows, chunk by chunk; no chunk mixes rows with and without a gradient."""
+        for rows, needs_grad in self.parts():
+            index = rows if self.order is None else self.order[rows]
+            yield Chunk(index, rows.stop - rows.start, needs_grad)
+
+    def parts(self) -> Iterator[tuple[slice, bool]]:
+        """The chunks as slices of `order`, and whether they need a gradient."""
+        for rows in even_slices(0, self.num_grad_rows, self.max_chunk_rows):
+            yield rows, True
+        for rows in even_slices(self.num_grad_rows, self.num_rows, self.max_chunk_rows):
+            yield rows, False
+
+    @property
+    def largest_chunk(self) -> int:
+        """The rows of the largest chunk."""
+        return max(self.largest_of(needs_grad=x) for x in (False, True))
+
+    def largest_of(self, *, needs_grad: bool) -> int:
+        """The rows of the largest chunk of rows with a gradient, or without."""
+        sizes = (rows.stop - rows.start for rows, x in self.parts() if x == needs_grad)
+        return max(sizes, default=0)
+
+    @property
+    def logit_rows(self) -> int:
+        """The rows of the buffer of logits."""
+        return min(self.max_logit_rows, self.num_tokens)
+
+    @property
+    def gradient_rows(self) -> int:
+        """The rows of the buffer of gradients."""
+        return min(self.max_chunk_rows, self.num_tokens)
+
+    @property
+    def bytes_taken(self) -> int:
+        """Bytes of the logits and of their gradients."""
+        logit_bytes, grad_bytes = self.row_bytes
+        return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
+
+    def halved(self, least: int = 1) -> RowPlan:
+        """Half as many rows at a time, but not fewer than `least`."""
+        most, logit_rows = (
+            max(least, min(rows, self.largest_chunk) // 2)
+            for rows in (self.max_chunk_rows, self.max_logit_rows)
+        )
+        return replace(self, max_chunk_rows=most, max_logit_rows=logit_rows)
+
+
+def slices(begin: int, end: int, step: int) -> Iterator[slice]:
+    """Cuts a range into slices of `step`, but for the last."""
+    for start in range(begin, end, step):
+        yield slice(start, min(start + step, end))
+
+
+def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
+    """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
+
+    A short last one would waste its pass over the weight.
+    """
+    return slices(begin, end, _even_step(end - begin, most))
+
+
+def _even_step(count: int, most: int) -> int:
+    step = -(-count // max(1, -(-count // most)))
+    return max(1, -(-step // ROW_MULTIPLE) * ROW_MULTIPLE if most % ROW_MULTIPLE == 0 else step)
+
+
+def plan_rows(
+    active: Tensor | None,
+    with_grad: Tensor | None,
+    checks: ValueChecks,
+    weight: Tensor,
+    num_tokens: int,
+    buffers: Buffers,
+    chunk_bytes: int | None,
+) -> RowPlan:
+    """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
+
+    Reads the row counts and the value checks in one transfer: the one time that a call waits for
+    the device. Raises ValueError for the checks.
+    """
+    active_grad = with_grad if active is None or with_grad is None else with_grad & active
+    counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
+    num_rows = num_tokens if active is None else next(counts)
+    num_grad_rows = num_rows if active_grad is None else next(counts)
+    order = order_of(active, active_grad, num_tokens, num_rows, num_grad_rows, weight.device)
+    return RowPlan(
+        order, num_grad_rows, num_rows, *buffer_rows(weight, buffers, chunk_bytes), num_tokens,
+        row_bytes=buffers.row_bytes,
+    )  # fmt: skip
+
+
+def every_row(
+    checks: ValueChecks, weight: Tensor, num_tokens: int, buffers: Buffers, chunk_bytes: int | None
+) -> RowPlan:
+    """Plans all rows as they lie and reads nothing: checks become assertions on the device."""
+    checks.check_without_sync()
+    sizes = buffer_rows(weight, buffers, chunk_bytes)
+    return RowPlan(None, num_tokens, num_tokens, *sizes, num_tokens, True, buffers.row_bytes)
+
+
+def order_of(
+    active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
+    num_grad_rows: int, device: torch.device,
+) -> Tensor | None:  # fmt: skip
+    """The ids of the rows that take part, those with a gradient first; None: as they lie."""
+    if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
+        return None
+    rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)
+    for group in (active, with_grad):
+        if group is not None:
+            rank += ~group
+    return rank.argsort(stable=True)[:num_rows]
