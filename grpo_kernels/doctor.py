@@ -65,7 +65,7 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.5e-3, torch.float16
 CUDA_BF16_TOLERANCE = 6e-3
 LOGPS_TOLERANCE = 1e-4
 # What a call over a head takes, of a batch.
-_of_head = itemgetter("hidden", "weight", "targets", "mask")
+_head_arguments = itemgetter("hidden", "weight", "targets", "mask")
 
 
 def installed(package: str) -> str | None:
@@ -166,7 +166,9 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     exact = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
     config = GRPOLossConfig(loss_type="gspo" if call == "two passes" else "dapo")
     support = make_support(batch) if call == "support" else None
-    old_logps = reference.linear_logprobs(*_of_head(exact), support=support).logps + exact["drift"]
+    old_logps = (
+        reference.linear_logprobs(*_head_arguments(exact), support=support).logps + exact["drift"]
+    )
     given: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
     theirs = dict(given)
     if call == "exact KL":
@@ -178,7 +180,7 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     logps, *gradients = _run(fused_grpo_loss, batch, **given)
     seconds = time.perf_counter() - start
     expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **theirs)
-    without_loss = linear_logprobs(*_of_head(batch), support=support).logps
+    without_loss = linear_logprobs(*_head_arguments(batch), support=support).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (
         float((x - y).norm() / y.norm()) for x, y in zip(gradients, expected, strict=True)
@@ -188,7 +190,7 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
 
 def _run(call: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs and the gradients of hidden states and weight, all in float64."""
-    hidden, weight, targets, mask = _of_head(batch)
+    hidden, weight, targets, mask = _head_arguments(batch)
     hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
     out = call(hidden, weight, targets, batch["advantages"], mask, **options)
     out.loss.backward()

@@ -100,15 +100,15 @@ class GRPOKernelsPlugin(BasePlugin):
             return
         from .trl import patch_trl
 
-        given = cfg.grpo_kernels_options or {}
-        given = GRPOKernelsOptions(**{k: v for k, v in dict(given).items() if v is not None})
+        options = cfg.grpo_kernels_options or {}
+        options = GRPOKernelsOptions(**{k: v for k, v in dict(options).items() if v is not None})
         self._patch = patch_trl(
-            logits_dtype=given.logits_dtype,
-            replay_support=given.replay_support,
+            logits_dtype=options.logits_dtype,
+            replay_support=options.replay_support,
             execution=Execution(
-                backend=given.backend,
-                chunk_bytes=given.chunk_bytes,
-                batch_invariant=given.batch_invariant,
+                backend=options.backend,
+                chunk_bytes=options.chunk_bytes,
+                batch_invariant=options.batch_invariant,
             ),
         )
 

@@ -44,11 +44,11 @@ def check_arguments(model: Any, kwargs: dict[str, Any], names: Sequence[str]) ->
             argument that asks for another result.
     """
     for name, expected in _RESULTS.items():
-        given = kwargs.pop(name, None)
-        if given is not None and bool(given) != expected:
+        value = kwargs.pop(name, None)
+        if value is not None and bool(value) != expected:
             raise ValueError(
                 f"{name}: expected {expected}, or None, as a fused head returns a FusedHeadOutput "
-                f"and nothing else; got {given!r}"
+                f"and nothing else; got {value!r}"
             )
     for name in _CACHES:
         if name in kwargs and kwargs[name] is None:

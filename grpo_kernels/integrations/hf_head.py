@@ -160,23 +160,23 @@ def head_of(model: Any) -> Head:
 
 
 def _weight_of(layer: Any) -> Tensor:
-    found, weight = type(layer).__name__, layer.weight if isinstance(layer, nn.Linear) else None
+    kind, weight = type(layer).__name__, layer.weight if isinstance(layer, nn.Linear) else None
     if weight is not None and weight.is_floating_point() and is_dense(weight):
         return weight
     if weight is not None:
-        found += f" with a {type(weight).__name__}: leave the output layer out of the quantisation"
+        kind += f" with a {type(weight).__name__}: leave the output layer out of the quantisation"
     raise ValueError(
         "model: expected an output layer that is a torch.nn.Linear with floating-point weights; "
-        f"got {found}"
+        f"got {kind}"
     )
 
 
 def _check_forward(layer: nn.Module) -> None:
     """Refuses what would run in a call of the layer, as its weight is used without one."""
-    found = hooks_of(layer)
+    hooks = hooks_of(layer)
     if "forward" in vars(layer):
-        found.append(vars(layer)["forward"])
-    for function in found:
+        hooks.append(vars(layer)["forward"])
+    for function in hooks:
         function = getattr(function, "func", function)  # of a partial
         module, name = (str(getattr(function, x, "")) for x in ("__module__", "__qualname__"))
         if not module.startswith(_KNOWN_HOOKS):
@@ -275,15 +275,15 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
     if ids is None:
         ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
     ids = ids.to(model.get_input_embeddings().weight.device)
-    given = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False}
     with evaluating(model):
-        hidden = body_of(model)(**given).last_hidden_state
+        hidden = body_of(model)(**inputs).last_hidden_state
         dtypes = {hidden.dtype, head.weight.dtype}
         hidden = hidden.to(device, head.weight.dtype)
         scale = 1.0
         for _ in range(2):
             with _scaled_input(model.get_output_embeddings(), scale) as made:
-                expected = model(**given).logits
+                expected = model(**inputs).logits
             # Autocast around the model is not seen in what it returns.
             tolerance = max(3 * torch.finfo(x).eps for x in {*dtypes, *made, expected.dtype})
             largest, error = max(float(expected.abs().max()), 1e-6), math.inf

@@ -119,7 +119,7 @@ class FusedLinearGRPOLoss(nn.Module):
                 f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}: "
                 "importance_sampling_level: expected 'token'; got 'sequence'"
             )
-        given = {
+        arguments = {
             "epsilon": epsilon_low,
             "epsilon_high": epsilon_high,
             "delta": delta,
@@ -131,7 +131,7 @@ class FusedLinearGRPOLoss(nn.Module):
             "vespo_k_neg": vespo_k_neg,
             "vespo_lambda_neg": vespo_lambda_neg,
         }
-        options: dict[str, Any] = {name: given[name] for name in _USED.get(loss_type, _CLIP)}
+        options: dict[str, Any] = {name: arguments[name] for name in _USED.get(loss_type, _CLIP)}
         self.beta, self.use_ref_model = beta, use_ref_model
         self.head_options = Reused(temperature, logits_dtype, execution)
         self.config = GRPOLossConfig(
@@ -347,9 +347,9 @@ def _modules_with_ligers() -> Iterator[Any]:
     """The modules that have Liger's class, or what stands in its place, under Liger's name."""
     import liger_kernel.chunked_loss as where
 
-    found = vars(where)[_NAME]
+    original = vars(where)[_NAME]
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_NAME) is found:
+        if getattr(module, "__dict__", {}).get(_NAME) is original:
             yield module
 
 

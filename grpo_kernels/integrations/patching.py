@@ -71,11 +71,11 @@ def check_version(package: str, oldest: str, before: str | None = None) -> None:
     Raises:
         ImportError: naming the versions wanted, and the one that is installed.
     """
-    wanted = f"{package}>={oldest}" + (f",<{before}" if before else "")
+    requirement = f"{package}>={oldest}" + (f",<{before}" if before else "")
     try:
         got = metadata.version(package)
     except metadata.PackageNotFoundError:
         got = "none"
     ok = got != "none" and version_numbers(oldest) <= version_numbers(got)
     if not ok or (before and version_numbers(got) >= version_numbers(before)):
-        raise ImportError(f"expected {wanted}; got {got}: pip install '{wanted}'")
+        raise ImportError(f"expected {requirement}; got {got}: pip install '{requirement}'")

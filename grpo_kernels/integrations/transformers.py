@@ -323,8 +323,8 @@ def _fused_forward(
     if attached.float32:
         hidden = hidden.float()
         precision = torch.autocast(device.type, enabled=False)
-    given = objective.temperature
-    temperature = options.temperature if given is None else _to(device, given)
+    own_temperature = objective.temperature
+    temperature = options.temperature if own_temperature is None else _to(device, own_temperature)
     with precision:
         lm_head = head.at(hidden, temperature=temperature, logits_dtype=options.logits_dtype)
         if objective.states:
@@ -350,9 +350,9 @@ def _check_packing(objective: Objective, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _items_of(objective: Objective, given: Any) -> dict[str, Any]:
+def _items_of(objective: Objective, num_items: Any) -> dict[str, Any]:
     """The loss's `num_items`, of which `num_items_in_batch` is transformers' name."""
-    if given is None:
+    if num_items is None:
         return {}
     reason = ""
     if objective.advantages is None:
@@ -365,8 +365,8 @@ def _items_of(objective: Objective, given: Any) -> dict[str, Any]:
             "as Objective(num_items=...), which is then used"
         )
     if reason:
-        raise ValueError(f"num_items_in_batch: expected None {reason}; got {given!r}")
-    return {"num_items": given}
+        raise ValueError(f"num_items_in_batch: expected None {reason}; got {num_items!r}")
+    return {"num_items": num_items}
 
 
 def _to(device: torch.device, x: Any) -> Any:
@@ -380,9 +380,10 @@ def _score(
 ) -> FusedHeadOutput:  # fmt: skip
     device, mask, support = hidden.device, targets != -100, objective.support
     if objective.mask is not None:
-        given = _to(device, objective.mask)
-        given = check_tensor("mask", given, shape=mask.shape, device=mask.device)
-        mask = given.masked_fill(~mask, 0)  # other values than 0 and 1 stay, and are refused
+        objective_mask = _to(device, objective.mask)
+        objective_mask = check_tensor("mask", objective_mask, shape=mask.shape, device=mask.device)
+        # Other values than 0 and 1 stay, and are refused.
+        mask = objective_mask.masked_fill(~mask, 0)
     if isinstance(support, tuple) and len(support) == 2:  # anything else is refused
         support = Support(*(_to(device, x) for x in support))
     if objective.advantages is None:

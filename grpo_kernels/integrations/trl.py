@@ -213,8 +213,8 @@ def _of_constructor(attach: _Attach, replay_support: bool) -> list[Replacement]:
     check_parts(GRPOTrainer, (_LOSS, _LOGPS, _GENERATE, _SCORE), grpo_trainer)
     # TRL imports the second one only if PEFT is installed, and has the first one from 1.15 on.
     ours = {"add_fused_lm_head": add_fused_lm_head, "BaseTunerLayer": NoLayer}
-    found = [(grpo_trainer, name, x) for name, x in ours.items() if hasattr(grpo_trainer, name)]
-    return [*found, *masks_of_vllm()] if replay_support else found
+    patches = [(grpo_trainer, name, x) for name, x in ours.items() if hasattr(grpo_trainer, name)]
+    return [*patches, *masks_of_vllm()] if replay_support else patches
 
 
 def _attach(attach: _Attach, model: Any, temperature: float, float32: bool) -> None:
@@ -371,7 +371,7 @@ def _compute_loss(
         not isinstance(model, _Call)
         and (
             own is not None
-            or trl_exact_kl.wanted(trainer)
+            or trl_exact_kl.uses_exact_kl(trainer)
             or (torch.is_grad_enabled() and is_token_local(trainer))
         )
         and has_fused_head(extract_model_from_parallel(model))
@@ -384,7 +384,7 @@ def _compute_loss(
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
     objective, scale = _objective(trainer, inputs)
     call = _Call(model, objective, inputs["completion_ids"].shape[1], True)
-    exact = trl_exact_kl.wanted(trainer)
+    exact = trl_exact_kl.uses_exact_kl(trainer)
     if exact:
         call.trainer = trainer
     value = trl_loss(call, inputs)
@@ -435,7 +435,7 @@ def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float |
         num_items, scale = tokens, 1.0
     # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
     config = config_of(trainer, 1 / max(1, accumulation) / scale)
-    has_estimate = trainer.beta and not trl_exact_kl.wanted(trainer)
+    has_estimate = trainer.beta and not trl_exact_kl.uses_exact_kl(trainer)
     objective = Objective(
         advantages.float(),
         mask=mask,

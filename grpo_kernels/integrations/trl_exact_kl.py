@@ -15,7 +15,7 @@ from ..head.lm_head import Reference
 from .transformers import Objective
 
 
-def wanted(trainer: Any) -> bool:
+def uses_exact_kl(trainer: Any) -> bool:
     """True if its KL is the exact one; not so in a trainer made before the patch."""
     return getattr(trainer, "_exact_kl", False)
 
@@ -37,11 +37,11 @@ def check(trainer: Any, token_local: bool, replay_support: bool) -> None:
 
 def reference_of(trainer: Any, inputs: Mapping[str, Any], keyword: str) -> Reference:
     """The reference's states and head on the inputs of a fused head's call."""
-    asked = Objective(states=True)
+    states_only = Objective(states=True)
     with torch.no_grad(), _model(trainer) as model:
-        model(**{**inputs, keyword: asked})
-    assert asked.reference is not None
-    return asked.reference
+        model(**{**inputs, keyword: states_only})
+    assert states_only.reference is not None
+    return states_only.reference
 
 
 @contextmanager

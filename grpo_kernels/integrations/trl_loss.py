@@ -45,10 +45,10 @@ def check_own(trainer: Any, loss: object) -> None:
             f"loss: expected a loss or a callable, as TRL's go by loss_type; got {loss!r}"
         )
     for name, expected in OF_TRLS_LOSS.items():
-        if (given := getattr(trainer.args, name)) != expected:
+        if (value := getattr(trainer.args, name)) != expected:
             raise ValueError(
                 f"{name}: expected {expected!r}, TRL's default, with a loss of your own, which "
-                f"leaves it out: make it an option of that loss; got {given!r}"
+                f"leaves it out: make it an option of that loss; got {value!r}"
             )
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         raise ValueError(
@@ -90,7 +90,7 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         "loss_type": trainer.loss_type if own is None else own,
         "beta": trainer.beta,
         "use_bias_correction_kl": args.use_bias_correction_kl,
-        "kl_estimator": "exact" if trl_exact_kl.wanted(trainer) else "k3",
+        "kl_estimator": "exact" if trl_exact_kl.uses_exact_kl(trainer) else "k3",
     }
     aggregation = trainer.loss_type
     if own is None:

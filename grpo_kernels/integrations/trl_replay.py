@@ -196,29 +196,29 @@ def _check_source(trainer: Any) -> None:
             )
 
 
-def _given_options(trainer: Any) -> dict[str, Any]:
+def _trainer_settings(trainer: Any) -> dict[str, Any]:
     """Returns the sampling options of TRL's generation; what is None is off."""
     if trainer.use_vllm:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: getattr(trainer, name) for name in names}
-        return given | (trainer.args.generation_kwargs or {})
+        settings = {name: getattr(trainer, name) for name in names}
+        return settings | (trainer.args.generation_kwargs or {})
     # As generate has it: the model's own defaults are in the place of None.
-    given = trainer.generation_config.to_dict()
+    settings = trainer.generation_config.to_dict()
     defaults = trainer.model.generation_config.to_dict()
-    return defaults | {name: value for name, value in given.items() if value is not None}
+    return defaults | {name: value for name, value in settings.items() if value is not None}
 
 
 def _sampling_options(trainer: Any) -> dict[str, Any]:
     """Returns the options of the recorder, or refuses what it does not replay."""
-    given = _given_options(trainer)
+    settings = _trainer_settings(trainer)
     for name, off in _OFF.items():
-        value = given.get(name)
+        value = settings.get(name)
         if value is not None and value != off:
             raise ValueError(
                 f"{name}: expected {off!r} with replay_support=True, which replays temperature, "
                 f"top_k, top_p and min_p alone; got {value!r}"
             )
-    options = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if options["temperature"] != trainer.temperature:
         raise ValueError(
             f"temperature: expected GRPOConfig's, {trainer.temperature}, by which log-probs are "

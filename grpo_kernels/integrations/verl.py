@@ -71,7 +71,7 @@ class patch_verl(Patch):
         self._hooks = list[RemovableHandle]()
         own_forward = monkey_patch.patch_forward_with_backends
         own_kernel, own_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
-        chosen, told = list[bool](), list[bool]()
+        chosen, announced = list[bool](), list[bool]()
 
         def patch_forward_with_backends(
             model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
@@ -100,9 +100,9 @@ class patch_verl(Patch):
         def of_megatron(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
             if not chosen:
                 return own_kernel(hidden, weight, labels, *args)
-            if not told:
+            if not announced:
                 print(f"Using {NAME} where Megatron has its fused head")
-                told.append(True)
+                announced.append(True)
             # States come as [S, 1, H] and labels as [1, S].
             return linear_cross_entropy(
                 hidden.flatten(0, -2), weight, labels.flatten(), *args, execution=execution
@@ -146,8 +146,10 @@ class patch_verl(Patch):
             if self not in checked:
                 _check_engine(self.module, getattr(self, "model_config", None))
                 checked.add(self)
-            wanted = get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
-            before = _ENTROPY.set(bool(wanted))
+            needs_entropy = get_non_tensor_data(
+                data=micro_batch, key="calculate_entropy", default=False
+            )
+            before = _ENTROPY.set(bool(needs_entropy))
             try:
                 return own(self, micro_batch, *args, **kwargs)
             finally:
