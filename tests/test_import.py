@@ -60,7 +60,7 @@ except ImportError as error:
 
 # Words that need a heading, or the sentence before, as their subject.
 FIRST_WORDS = re.compile(
-    r"\W*(as|he|her|his|how|its?|of|one|our|she|that|their|these|they|this|those|we|what|when|where"
+    r"\W*(as|by|he|her|his|how|its?|of|one|our|she|that|their|these|they|this|those|we|what|when|where"
     r"|whether|which|who|whose|your)\b",
     re.IGNORECASE,
 )
