@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
 @triton.constexpr_function
 def log2_e():
-    """By which e^x is 2^(x log2_e)."""
+    """Factor by which e^x is 2^(x log2_e)."""
     return 1.4426950408889634
 
 

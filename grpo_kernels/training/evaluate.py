@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, dict[str, Evaluation]]:
-        """By column of `GROUPS`, the answers to problems with each of its values."""
+        """Results, by column of `GROUPS`, for problems with each of its values."""
         found: dict[str, dict[str, Evaluation]] = {}
         for column in GROUPS:
             values: dict[str, list[dict[str, Any]]] = {}
