@@ -357,7 +357,7 @@ def _plain_call(model: Any, rows: Sequence[Support] | None, length: int) -> _Cal
 
 
 def _compute_loss(
-    trl_loss: Callable[[Any, dict[str, Any]], Tensor],
+    compute_trl_loss: Callable[[Any, dict[str, Any]], Tensor],
     trainer: Any,
     model: Any,
     inputs: dict[str, Any],
@@ -367,7 +367,7 @@ def _compute_loss(
     Or the caller's own, beside which TRL computes what it logs.
     """
     own = own_of(trainer)
-    in_the_model = (
+    is_fused = (
         not isinstance(model, _Call)
         and (
             own is not None
@@ -376,35 +376,35 @@ def _compute_loss(
         )
         and has_fused_head(extract_model_from_parallel(model))
     )
-    if not in_the_model:
+    if not is_fused:
         if not isinstance(model, _Call):
             rows = inputs[KEY] if _replay(trainer) else None
             model = _plain_call(model, rows, inputs["completion_ids"].shape[1])
-        return trl_loss(model, inputs)
+        return compute_trl_loss(model, inputs)
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
     objective, scale = _objective(trainer, inputs)
     call = _Call(model, objective, inputs["completion_ids"].shape[1], True)
     exact = trl_exact_kl.uses_exact_kl(trainer)
     if exact:
         call.trainer = trainer
-    value = trl_loss(call, inputs)
+    trl_loss = compute_trl_loss(call, inputs)
     out = objective.output
     assert out is not None and out.loss is not None
-    loss, policy_value = out.loss * scale, value.detach()
+    our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()
     if trainer.aux_loss_enabled:
         assert out.aux_loss is not None
         coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
-        policy_value = policy_value - coefficient * out.aux_loss.detach()
+        trl_policy_loss = trl_policy_loss - coefficient * out.aux_loss.detach()
     if exact:
         assert out.metrics is not None
         trl_exact_kl.log(trainer, out.metrics["kl"])
     if own is not None or exact:
-        return loss + (value - policy_value)
+        return our_loss + (trl_loss - trl_policy_loss)
     if _check_is_due(trainer):
         magnitude = _magnitude(trainer, objective)
-        _check_agreement(float(policy_value), float(loss.detach()), magnitude)
-    # `value` carries the gradient of the experts' loss; the other term adds 0 and our gradient.
-    return value + (loss - loss.detach())
+        _check_agreement(float(trl_policy_loss), float(our_loss.detach()), magnitude)
+    # TRL's loss carries the gradient of the experts' loss; the other term adds 0 and our gradient.
+    return trl_loss + (our_loss - our_loss.detach())
 
 
 def _accumulation_steps(trainer: Any) -> int:
