@@ -28,7 +28,10 @@ from typing import NamedTuple
 from tests.tools.damages import DAMAGES, KERNEL_DAMAGES, Damage
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("grpo_kernels", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "README.md")
+COPIED = (
+    "grpo_kernels", "tests", "benchmarks", "examples", "docs", "packaging", "pyproject.toml",
+    "README.md", "CONTRIBUTING.md",
+)  # fmt: skip
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 FAST = ("-m", "not slow")
 PTX = ("-p", "tests.ptx.plugin", "--ptx-arch", "90")
