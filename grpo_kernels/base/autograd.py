@@ -40,11 +40,6 @@ def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
-def unscaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """`x / scale`; `x` where there is no scale."""
-    return x if scale is None else x / scale
-
-
 def scaled_gradient(
     stored: Tensor | None, scale: Tensor | None, dtype: torch.dtype, *, fresh: bool = False
 ) -> Tensor | None:
@@ -87,7 +82,7 @@ def kept_gradients(ctx: Any, d_loss: Tensor, call: str) -> Iterator[Tensor | Non
     """The gradients of the tensors, from that of the loss; refuses a double backward."""
     refuse_double_backward(call)
     scale, *gradients = ctx.saved_tensors
-    factor = unscaled(d_loss, scale)
+    factor = d_loss if scale is None else d_loss / scale
     for stored, dtype in zip(gradients, ctx.dtypes, strict=True):
         yield scaled_gradient(stored, factor, dtype)
 

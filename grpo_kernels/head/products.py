@@ -155,22 +155,22 @@ class Gradients:
 
     def d_x(self, place: int) -> Tensor:
         """The gradient of an x, in its dtype."""
-        grads = self.grads[place]
-        if grads is None:
+        grad = self.grads[place]
+        if grad is None:
             x = self.tensors[place]
             make = x.new_empty if self.every_row else x.new_zeros
-            grads = self.grads[place] = make(x.shape)
-        return grads
+            grad = self.grads[place] = make(x.shape)
+        return grad
 
     def d_y(self, place: int) -> tuple[Tensor, float]:
         """The gradient of a y, mostly a float32 sum, and its factor: 0.0 at first."""
-        grads = self.grads[place]
-        if grads is not None:
-            return grads, 1.0
+        grad = self.grads[place]
+        if grad is not None:
+            return grad, 1.0
         y = self.tensors[place]
         dtype = y.dtype if y.dtype == self.rounded else torch.float32
-        grads = self.grads[place] = y.new_empty(y.shape, dtype=dtype)
-        return grads, 0.0
+        grad = self.grads[place] = y.new_empty(y.shape, dtype=dtype)
+        return grad, 0.0
 
     def finalize(self) -> list[Tensor | None]:
         """All of them, 0 where nothing was added and None where none is made."""
