@@ -201,6 +201,13 @@ def test_what_a_call_asks(name):
     assert gpu.launches.total() - kernels - gemms <= most, gpu.launches
 
 
+def test_the_gradient_of_a_head_is_a_float32_sum_unless_one_product_is_all_of_it():
+    """A chunk after the first adds to a sum in float32, which no GEMM rounds in between."""
+    one, two = (count(CALLS[name][0], [N]).launches for name in ("loss", "two chunks"))
+    assert [one["mm.out"], one["addmm.dtype_out"], one["addmm.out"]] == [1, 0, 0]
+    assert [two["mm.out"], two["addmm.dtype_out"], two["addmm.out"]] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("num_items", (7, 7.5))
 @pytest.mark.parametrize("name", [x for x in CALLS if CALLS[x][0].is_loss])
 def test_a_number_goes_with_a_launch(name, num_items):

@@ -53,3 +53,23 @@ def test_half_precision_products_keep_small_gradients(N, monkeypatch):
         grads.append([x.grad for x in head])
     for mine, truth in zip(*grads, strict=True):
         assert relative_error(mine, truth) <= 1e-3
+
+
+@pytest.mark.parametrize("weights", ((1.0, 0.3, 0.0), (0.0, 0.3, 0.0), (1.0, 0.0, -0.2)))
+def test_a_frozen_head_with_more_than_a_log_prob_s_gradient(weights):
+    """The gradient that the forward keeps is that of the log-probs alone."""
+    batch, grads = make_batch(), []
+    mask = batch.mask
+    for call, dtype in (
+        (linear_logprobs, torch.float32),
+        (reference.linear_logprobs, torch.float64),
+    ):
+        hidden = torch.nan_to_num(batch.hidden).to(dtype).requires_grad_()
+        head = batch.weight.to(dtype)
+        options = {"entropy": True} if call is linear_logprobs else {}
+        out = call(hidden, head, batch.targets, mask=mask, **options)
+        outputs = out.logps, out.entropy, out.logsumexp
+        used = [(w, x) for w, x in zip(weights, outputs, strict=True) if w]
+        sum(w * (x * mask * batch.advantages[:, None]).sum() for w, x in used).backward()
+        grads.append(hidden.grad)
+    assert grads[1].norm() > 0 and relative_error(*grads) <= 2e-5
