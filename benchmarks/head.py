@@ -228,7 +228,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         line += f" {median / floor:8.3f}"
         line += f" {row['tflops']:8.3g}" if "tflops" in row else f"{'':9}"
         if "extra_bytes" in row:
-            share = row["extra_bytes"] / base.get("extra_bytes", math.nan) if base else math.nan
+            share = row["extra_bytes"] / ((base or {}).get("extra_bytes") or math.nan)
             line += f" {row['extra_bytes'] / 2**20:10,.0f} {share:8.3f}"
             line += f" {row['workspace_bytes'] / 2**20:10,.0f}"
             line += "".join(f" {row[key]:8.1e}" for key in ERRORS)
