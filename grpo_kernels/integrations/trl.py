@@ -26,7 +26,6 @@ A TRL that is newer than the tested ones warns. This file, `trl_loss.py`, `trl_r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -40,7 +39,6 @@ from torch import Tensor
 from ..head.execution import Execution
 from ..head.lm_head import Support
 from ..head.support import batch_support
-from ..loss.advantages import apply_is_weights
 from .hf_head import head_of, is_prompt_learning
 from .patching import Patch, Replacement
 from .reused import Reused
@@ -63,10 +61,13 @@ from . import trl_exact_kl
 from .transformers import Objective, attach_fused_head, has_fused_head
 from .trl_loss import (
     OwnLossType,
+    accumulation_steps,
+    check_agreement,
+    check_is_due,
     check_own,
     config_of,
-    divides_by_tokens,
     is_token_local,
+    objective_of,
     own_of,
 )
 from .trl_replay import KEY, SupportReplay, masks_of_vllm
@@ -74,10 +75,6 @@ from .trl_replay import KEY, SupportReplay, masks_of_vllm
 _LOSS, _LOGPS = "_compute_loss", "_get_per_token_logps_and_entropies"
 _GENERATE, _SCORE = "_generate_single_turn", "_generate_and_score_completions"
 _KEYWORD = "fused_lm_head"  # TRL's, too
-# How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
-_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
-# The first micro-batches whose loss is compared with TRL's, and then one in so many.
-_FIRST_CHECKS, _CHECK_EVERY = 20, 100
 # `attach_fused_head` with what a trainer's models have in common.
 _Attach = Callable[..., None]
 
@@ -117,7 +114,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         attach = _attacher(execution, logits_dtype)
-        with Patch(_of_constructor(attach, replay_support)):
+        with Patch(_constructor_patches(attach, replay_support)):
             super().__init__(*args, **kwargs)
         _prepare(self, attach, replay_support, loss, exact_kl)
 
@@ -180,7 +177,7 @@ class patch_trl(Patch):
             return method
 
         super().__init__([
-            *_of_constructor(attach, replay_support),
+            *_constructor_patches(attach, replay_support),
             (GRPOTrainer, "__init__", init),
             *((GRPOTrainer, name, wrapped(name)) for name in wrappers),
         ])  # fmt: skip
@@ -193,7 +190,7 @@ def _attacher(execution: Execution, logits_dtype: str) -> _Attach:
     )
 
 
-def _of_constructor(attach: _Attach, replay_support: bool) -> list[Replacement]:
+def _constructor_patches(attach: _Attach, replay_support: bool) -> list[Replacement]:
     """Wraps what the constructor of TRL's trainer calls, so that it builds what ours needs."""
 
     def add_fused_lm_head(
@@ -381,9 +378,11 @@ def _compute_loss(
             rows = inputs[KEY] if _replay(trainer) else None
             model = _plain_call(model, rows, inputs["completion_ids"].shape[1])
         return compute_trl_loss(model, inputs)
+    length = inputs["completion_ids"].shape[1]
+    support = batch_support(inputs[KEY], length) if _replay(trainer) else None
     # Built before TRL's code runs, which advances the entropy coefficient to the next step.
-    objective, scale = _objective(trainer, inputs)
-    call = _Call(model, objective, inputs["completion_ids"].shape[1], True)
+    objective, scale = objective_of(trainer, inputs, support)
+    call = _Call(model, objective, length, True)
     exact = trl_exact_kl.uses_exact_kl(trainer)
     if exact:
         call.trainer = trainer
@@ -393,81 +392,14 @@ def _compute_loss(
     our_loss, trl_policy_loss = out.loss * scale, trl_loss.detach()
     if trainer.aux_loss_enabled:
         assert out.aux_loss is not None
-        coefficient = trainer.router_aux_loss_coef / max(1, _accumulation_steps(trainer))
+        coefficient = trainer.router_aux_loss_coef / max(1, accumulation_steps(trainer))
         trl_policy_loss = trl_policy_loss - coefficient * out.aux_loss.detach()
     if exact:
         assert out.metrics is not None
         trl_exact_kl.log(trainer, out.metrics["kl"])
     if own is not None or exact:
         return our_loss + (trl_loss - trl_policy_loss)
-    if _check_is_due(trainer):
-        magnitude = _magnitude(trainer, objective)
-        _check_agreement(float(trl_policy_loss), float(our_loss.detach()), magnitude)
+    if check_is_due(trainer):
+        check_agreement(trainer, objective, float(trl_policy_loss), float(our_loss.detach()))
     # TRL's loss carries the gradient of the experts' loss; the other term adds 0 and our gradient.
     return trl_loss + (our_loss - our_loss.detach())
-
-
-def _accumulation_steps(trainer: Any) -> int:
-    """Returns the micro-batches per optimizer step; 0 in evaluation."""
-    return trainer.current_gradient_accumulation_steps if trainer.model.training else 0
-
-
-def _objective(trainer: Any, inputs: dict[str, Any]) -> tuple[Objective, float | Tensor]:
-    """Returns the objective that TRL computes from `inputs`, and the factor on its loss."""
-    mask = inputs["completion_mask"]
-    if "tool_mask" in inputs:
-        mask = mask * inputs["tool_mask"]
-    advantages = inputs["advantages"]
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
-    accumulation = _accumulation_steps(trainer)
-    scale = 1 / max(1, accumulation)
-    num_items = None
-    if divides_by_tokens(trainer):
-        # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
-        # the device, where they are not read.
-        tokens = torch.as_tensor(
-            inputs["num_items_in_batch"], dtype=torch.float32, device=mask.device
-        )
-        tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
-        if accumulation and not DIVIDES_BY_BATCH:
-            tokens *= accumulation / trainer.args.steps_per_generation
-        num_items, scale = tokens, 1.0
-    # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
-    config = config_of(trainer, 1 / max(1, accumulation) / scale)
-    has_estimate = trainer.beta and not trl_exact_kl.uses_exact_kl(trainer)
-    objective = Objective(
-        advantages.float(),
-        mask=mask,
-        config=config,
-        num_items=num_items,
-        old_logps=inputs.get("old_per_token_logps"),
-        ref_logps=inputs["ref_per_token_logps"] if has_estimate else None,
-        support=batch_support(inputs[KEY], mask.shape[1]) if _replay(trainer) else None,
-    )
-    return objective, scale
-
-
-def _check_is_due(trainer: Any) -> bool:
-    """True for the first micro-batches and then for some: to compare, the CPU waits for the GPU."""
-    seen = getattr(trainer, "_compared_micro_batches", 0)
-    trainer._compared_micro_batches = seen + 1
-    return bool(seen < _FIRST_CHECKS or seen % _CHECK_EVERY == 0)
-
-
-def _magnitude(trainer: Any, objective: Objective) -> float:
-    """Returns the size of the loss's terms; their sum, where they cancel, may be far smaller."""
-    assert objective.advantages is not None and objective.mask is not None
-    largest = max(1.0, float(objective.advantages.abs().amax()))
-    return largest * objective.mask.shape[1] if trainer.loss_type == "luspo" else largest
-
-
-def _check_agreement(trl_loss: float, loss: float, magnitude: float) -> None:
-    allowed = _ABSOLUTE_TOLERANCE * magnitude + _RELATIVE_TOLERANCE * abs(trl_loss)
-    if not math.isfinite(trl_loss) or abs(trl_loss - loss) <= allowed:
-        return
-    raise RuntimeError(
-        f"loss: expected TRL's, {trl_loss:.6g}, as the value whose gradient was computed; got "
-        f"{loss:.6g}. This version of TRL, or a subclass of its trainer, computes a loss that "
-        "grpo_kernels does not know: use GRPOTrainer, and please report it"
-    )

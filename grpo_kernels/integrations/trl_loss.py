@@ -1,21 +1,30 @@
-"""The loss of TRL's trainer in this library's words, or one of the user's own in its place."""
+"""Translates the loss of TRL's trainer into an objective, and compares the values of the two."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from trl import GRPOConfig
 
 from ..base.private import of_trl
+from ..head.lm_head import Support
+from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, flat_fields
 from . import trl_exact_kl
+from .transformers import Objective
 from .trl_versions import DIVIDES_BY_BATCH
 
-# What `GRPOLossConfig.loss_type` takes beside a name.
+# How far TRL's loss and ours may differ; both are float32 sums over the same log-probs.
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-3, 1e-4
+# The first micro-batches whose loss is compared with TRL's, and then one in so many.
+_FIRST_CHECKS, _CHECK_EVERY = 20, 100
+# A loss that is no name.
 OwnLossType = Loss | Callable[[Any], Tensor]
 # Loss types that divide by the tokens of the whole optimizer step.
 _STEP_WIDE = ("dapo", "cispo")
@@ -107,3 +116,70 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         if not adaptive or of_trl(trainer, "_last_world_entropy") <= args.entropy_target:
             options["entropy_coef"] = trainer.entropy_coef * entropy_scale
     return GRPOLossConfig(**options)
+
+
+def accumulation_steps(trainer: Any) -> int:
+    """Returns the micro-batches per optimizer step; 0 in evaluation."""
+    return trainer.current_gradient_accumulation_steps if trainer.model.training else 0
+
+
+def objective_of(
+    trainer: Any, inputs: dict[str, Any], support: Support | None
+) -> tuple[Objective, float | Tensor]:
+    """Returns the objective that TRL computes from `inputs`, and the factor on its loss."""
+    mask = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    advantages = inputs["advantages"]
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        advantages = apply_is_weights(advantages, inputs["importance_sampling_ratio"], mask)
+    accumulation = accumulation_steps(trainer)
+    scale = 1 / max(1, accumulation)
+    num_items = None
+    if divides_by_tokens(trainer):
+        # TRL counts the tokens of a generation batch, which several optimizer steps may share. On
+        # the device, where they are not read.
+        tokens = torch.as_tensor(
+            inputs["num_items_in_batch"], dtype=torch.float32, device=mask.device
+        )
+        tokens = tokens.clamp(min=1.0) / trainer.accelerator.num_processes
+        if accumulation and not DIVIDES_BY_BATCH:
+            tokens *= accumulation / trainer.args.steps_per_generation
+        num_items, scale = tokens, 1.0
+    # TRL divides the entropy bonus by the accumulation steps, whatever divides the rest.
+    config = config_of(trainer, 1 / max(1, accumulation) / scale)
+    has_estimate = trainer.beta and not trl_exact_kl.uses_exact_kl(trainer)
+    objective = Objective(
+        advantages.float(),
+        mask=mask,
+        config=config,
+        num_items=num_items,
+        old_logps=inputs.get("old_per_token_logps"),
+        ref_logps=inputs["ref_per_token_logps"] if has_estimate else None,
+        support=support,
+    )
+    return objective, scale
+
+
+def check_is_due(trainer: Any) -> bool:
+    """True for the first micro-batches and then for some: to compare, the CPU waits for the GPU."""
+    seen = getattr(trainer, "_compared_micro_batches", 0)
+    trainer._compared_micro_batches = seen + 1
+    return bool(seen < _FIRST_CHECKS or seen % _CHECK_EVERY == 0)
+
+
+def check_agreement(trainer: Any, objective: Objective, trl_loss: float, our_loss: float) -> None:
+    """Raises RuntimeError if TRL's loss and ours differ by more than rounding."""
+    assert objective.advantages is not None and objective.mask is not None
+    # The size of the loss's terms; their sum, where they cancel, may be far smaller.
+    magnitude = max(1.0, float(objective.advantages.abs().amax()))
+    if trainer.loss_type == "luspo":
+        magnitude *= objective.mask.shape[1]
+    allowed = _ABSOLUTE_TOLERANCE * magnitude + _RELATIVE_TOLERANCE * abs(trl_loss)
+    if not math.isfinite(trl_loss) or abs(trl_loss - our_loss) <= allowed:
+        return
+    raise RuntimeError(
+        f"loss: expected TRL's, {trl_loss:.6g}, as the value whose gradient was computed; got "
+        f"{our_loss:.6g}. This version of TRL, or a subclass of its trainer, computes a loss that "
+        "grpo_kernels does not know: use GRPOTrainer, and please report it"
+    )

@@ -20,11 +20,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_kernels.head.execution import Execution
-from grpo_kernels.integrations import trl as integration
 from grpo_kernels.integrations import trl_exact_kl
 from grpo_kernels.integrations.patching import is_ours
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
-from grpo_kernels.integrations.trl_loss import OF_TRLS_LOSS, check_own
+from grpo_kernels.integrations.trl_loss import OF_TRLS_LOSS, check_is_due, check_own
 from grpo_kernels.integrations.trl_versions import (
     ASKS_FOR_LOGITS,
     DIVIDES_BY_BATCH,
@@ -364,7 +363,7 @@ def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
 def test_losses_are_compared_at_first_and_then_now_and_then():
     """Each time the CPU waits for the GPU."""
     trainer = SimpleNamespace()
-    due = [i for i in range(320) if integration._check_is_due(trainer)]
+    due = [i for i in range(320) if check_is_due(trainer)]
     assert due == [*range(20), 100, 200, 300]
 
 
