@@ -34,6 +34,8 @@ def code_blocks(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code_blocks(page)], ids=str)
 def test_code_runs(page):
+    if torch.distributed.is_initialized():  # by another test of this process
+        torch.distributed.destroy_process_group()
     exec("\n".join(code_blocks(page)), {"__name__": "docs"})
 
 
