@@ -147,8 +147,8 @@ def make_support(batch: dict[str, Tensor]) -> Support:
     steps = torch.arange(8, device=targets.device)
     # The target's neighbours by steps of 31, of which the vocabulary's size is no multiple.
     ids = (targets[:, None] + 31 * (steps - position[:, None] % 3 * (counts[:, None] > 2))) % V
-    kept = ids[steps < counts[:, None]]
-    return Support(kept, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    token_ids = ids[steps < counts[:, None]]
+    return Support(token_ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
 class Errors(NamedTuple):
@@ -169,17 +169,17 @@ def measure_errors(call: str, dtype: torch.dtype, device: torch.device) -> Error
     old_logps = (
         reference.linear_logprobs(*_head_arguments(exact), support=support).logps + exact["drift"]
     )
-    given: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
-    theirs = dict(given)
+    kwargs: dict[str, Any] = {"config": config, "support": support, "old_logps": old_logps.float()}
+    exact_kwargs = dict(kwargs)
     if call == "exact KL":
-        given["config"] = theirs["config"] = GRPOLossConfig(beta=0.1, kl_estimator="exact")
-        given["reference"], theirs["reference"] = (
+        kwargs["config"] = exact_kwargs["config"] = GRPOLossConfig(beta=0.1, kl_estimator="exact")
+        kwargs["reference"], exact_kwargs["reference"] = (
             Reference(0.9 * x["hidden"], x["weight"]) for x in (batch, exact)
         )
     start = time.perf_counter()
-    logps, *gradients = _run(fused_grpo_loss, batch, **given)
+    logps, *gradients = _run(fused_grpo_loss, batch, **kwargs)
     seconds = time.perf_counter() - start
-    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **theirs)
+    expected_logps, *expected = _run(reference.fused_grpo_loss, exact, **exact_kwargs)
     without_loss = linear_logprobs(*_head_arguments(batch), support=support).logps
     logps_error = float(torch.stack([logps, without_loss]).sub(expected_logps).abs().max())
     d_hidden, d_weight = (

@@ -7,7 +7,7 @@ overwritten: one pass, three GEMMs.
     for each chunk of rows:
         Z        = h W^T                        GEMM 1, float32, one reused buffer
         l, E, X  = token_stats(Z)               log-prob of the target, entropy; X = e^(z - a) stays
-        x, g     = policy_loss(l, E)            loss, dL/dl
+        x, g     = objective(l, E)              loss, dL/dl
         dh       = r o (X W)                    GEMM 2, r = -g / (T sum X) for each row
         dW      += X^T (r o h)                  GEMM 3, accumulated in float32
 
@@ -38,13 +38,13 @@ from .base.outputs import GRPOLossOutput
 from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
-from .head.linear_logprobs import scored
+from .head.linear_logprobs import compute_logprobs
 from .head.lm_head import LMHead, Reference, Support
 from .head.plan import GradMode, call_of_reference, local_head, plan_head, reference_logps
 from .kernels import StatGrads
 from .kernels.divergences import ReverseKL
 from .loss.config import GRPOLossConfig
-from .loss.grpo_loss import d_kl, flat_loss, policy_loss
+from .loss.grpo_loss import d_kl, evaluate_policy_loss, flat_loss
 from .loss.inputs import loss_inputs, rows_of_loss
 from .loss.metrics import loss_metrics
 from .loss.objective import LossInputs, token_local
@@ -183,7 +183,7 @@ def fused_grpo_loss(
         loss, logps, entropy, kl, *d_outputs = plan.run(run)
         metrics = loss_metrics(config, replace(inputs, kl=kl), logps, entropy, *d_outputs)
     else:
-        logps, entropy, _, kl = scored(call, plan)
+        logps, entropy, _, kl = compute_logprobs(call, plan)
         loss, metrics = flat_loss(config, inputs, logps, entropy, spec.backend, kl)
     values = (x.detach().reshape(spec.layout.shape) for x in (logps, entropy))
     return GRPOLossOutput(loss, metrics | plan.metrics(), *values)
@@ -218,7 +218,7 @@ class _OnePass(torch.autograd.Function):
                 if d_divergence is not None:
                     kl[index] = stats.divergence
                     chunk_inputs = replace(chunk_inputs, kl=stats.divergence)
-                policy = policy_loss(
+                policy = evaluate_policy_loss(
                     config,
                     chunk_inputs,
                     stats.logps,

@@ -270,7 +270,7 @@ def test_statistics(backend):
     t[2, 2400] += 150.0
     targets = torch.tensor([5, 2400, 9, 1, -1])
     stats, _ = of_kernels(BACKENDS[backend], z, t, "reverse", targets=targets)
-    for x, found in ((z, stats.of_policy), (t, stats.of_reference)):
+    for x, found in ((z, stats.policy_stats), (t, stats.reference_stats)):
         log_p = x.double().log_softmax(1)
         of_targets = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
         of_targets[4] = -INF
@@ -295,7 +295,7 @@ def test_gradients_add_up(softcap, kind, backend):
     g, e, q = (torch.randn(6, generator=torch.Generator().manual_seed(i)) for i in range(3))
 
     def grads(stats):
-        return RowGrads.of(stats.of_policy, StatGrads(g, e, q))
+        return RowGrads.of(stats.policy_stats, StatGrads(g, e, q))
 
     _, d = of_kernels(BACKENDS[backend], z, t, kind, 0.3, transforms, targets, grads)
     raw = z.double().requires_grad_()

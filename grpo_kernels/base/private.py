@@ -42,9 +42,9 @@ def eager_under_compile(call: _Call) -> _Call:
 
 
 def graph_is_kept() -> bool:
-    """True in a backward after which the graph can be used again; where nobody knows, too."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
+    """True in a backward that keeps its graph, and where torch cannot tell."""
+    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keep_graph is None or bool(keep_graph())
 
 
 def forget_forward(wrapped: Any) -> None:

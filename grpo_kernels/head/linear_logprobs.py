@@ -7,7 +7,8 @@ computes the logits again for the rows that have one:
     forward    Z = h W^T;  lse, l, E = token_stats(Z)
     backward   Z = h W^T;  dZ = logit_grads_(Z);  dh = dZ W;  dW += dZ^T h
 
-Where the head is frozen dh is all, and a row's is its log-prob's times a number: two GEMMs.
+Where the head is frozen, only dh is needed, and a row of it is a number times the gradient of its
+log-prob: two GEMMs.
 
     forward    Z = h W^T;  lse, l, E = token_stats(Z);  u = (dl / dZ) W
     backward   dh = g u
@@ -74,19 +75,19 @@ def linear_logprobs(
         mask: `[B, T]` or `[N]`, bool or 0/1; None computes every token. Masked positions may hold
             anything, cost nothing, and come back as 0.
         entropy: computes the entropy, too.
-        support: the sets that the sampler kept for each token: results are of the softmax over
-            these ids (`docs/support.md`).
-        entries: scores every id of the support's sets: `logps` is `[E]`, in the order of
+        support: the token ids that the sampler kept for each token. Log-probs and entropy are then
+            of the softmax over these ids (`docs/support.md`).
+        entries: scores every id of the support: `logps` is `[E]`, in the order of
             `support.token_ids`, from these rows of the head alone. Every token needs a set, and
             `targets` are None.
         execution: how it is computed.
 
     Returns:
         `logps`, `entropy` (in nats) and `logsumexp` (of the logits after temperature), each with
-        gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient
-        turns out to be 0. Where no tensor of `head` wants a gradient, the forward keeps that of
-        each log-prob by `hidden`, which is all that the backward then needs, unless `entropy` or
-        `logsumexp` have one (`Execution.keep_gradients`).
+        gradients for `hidden` and the tensors of `head`. The backward skips rows whose gradient is
+        0. Where no tensor of `head` needs a gradient, the forward keeps the gradient of each
+        log-prob by `hidden`. The backward then needs no logits, unless `entropy` or `logsumexp`
+        have a gradient (`Execution.keep_gradients`).
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came. Values on the
@@ -100,16 +101,16 @@ def linear_logprobs(
     """
     _check_options(targets, entropy, support, entries)
     hidden = check_tensor("hidden", hidden)
-    each, first = None, targets
+    several, first = None, targets
     if isinstance(targets, Tensor) and targets.ndim == hidden.ndim > 1:
-        each, first = targets, _first_of(targets)
-    sampled = each is None and not entries
+        several, first = targets, _first_target(targets)
+    sampled = several is None and not entries
     call = head_call(hidden, local_head(head), first, mask, None, execution, sampled=sampled)
-    if each is not None and each.shape[-1] > 1:
-        call = with_targets(call, each, support)
+    if several is not None and several.shape[-1] > 1:
+        call = with_targets(call, several, support)
     mode = GradMode.of(call, one_pass=False)
     plan = plan_head(call, support, mode, entropy=entropy, logsumexp=True, entries=entries)
-    logps, flat_entropy, lse, _ = scored(call, plan, entries=entries)
+    logps, flat_entropy, lse, _ = compute_logprobs(call, plan, entries=entries)
     if targets is not None:
         logps = logps.reshape(targets.shape)
     shape = call.spec.layout.shape
@@ -130,30 +131,36 @@ def _check_options(targets: object, entropy: object, support: object, entries: o
         )
 
 
-def scored(
+def compute_logprobs(
     call: HeadCall, plan: HeadPlan, *, entries: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Log-probs, entropy, logsumexp and divergence, flat: of rows of logits, and of kept sets."""
-    sets, entropy = plan.sets, plan.entropy
-    score_rows = partial(_TwoPasses.apply, *call.tensors)
+    """Log-probs, entropy, logsumexp and divergence of each token, flat.
+
+    Tokens with a kept set have those of its softmax, the others of their row of logits. With
+    `entries` log-probs are those of all entries of the support.
+    """
+    sets, rows_forward = plan.sets, partial(_TwoPasses.apply, *call.tensors)
     if sets is None:
-        return plan.run(score_rows)
-    log_p, set_entropy, lse = sets.log_softmax(call)
+        return plan.run(rows_forward)
+    entry_logps, set_entropy, lse = sets.log_softmax(call)
+    entropy = set_entropy.clone() if plan.entropy else None  # the caller may change it in place
     if entries:
-        everywhere = log_p.new_zeros(sets.size)
-        everywhere[sets.places] = log_p
-        # Copies: the caller may change them in place.
-        return everywhere, set_entropy.clone() if entropy else None, lse, None
-    outputs = sets.logps(log_p), set_entropy.clone(), lse
+        logps = entry_logps.new_zeros(sets.size)
+        logps[sets.entry_index] = entry_logps
+        return logps, entropy, lse, None
+    logps = sets.logps(entry_logps)
     if plan.rows.num_rows:
-        logps, row_entropy, row_lse, _ = plan.run(score_rows)
-        row_outputs = logps, set_entropy if row_entropy is None else row_entropy, row_lse
-        outputs = tuple(map(partial(torch.where, sets.tokens), outputs, row_outputs))  # type: ignore[assignment]
-    return outputs[0], outputs[1] if entropy else None, outputs[2], None
+        row_logps, row_entropy, row_lse, _ = plan.run(rows_forward)
+        has_set = sets.tokens
+        logps = torch.where(has_set, logps, row_logps)
+        lse = torch.where(has_set, lse, row_lse)
+        if entropy is not None:
+            entropy = torch.where(has_set, entropy, row_entropy)
+    return logps, entropy, lse, None
 
 
-def _first_of(targets: Tensor) -> Tensor:
-    """The first target of each token, of `[..., K]`."""
+def _first_target(targets: Tensor) -> Tensor:
+    """The first of each token's targets `[..., K]`."""
     if targets.shape[-1] == 0:
         raise ValueError(
             f"targets: expected at least one id per token; got shape {list(targets.shape)}"
@@ -162,13 +169,13 @@ def _first_of(targets: Tensor) -> Tensor:
 
 
 class _TwoPasses(torch.autograd.Function):
-    """Computes what `scored` returns, each `[N]`, from the tensors of the call's terms."""
+    """Log-probs, entropy, logsumexp and divergence `[N]`, from the tensors of the call's terms."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, plan = args
-        per_token, kept_grads = first_pass(tensors, plan)
-        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *kept_grads)
+        per_token, stored_grads = _first_pass(tensors, plan)
+        ctx.save_for_backward(*tensors, *(x.clone() for x in per_token), *stored_grads)
         if plan.rows.has_masked and plan.tokens is not None:
             for x in per_token:
                 x.copy_(selected(plan.tokens, x, 0.0))
@@ -184,18 +191,18 @@ class _TwoPasses(torch.autograd.Function):
         saved, needs_grad = ctx.saved_tensors, ctx.needs_input_grad[: ctx.count]
         tensors, forward_values = saved[: ctx.count], saved[ctx.count :]
         return (
-            *second_pass(tensors, ctx.plan, forward_values, StatGrads(*d_stats), needs_grad),
+            *_second_pass(tensors, ctx.plan, forward_values, StatGrads(*d_stats), needs_grad),
             None,
         )
 
 
-def first_pass(
+def _first_pass(
     tensors: Sequence[Tensor], plan: HeadPlan
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The statistics of every row, `[N]`, masked ones left as they come: the entropy third.
+    """Computes the statistics of all rows `[N]`, and gradients for the second pass to keep.
 
-    And what is kept for the second pass: the gradient of the log-probs by those of the terms'
-    tensors that want one, or nothing.
+    Statistics are in the order of `plan.stats`; those of masked rows may be anything. Gradients are
+    of the sum of the log-probs, one per tensor of the terms that needs one; none in most plans.
     """
     N, K, like = len(tensors[0]), plan.spec.targets_per_token, tensors[0]
     # Not views of one tensor: the caller may change them in place.
@@ -203,37 +210,33 @@ def first_pass(
         like.new_zeros(shape, dtype=torch.float32)
         for shape in ((N, K) if K > 1 else (N,), *[(N,)] * (plan.stats.size() - 1))
     ]
-    kept_grads = None
-    if plan.grad_mode != GradMode.RECOMPUTE:
-        kept_grads = plan.gradients(tensors)
+    grads = None if plan.grad_mode == GradMode.RECOMPUTE else plan.gradients(tensors)
     with torch.autocast(like.device.type, enabled=False):
         head = plan.chunked_head(tensors)
         for chunk in plan.rows.chunks():
             stats = head.forward(chunk)
-            for x, values in zip(per_token, stats):  # noqa: B905 - but for what a sweep leaves
+            for x, values in zip(per_token, stats):  # noqa: B905 - `total` is not stored
                 if values is not None:
                     x[chunk.index] = values
-            if kept_grads is not None:
-                head.backward(chunk, kept_grads, StatGrads(torch.ones_like(stats.logps)))
-    return per_token, [] if kept_grads is None else kept_grads.finalize()
+            if grads is not None:
+                head.backward(chunk, grads, StatGrads(torch.ones_like(stats.logps)))
+    return per_token, [] if grads is None else grads.finalize()
 
 
-def second_pass(
+def _second_pass(
     tensors: Sequence[Tensor],
     plan: HeadPlan,
     forward_values: Sequence[Any],
     d_stats: StatGrads,
     needs_grad: Sequence[bool],
 ) -> Sequence[Tensor | None]:
-    """The gradients of the terms' tensors, from those of the statistics.
+    """Computes the gradients of the terms' tensors from those of the statistics.
 
-    `forward_values` are the statistics of every row, and the gradients that the first pass kept.
+    `forward_values`: what `_first_pass` has returned.
     """
     size = plan.stats.size()
-    stats, kept_grads = (
-        plan.stats.of(forward_values[:size], entropy=plan.entropy),
-        forward_values[size:],
-    )
+    stats = plan.stats.of(forward_values[:size], entropy=plan.entropy)
+    stored_grads = forward_values[size:]
     only_logps = all(x is None for x in d_stats[1:])
     d_logps = torch.zeros_like(stats.logps) if d_stats.logps is None else d_stats.logps
     d_stats = d_stats._replace(logps=d_logps).each(lambda x: x.float().contiguous())
@@ -244,9 +247,9 @@ def second_pass(
         needed &= plan.tokens
     if plan.rows.has_masked:
         d_stats = d_stats.each(lambda x: selected(needed, x, 0.0))
-    if kept_grads and only_logps:
+    if stored_grads and only_logps:
         assert d_stats.logps is not None
-        return [_rows_times(u, d_stats.logps, needed) for u in kept_grads]
+        return [_scaled_rows(u, d_stats.logps, needed) for u in stored_grads]
     dtypes = plan.spec.dtype, *(x.dtype for x in tensors)
     scale = float16_scale(dtypes, partial(_largest, d_stats, needed))
     d_stats = d_stats.each(partial(scaled, scale=scale))
@@ -267,7 +270,7 @@ def _gradients(
     needs_grad: Sequence[bool],
     plan: HeadPlan,
 ) -> list[Tensor | None]:
-    """The gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
+    """Makes the gradients of the terms' tensors, from those of the statistics of all rows `[N]`."""
     grads = Gradients(tensors, needs_grad, every_row=plan.rows.num_rows == len(tensors[0]))
     head = plan.chunked_head(tensors)
     for chunk in plan.rows.chunks():
@@ -276,8 +279,8 @@ def _gradients(
     return grads.finalize()
 
 
-def _rows_times(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
-    """The rows of `u` that are needed, times a factor each, rounded once; 0 elsewhere."""
+def _scaled_rows(stored: Tensor | None, factors: Tensor, needed: Tensor) -> Tensor | None:
+    """Multiplies each row that is needed by its factor, rounding once; the others are 0."""
     if stored is None:
         return None
     grad = torch.mul(stored, factors[:, None], out=torch.empty_like(stored))

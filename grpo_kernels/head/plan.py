@@ -1,8 +1,8 @@
-"""The plan of a call: which rows take part, what is read from them, and when their gradient.
+"""The plan of a call: its rows of logits, what is read from them, how they are differentiated.
 
-The one file that knows all capabilities: several targets per token are a readout in the place of
-`TargetReadout`, ranks an object in the place of `SingleRank`; tokens that have a kept set are no
-rows (`support.py`). Each is imported where it is asked for.
+The only file that knows all capabilities. Several targets per token and a reference are readouts in
+place of `TargetReadout`; ranks are an object in place of `SingleRank`; tokens with a kept set have
+no row of logits (`support.py`). Each is imported by the calls that use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .support import KeptSets
 
 _T = TypeVar("_T")
-# Fewer rows than these at a time are not tried.
+# A call that runs out of memory with so few rows at a time gives up.
 _LEAST_ROWS = 16
 
 
@@ -45,26 +45,30 @@ class GradMode(IntEnum):
 
     @staticmethod
     def of(call: HeadCall, *, one_pass: bool, other_grads: bool = False) -> GradMode:
-        """The gradient of a call, in one pass or in two.
+        """Chooses the mode of a call.
 
-        `other_grads`: of a loss that has one by more than the log-probs.
+        Two passes make the gradient in the first one where the head is frozen: there the gradient
+        of each log-prob by its state is kept (`Execution.keep_gradients`).
 
-        In two passes it is made at first where the head is frozen, which leaves that of each
-        log-prob by the states to be kept (`Execution.keep_gradients`).
+        Args:
+            call: of the policy.
+            one_pass: whether the loss is known in the forward.
+            other_grads: whether the loss has a gradient by other statistics than the log-probs.
         """
         needs_grad = call.needs_grad()
         if one_pass:
-            at_once = any(needs_grad)
+            in_forward = any(needs_grad)
         else:
             several = call.spec.targets_per_token > 1
-            at_once = not other_grads and keeps_gradients(
+            in_forward = not other_grads and keeps_gradients(
                 call.spec.execution.keep_gradients, needs_grad[::2], needs_grad[1::2], several
             )
-        if not at_once:
+        if not in_forward:
             return GradMode.RECOMPUTE
-        # A factor per row may be beyond float16.
-        two = other_grads or call.spec.dtype == torch.float16
-        return GradMode.FROM_LOGITS if two else GradMode.FROM_EXPS
+        # A factor per row may be too large or too small for float16.
+        if other_grads or call.spec.dtype == torch.float16:
+            return GradMode.FROM_LOGITS
+        return GradMode.FROM_EXPS
 
 
 def keeps_gradients(
@@ -73,7 +77,7 @@ def keeps_gradients(
     head_needs_grad: Sequence[bool],
     several: bool,
 ) -> bool:
-    """True if two passes keep each log-prob's gradient by the states, which alone want one."""
+    """True if two passes keep each log-prob's gradient by its state: the head is frozen."""
     return keep_gradients and any(states_need_grad) and not any(head_needs_grad) and not several
 
 
@@ -82,13 +86,13 @@ class HeadPlan:
     """Plan of a call over a head: everything but its tensors.
 
     Args:
-        spec: with the tokens that have a kept set out of its mask.
-        rows: those that take part over the whole vocabulary, in chunks.
-        ranks: who has which columns of it.
-        tokens: bool `[N]`, all that take part; None: every one.
-        sets: the kept sets of the others.
-        needs_grad: True for each of the terms' tensors whose gradient is made.
-        entropy: whether it is a result.
+        spec: of the call; its mask leaves out tokens with a kept set.
+        rows: the rows of logits, in chunks.
+        ranks: the columns of the vocabulary on each rank.
+        tokens: bool `[N]`, the call's mask; None: every token counts.
+        sets: the kept sets of the tokens that have one.
+        needs_grad: for each of the terms' tensors, whether its gradient is made.
+        entropy: whether the call returns it.
         grad_mode: what the gradient of the logits is made from.
     """
 
@@ -103,18 +107,18 @@ class HeadPlan:
 
     def chunked_head(self, tensors: Sequence[Tensor]) -> ChunkedHead:
         """The head over the rows of the plan; `tensors` are those of the call."""
-        keep_exps = self.grad_mode == GradMode.FROM_EXPS
-        own, others = tensors[: 2 * self.spec.num_terms], tensors[2 * self.spec.num_terms :]
-        return ChunkedHead(own, self.spec, self.rows, self._readout(others), keep_exps=keep_exps)
+        keep_exps, count = self.grad_mode == GradMode.FROM_EXPS, 2 * self.spec.num_terms
+        readout = self._readout(tensors[count:])
+        return ChunkedHead(tensors[:count], self.spec, self.rows, readout, keep_exps=keep_exps)
 
     def _readout(self, reference_tensors: Sequence[Tensor]) -> TargetReadout:
         spec = self.spec
         if spec.reference is not None:
             from .two_heads import DivergenceReadout
 
-            at_once = self.grad_mode != GradMode.RECOMPUTE
+            with_grad = self.grad_mode != GradMode.RECOMPUTE
             return DivergenceReadout(
-                spec, reference_tensors, self.ranks, self.rows, at_once=at_once
+                spec, reference_tensors, self.ranks, self.rows, with_grad=with_grad
             )
         if spec.targets_per_token > 1:
             from .many_targets import MultiTargetReadout
@@ -123,7 +127,7 @@ class HeadPlan:
         return TargetReadout(spec, self.ranks, entropy=self.entropy)
 
     def gradients(self, tensors: Sequence[Tensor]) -> Gradients:
-        """The gradients of the terms, over the rows that have one."""
+        """Zeros to add the gradients of the terms to, of the rows that have one."""
         count = self.rows.num_grad_rows
         one_chunk = count == self.rows.largest_of(needs_grad=True)
         rounded = self.spec.dtype if one_chunk else None
@@ -143,14 +147,14 @@ class HeadPlan:
     def second(self, needed: Tensor, weight: Tensor) -> HeadPlan:
         """The plan of a second pass, over the rows that are `needed`, bool `[N]`."""
         spec = replace(self.spec, checks=ValueChecks())
-        # Whose logits are made again a strip at a time.
+        # Logits are made again a strip at a time, as for exponentials.
         buffers = _buffers(spec, weight, GradMode.FROM_EXPS)
         return replace(self, rows=self.ranks.plan(spec, weight, needed, None, buffers))
 
     def run(self, work: Callable[[HeadPlan], _T]) -> _T:
-        """Does `work` by this plan; where memory runs out, by one of half as many rows at a time.
+        """Calls `work` with this plan; when memory runs out, with half as many rows at a time.
 
-        Not so with a budget of the caller's own, where other ranks wait, or in a graph's capture.
+        It is not called again if the caller set `chunk_bytes`, with ranks, or in a graph's capture.
         """
         execution = self.spec.execution
         fixed = execution.chunk_bytes is not None or execution.capturable or not self.ranks.alone
@@ -163,7 +167,7 @@ class HeadPlan:
             except Exception as error:
                 if fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error):
                     raise
-            # When the error no longer holds what it had. Not all that asks is torch's allocator.
+            # After the `except` block, whose error holds the tensors. Others than torch allocate.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             plan = replace(plan, rows=plan.rows.halved(least))
@@ -185,7 +189,7 @@ class HeadPlan:
 
 
 def local_head(head: Tensor | LMHead) -> LMHead:
-    """The head, of plain tensors: of DTensors this rank's parts."""
+    """The head with plain tensors: this rank's part of each DTensor."""
     head = LMHead.of(head)
     tensors = (head.weight, head.bias, head.low_rank and head.low_rank[1])
     if not any(hasattr(x, "full_tensor") for x in tensors):
@@ -260,21 +264,25 @@ def plan_head(
         call: checked.
         support: the kept sets, or None.
         grad_mode: what the gradient of the logits is made from.
-        entropy: whether it is a result.
+        entropy: whether the call returns it.
         logsumexp: likewise.
         entries: whether every id of a set is a target.
         with_grad: bool `[N]`, the tokens that may have a gradient; None: all.
-        reference: the other model's call, whose log-probs of the targets are read.
-        loss_settings: what else all ranks have to have alike.
+        reference: the call of another model whose log-probs of the targets are read.
+        loss_settings: further numbers that have to be the same on all ranks.
     """
     spec, weight = call.spec, call.tensors[1]
     tokens, sets, ranks = spec.mask, None, SingleRank(len(weight))
     if call.head.ranks is not None:
         from .shards import ranks_of
 
-        several = spec.targets_per_token
-        outputs = {"entropy": entropy, "entries": entries, "targets per token": several}
-        agreed = {**(loss_settings or {}), **outputs, "gradient made at once": grad_mode}
+        agreed = {
+            **(loss_settings or {}),
+            "entropy": entropy,
+            "entries": entries,
+            "targets per token": spec.targets_per_token,
+            "gradient mode": grad_mode,
+        }
         ranks = ranks_of(call, agreed)
     if spec.targets is not None:
         check_target_ids(spec.targets, spec.mask, ranks.columns, spec.checks)
@@ -286,8 +294,8 @@ def plan_head(
         from .support import KeptSets
 
         sets = KeptSets(spec, support, ranks, every=entries, logsumexp=logsumexp)
-        others = ~sets.tokens
-        spec = replace(spec, mask=others if spec.mask is None else spec.mask & others)
+        without_set = ~sets.tokens
+        spec = replace(spec, mask=without_set if spec.mask is None else spec.mask & without_set)
     spec = with_local_targets(spec, ranks)
     buffers = _buffers(spec, weight, grad_mode)
     rows = ranks.plan(spec, weight, spec.mask, with_grad, buffers)
@@ -304,7 +312,7 @@ def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
 
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
-    """Asks whether the bias bans a target: its log-prob of -inf has no loss."""
+    """Adds the check that no target is banned: a log-prob of -inf has no loss."""
     bias, spec = call.head.bias, call.spec
     if bias is None or spec.targets is None:
         return

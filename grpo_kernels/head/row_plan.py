@@ -1,9 +1,8 @@
-"""The plan of rows: which take part in a call, in what order, and how many at a time.
+"""The plan of rows: which rows a call computes, in what order, and how many at a time.
 
-Rows are put in order once: those that have a gradient, then those that only need a log-prob;
-masked rows take no part. They are then worked through in chunks that fit a byte budget
-(`budget.py`), so that the workspace depends on the vocabulary and the budget, never on the number
-of tokens.
+Rows with a gradient come first, then those that only need a log-prob; masked rows are left out.
+The call computes them in chunks that fit a byte budget (`budget.py`): its workspace depends on the
+vocabulary and the budget, not on the number of tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class RowPlan:
 
     Args:
         max_chunk_rows: rows whose gradients are multiplied at a time.
-        max_logit_rows: rows whose logits are there at a time, all of a chunk's or a strip of them.
-        num_tokens: all rows of the call, whatever its mask is: the buffers follow these, as memory
-            of ever other sizes is given back in pieces that fit nothing.
-        has_masked: whether masked rows take part, too.
-        row_bytes: of a row's logits, and of their gradient where that lies elsewhere.
+        max_logit_rows: rows whose logits are held at a time: a chunk, or a strip of one.
+        num_tokens: all rows of the call, masked or not. Buffers are sized by it: sizes that change
+            with the mask fragment the memory of a GPU.
+        has_masked: whether masked rows are computed, too.
+        row_bytes: of a row's logits, and of their gradient if it has memory of its own.
     """
 
     order: Tensor | None
@@ -84,7 +83,7 @@ class RowPlan:
 
     @property
     def bytes_taken(self) -> int:
-        """Bytes of the logits and of their gradients."""
+        """Bytes of the buffers of logits and of gradients."""
         logit_bytes, grad_bytes = self.row_bytes
         return self.logit_rows * logit_bytes + self.gradient_rows * grad_bytes
 
@@ -104,9 +103,9 @@ def slices(begin: int, end: int, step: int) -> Iterator[slice]:
 
 
 def even_slices(begin: int, end: int, most: int) -> Iterator[slice]:
-    """Cuts a range into slices of about equal size, at most `most`; multiples of 128 where it is.
+    """Cuts a range into slices of about equal size, at most `most`.
 
-    A short last one would waste its pass over the weight.
+    They are multiples of 128 if `most` is. A short last slice would waste a pass over the weight.
     """
     return slices(begin, end, _even_step(end - begin, most))
 
@@ -127,8 +126,8 @@ def plan_rows(
 ) -> RowPlan:
     """Plans the rows that are `active`, those `with_grad` first; bool `[N]`, None for all.
 
-    Reads the row counts and the value checks in one transfer: the one time that a call waits for
-    the device. Raises ValueError for the checks.
+    Reads the row counts and the value checks in one transfer, the only one of a call. Raises
+    ValueError for the checks.
     """
     active_grad = with_grad if active is None or with_grad is None else with_grad & active
     counts = iter(checks.read(*(x.sum() for x in (active, active_grad) if x is not None)))
@@ -154,7 +153,7 @@ def order_of(
     active: Tensor | None, with_grad: Tensor | None, num_tokens: int, num_rows: int,
     num_grad_rows: int, device: torch.device,
 ) -> Tensor | None:  # fmt: skip
-    """The ids of the rows that take part, those with a gradient first; None: as they lie."""
+    """The ids of the active rows, those with a gradient first; None: all rows in their order."""
     if num_rows == num_tokens and num_grad_rows in (0, num_tokens):
         return None
     rank = torch.zeros(num_tokens, dtype=torch.uint8, device=device)

@@ -18,9 +18,9 @@ With these the gradient of a rank's logits follows from its own; dH = sum_r D_r 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class VocabShards(SingleRank):
     ) -> None:
         super().__init__(sum(counts))
         self.group, self.start, self.layout, self.biased = group, start, layout, biased
-        self.own, self.most = counts[group.rank()], max(counts)
+        self.num_columns, self.most_columns = counts[group.rank()], max(counts)
         self.slopes: list[Tensor] = []
         self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
 
@@ -68,7 +68,7 @@ class VocabShards(SingleRank):
         buffers: Buffers,
     ) -> RowPlan:  # fmt: skip
         """Plans as the rank with the most columns has to, and as all ranks agree."""
-        buffers = buffers._replace(columns=self.most)
+        buffers = buffers._replace(columns=self.most_columns)
         sizes = buffer_rows(weight, buffers, spec.execution.chunk_bytes)
         self._ask_same(
             spec.checks,
@@ -79,15 +79,15 @@ class VocabShards(SingleRank):
         return super().plan(spec, weight, active, with_grad, buffers)
 
     def _ask_same(self, checks: ValueChecks, what: str, *tensors: Tensor | None) -> None:
-        """Asks whether all ranks have the same of `given`, `[N]` each."""
+        """Adds the check that each of `tensors`, `[N]`, is the same on all ranks."""
         device = next(x.device for x in tensors if x is not None)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         local = torch.stack([_checksum(none if x is None else x) for x in tensors])
         checks.add((_gathered(local, self.group) != local).any(1), what)
 
     def local_ids(self, targets: Tensor) -> Tensor:
-        places = targets - self.start
-        return torch.where((places >= 0) & (places < self.own), places, -1)
+        ids = targets - self.start
+        return torch.where((ids >= 0) & (ids < self.num_columns), ids, -1)
 
     def before_overwrite(self, logits: Tensor, targets: Tensor, transform: LogitTransform) -> None:
         slope = transform.softcap_slope(logits.gather(1, targets.clamp(min=0)[:, None]))
@@ -95,30 +95,24 @@ class VocabShards(SingleRank):
             self.slopes.append(slope.squeeze(1))
 
     def merge(self, stats: TokenStats, targets: Tensor, exps: Tensor | None) -> TokenStats:
-        whole = self._merged(stats, targets)
+        merged = self._merged(stats, targets)
         if exps is not None:
             slope = torch.cat(self.slopes) if self.slopes else None
-            self._mend(exps, targets, slope, stats, whole)
+            self._set_target_entries(exps, targets, slope, stats, merged)
         self.slopes.clear()
-        return whole
+        return merged
 
-    def _merged(self, stats: TokenStats, places: Tensor) -> TokenStats:
-        """The statistics of whole rows, from those of this rank's columns.
+    def _merged(self, stats: TokenStats, targets: Tensor) -> TokenStats:
+        """Merges the ranks' statistics of rows `[C]` into those of all columns.
 
-        Args:
-            stats: of rows `[C]` of this rank's logits.
-            places: of their targets, as `local_ids` gives them.
-
-        Returns:
-            The statistics as one rank with all columns has them. `total` is such that p = X / total
-            for this rank's X.
+        `targets` are local ids. `total` is such that p = X / total for this rank's X.
         """
-        # Columns that are -inf throughout have no share, whatever they are among themselves.
+        # A rank whose columns are all -inf has no share, whatever its softmax is.
         absent = stats.logsumexp == -torch.inf
-        told = [stats.logsumexp, stats.logps.masked_fill(absent, -torch.inf)]
+        local = [stats.logsumexp, stats.logps.masked_fill(absent, -torch.inf)]
         if stats.entropy is not None:
-            told.append(stats.entropy.masked_fill(absent, 0.0))
-        ranks = _gathered(torch.stack(told), self.group)
+            local.append(stats.entropy.masked_fill(absent, 0.0))
+        ranks = _gathered(torch.stack(local), self.group)
         logsumexps, target_logps = ranks[:, 0], ranks[:, 1]
         peak = logsumexps.amax(0)
         shifted = logsumexps - peak
@@ -132,37 +126,37 @@ class VocabShards(SingleRank):
         log_share = log_shares[self.group.rank()]
         if stats.total is not None:
             share = log_share.exp()
-            share = torch.where(places < 0, share, share.clamp(min=_LEAST_SHARE))
+            share = torch.where(targets < 0, share, share.clamp(min=_LEAST_SHARE))
             # Where the share is 0 the total is inf, and the gradient 0.
             total = torch.where(absent, torch.inf, stats.total / share)
         return TokenStats(logps, peak + log_total, entropy, total)
 
-    def _mend(
-        self, exps: Tensor, places: Tensor, slope: Tensor | None, stats: TokenStats,
-        whole: TokenStats,
+    def _set_target_entries(
+        self, exps: Tensor, targets: Tensor, slope: Tensor | None, stats: TokenStats,
+        merged: TokenStats,
     ) -> None:  # fmt: skip
-        """Sets the targets' entries in `exps [C, V]` to those of whole rows.
+        """Sets the targets' entries of `exps [C, V]` to those of the softmax over all columns.
 
         Args:
-            exps: as the sweep over this rank's columns has left it.
-            places: of the targets `[C]`, as `local_ids` gives them.
+            exps: exponentials of this rank's columns, with the target's entry in the local softmax.
+            targets: local ids `[C]`.
             slope: of the softcap at the targets `[C]`; None without one.
             stats: of this rank's columns.
-            whole: those that `_merged` made of them.
+            merged: of all columns.
         """
-        assert whole.total is not None
-        values = whole.total * whole.logps.expm1()
+        assert merged.total is not None
+        values = merged.total * merged.logps.expm1()
         if slope is not None:
             values = values * slope
-        mended = torch.where(places < 0, exps[:, 0], values.to(exps.dtype))
-        exps.scatter_(1, places.clamp(min=0)[:, None], mended[:, None])
+        entries = torch.where(targets < 0, exps[:, 0], values.to(exps.dtype))
+        exps.scatter_(1, targets.clamp(min=0)[:, None], entries[:, None])
         if self.biased:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
     def largest(self, values: Tensor, *values_at_peak: Tensor) -> tuple[Tensor, ...]:
         ranks = _gathered(torch.stack([values, *values_at_peak]), self.group)
-        of = ranks[:, 0].argmax(0)
-        return tuple(ranks.gather(0, of.expand(1, *ranks.shape[1:]))[0])
+        rank = ranks[:, 0].argmax(0)
+        return tuple(ranks.gather(0, rank.expand(1, *ranks.shape[1:]))[0])
 
     def sum(self, share: Tensor) -> Tensor:
         """Adds up the ranks' shares, in place."""
@@ -178,7 +172,7 @@ class VocabShards(SingleRank):
     def store_rows(
         self, grad: Tensor, index: slice | Tensor, share: Tensor, factors: Tensor | None
     ) -> None:
-        """Begins to add up the gradient of rows, which goes on beside the product with y."""
+        """Starts to sum the gradient of rows, while the product with y is computed."""
         if self.layout == "partial":
             put_rows(grad, index, share, factors)
             return
@@ -192,28 +186,29 @@ class VocabShards(SingleRank):
             put_rows(grad, index, share)
         self.sums.clear()
 
-    # Of a support. Each rank makes the logits of the entries of its rows, which are added up: 4
-    # bytes per entry. Statistics and D are then the same on all ranks, dy is each rank's own, and
-    # dx is added up once.
+    # With a support, each rank makes the logits of the entries whose rows it has. Their sum, of 4
+    # bytes per entry, has all logits; statistics and D are then the same on all ranks. A rank keeps
+    # its dy, and dx is summed once.
 
-    def same(self, support: Support, checks: ValueChecks) -> None:
+    def check_same_support(self, support: Support, checks: ValueChecks) -> None:
         what = "support: expected the same on all ranks that share the vocabulary; got others"
         self._ask_same(checks, what, *(x.long() for x in support))
 
-    def here(self, entries: Entries) -> tuple[Entries, Tensor]:
-        """Entries of this rank, with the ids of its columns; and which of all they are."""
-        places = self.local_ids(entries.ids)
-        is_local = places >= 0
-        which = is_local.nonzero().squeeze(1)
-        ids = places[which]
+    def local_entries(self, entries: Entries) -> tuple[Entries, Tensor]:
+        """Selects this rank's entries: with local ids, and their index in `entries`."""
+        local_ids = self.local_ids(entries.ids)
+        is_local = local_ids >= 0
+        index = is_local.nonzero().squeeze(1)
+        ids = local_ids[index]
         offsets = torch.nn.functional.pad(is_local.cumsum(0), (1, 0))[entries.offsets]
         order = ids.argsort(stable=True)
-        return Entries(ids, entries.tokens[which], offsets, entries.positions, order), which
+        return Entries(ids, entries.tokens[index], offsets, entries.positions, order), index
 
-    def whole(self, z: Tensor, which: slice | Tensor, count: int) -> Tensor:
-        everyone = z.new_zeros(count)
-        everyone[which] = z
-        return self.sum(everyone)
+    def gather_entries(self, z: Tensor, index: slice | Tensor, count: int) -> Tensor:
+        """The logits of all `count` entries, from those of this rank at `index`."""
+        full = z.new_zeros(count)
+        full[index] = z
+        return self.sum(full)
 
     def sum_rows(self, share: Tensor) -> Tensor:
         return share if self.layout == "partial" else self.sum(share)
@@ -260,72 +255,111 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
             would not compute the same.
     """
     head, spec, ranks = call.head, call.spec, call.head.ranks
-    execution = spec.execution
     assert ranks is not None
     if ranks.group is None:
         raise ValueError("ranks.group: expected a process group, as weight is no DTensor; got None")
-    if execution.capturable:
+    if spec.execution.capturable:
         raise ValueError("capturable: expected False where ranks share the vocabulary; got True")
-    needs_grad, per_token = call.needs_grad(), isinstance(head.temperature, Tensor)
-    flags = {
-        "ranks.start": ranks.start is not None, "bias": head.bias is not None,
-        "low_rank": head.low_rank is not None, "gradient of hidden": needs_grad[0],
-        "gradient of low_rank[0]": head.low_rank is not None and needs_grad[2],
-        "gradient": any(needs_grad), "temperature per token": per_token,
-        "logits_dtype='model'": spec.rounding is not None,
-        "batch_invariant": execution.batch_invariant,
-    }  # fmt: skip
-    dtypes = {"weight's dtype": head.weight.dtype, "dtype of the GEMMs": spec.dtype}
-    numbers = {
-        "ranks.hidden": HIDDEN_LAYOUTS.index(ranks.hidden), "H": head.weight.shape[1],
-        "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
-        "tokens": spec.layout.num_tokens,
-        "temperature": 1.0 if per_token else head.temperature, "logit_scale": head.logit_scale,
-        "softcap (0: none)": head.softcap or 0.0, **agreed,
-    }  # fmt: skip
-    # Whole numbers below 2^53 as well.
-    local = [
-        ranks.start or 0, len(head.weight), *flags.values(),
-        *map(HEAD_DTYPES.index, dtypes.values()), *numbers.values(),
-    ]  # fmt: skip
-    packed = torch.tensor(local, dtype=torch.float64, device=head.weight.device)
+    ours = _settings(call, agreed)
+    numbers = [float(ranks.start or 0), float(len(head.weight)), *(x.number for x in ours)]
+    # As bits, so that one gather takes the checksum of the ids, too.
+    packed = torch.tensor(numbers, dtype=torch.float64, device=head.weight.device)
     ids = packed.new_zeros(1, dtype=torch.int64)
     if spec.targets is not None:
         ids = _checksum(spec.targets)[None]
     gathered = _gathered(torch.cat([packed.view(torch.int64), ids]), ranks.group).cpu()
-    begins, counts, *columns = gathered[:, :-1].view(torch.float64).T.tolist()
-    for name, values in zip((*flags, *dtypes, *numbers), columns, strict=True):
-        if len(set(values)) == 1:
-            continue
-        if name in flags:
-            having = [rank for rank, value in enumerate(values) if value]
-            raise ValueError(f"{name}: expected on all ranks or on none; got it on ranks {having}")
-        if name in dtypes:
-            values = [name_of(HEAD_DTYPES[int(x)]) for x in values]
-        elif name == "ranks.hidden":
-            values = [HIDDEN_LAYOUTS[int(x)] for x in values]
-        else:
-            values = [int(x) if x.is_integer() else x for x in values]
-        raise ValueError(f"{name}: expected the same on all ranks; got {values}")
+    begins, counts, *settings = gathered[:, :-1].view(torch.float64).T.tolist()
+    for setting, values in zip(ours, settings, strict=True):
+        setting.check(values)
     if len(set(gathered[:, -1].tolist())) > 1:
         raise ValueError(
             "targets: expected the same on all ranks that share the vocabulary, as each has other "
             "columns for the same tokens; got others: gather those of all ranks first. A weight "
             "that FSDP shards is whole inside the wrapped module's forward: call this there"
         )
-    begins, counts = [int(x) for x in begins], [int(x) for x in counts]
+    starts, counts = [int(x) for x in begins], [int(x) for x in counts]
+    start = _starts(starts, counts, ranks.start is not None)[ranks.group.rank()]
+    return VocabShards(ranks.group, start, counts, ranks.hidden, head.bias is not None)
+
+
+class _Setting(NamedTuple):
+    """A value that has to be the same on all ranks.
+
+    Args:
+        name: in the error.
+        number: the value, as a float64 holds it exactly.
+        values: what the numbers are indices of; None: numbers.
+    """
+
+    name: str
+    number: float
+    values: Sequence[object] | None = None
+
+    def check(self, numbers: list[float]) -> None:
+        """Raises unless all ranks have the same number."""
+        if len(set(numbers)) == 1:
+            return
+        if self.values is _ON_OR_OFF:
+            having = [rank for rank, number in enumerate(numbers) if number]
+            raise ValueError(
+                f"{self.name}: expected on all ranks or on none; got it on ranks {having}"
+            )
+        got: list[object] = [int(x) if x.is_integer() else x for x in numbers]
+        if self.values is not None:
+            got = [self.values[int(x)] for x in numbers]
+        raise ValueError(f"{self.name}: expected the same on all ranks; got {got}")
+
+
+_ON_OR_OFF = (False, True)
+
+
+def _settings(call: HeadCall, agreed: Mapping[str, float]) -> list[_Setting]:
+    """Settings that have to be the same on all ranks."""
+    head, spec, needs_grad = call.head, call.spec, call.needs_grad()
+    per_token, dtypes = isinstance(head.temperature, Tensor), [name_of(x) for x in HEAD_DTYPES]
+    flags = {
+        "ranks.start": head.ranks is not None and head.ranks.start is not None,
+        "bias": head.bias is not None,
+        "low_rank": head.low_rank is not None,
+        "gradient of hidden": needs_grad[0],
+        "gradient of low_rank[0]": head.low_rank is not None and needs_grad[2],
+        "gradient": any(needs_grad),
+        "temperature per token": per_token,
+        "logits_dtype='model'": spec.rounding is not None,
+        "batch_invariant": spec.execution.batch_invariant,
+    }
+    numbers = {
+        "H": head.weight.shape[1],
+        "rank of low_rank": 0 if head.low_rank is None else head.low_rank[1].shape[1],
+        "tokens": spec.layout.num_tokens,
+        "temperature": 1.0 if per_token else head.temperature,
+        "logit_scale": head.logit_scale,
+        "softcap (0: none)": head.softcap or 0.0,
+        **agreed,
+    }
+    assert head.ranks is not None
+    return [
+        *(_Setting(name, float(x), _ON_OR_OFF) for name, x in flags.items()),
+        _Setting("weight's dtype", HEAD_DTYPES.index(head.weight.dtype), dtypes),
+        _Setting("dtype of the GEMMs", HEAD_DTYPES.index(spec.dtype), dtypes),
+        _Setting("ranks.hidden", HIDDEN_LAYOUTS.index(head.ranks.hidden), HIDDEN_LAYOUTS),
+        *(_Setting(name, float(x)) for name, x in numbers.items()),
+    ]
+
+
+def _starts(starts: list[int], counts: list[int], known: bool) -> list[int]:
+    """The first column of each rank: as they say, or in the order of the ranks."""
     if min(counts) < 1:
         raise ValueError(f"weight: expected a row or more on every rank; got {counts} rows")
-    if ranks.start is None:
-        begins = [sum(counts[:place]) for place in range(len(counts))]
-    spans = sorted(zip(begins, counts, strict=True))
-    if [begin for begin, _ in spans] != [0, *(begin + count for begin, count in spans)][:-1]:
+    if not known:
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    spans = sorted(zip(starts, counts, strict=True))
+    if [start for start, _ in spans] != [0, *(start + count for start, count in spans)][:-1]:
+        columns = (f"{a} to {a + n - 1}" for a, n in zip(starts, counts, strict=True))
         raise ValueError(
-            "ranks.start: expected every column on one rank; got columns "
-            + ", ".join(f"{a} to {a + n - 1}" for a, n in zip(begins, counts, strict=True))
+            f"ranks.start: expected every column on one rank; got columns {', '.join(columns)}"
         )
-    start = begins[ranks.group.rank()]
-    return VocabShards(ranks.group, start, counts, ranks.hidden, head.bias is not None)
+    return starts
 
 
 def _checksum(x: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ set. A token without a set is scored over the whole vocabulary, by `chunked_head
     dh_t = sum over j in S_t of D_tj W_j,    dW_j = sum over t with j in S_t of D_tj h_t
 
 so that no row of logits is made: the head costs |S_t| rows of W instead of V. Each row of dh and of
-dW is summed by one owner, in float32 and in one order, and rounded once; for dW the entries are
-sorted by id. Whatever belongs to a masked token is not looked at. Everything is found out on the
-device; the number of entries is read together with the checks, in the one transfer of a call.
+dW is summed by one program, in float32 and in one order, and rounded once; for dW the entries are
+sorted by id. Entries of masked tokens are ignored, whatever they hold. All of this is computed on
+the device; the number of entries is read together with the checks, in the one transfer of a call.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def batch_support(
 class KeptSets:
     """The kept sets of a call's tokens, checked as far as can be without reading the device.
 
-    A set of one entry has log-prob 0 and no gradient whatever its logit is: it takes no part,
-    unless a logsumexp is wanted.
+    A set of one entry has log-prob 0 and no gradient, whatever its logit is: it is skipped unless
+    the call returns a logsumexp.
 
     Args:
-        spec: whose tokens have the sets.
+        spec: of the call.
         support: the sets.
-        ranks: who has which rows of the head.
-        every: every token is to have a set; there are no targets, and its first id stands for one.
-        logsumexp: whether sets of one entry take part.
+        ranks: the rows of the head on each rank.
+        every: requires a set of every token; the first id of a set stands for its target.
+        logsumexp: whether the call returns it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class KeptSets:
         active = spec.mask
         if active is None:
             active = torch.ones(N, dtype=torch.bool, device=device)
-        begins, ends, last = _intervals(offsets, active, len(ids), checks)
+        begins, ends, reach = _intervals(offsets, active, len(ids), checks)
         counts = ends - begins
         if every:
             checks.add(
@@ -124,27 +124,29 @@ class KeptSets:
             )
             targets = ids[begins.clamp(max=len(ids) - 1)] if len(ids) else begins
         assert targets is not None
-        places = torch.arange(len(ids), device=device)
-        tokens = torch.searchsorted(last, places, right=True).clamp(max=max(N - 1, 0))
-        belongs, hits = _compared(ids, places, tokens, torch.stack([begins, ends, targets]))
-        exists = (ids >= 0) & (ids < V)
+        index = torch.arange(len(ids), device=device)
+        tokens = torch.searchsorted(reach, index, right=True).clamp(max=max(N - 1, 0))
+        begin, end, target = torch.stack([begins, ends, targets])[:, tokens]
+        is_member = (index >= begin) & (index < end)
+        is_target = is_member & (ids == target)
+        in_range = (ids >= 0) & (ids < V)
         checks.add(
-            belongs & ~exists, f"support.token_ids: expected ids in [0, {V}); got ids outside"
+            is_member & ~in_range, f"support.token_ids: expected ids in [0, {V}); got ids outside"
         )
-        hit_counts, positions = _first_hits(hits, places, begins, ends)
+        target_counts, target_offsets = _target_offsets(is_target, index, begins, ends)
         checks.add(
-            (counts > 0) & (hit_counts == 0),
+            (counts > 0) & (target_counts == 0),
             "support: expected the target of every token among its ids "
             "(batch_support(..., targets=) empties the other sets, whose tokens are then scored "
             "over the whole vocabulary); got tokens whose target is not",
         )
-        by_id = _sorted(torch.where(belongs & exists, ids, V), tokens, V, checks)
-        self._raw: tuple[Tensor, ...] = (ids, tokens, belongs, by_id, positions)
+        order = _id_order(torch.where(is_member & in_range, ids, V), tokens, V, checks)
+        self._unfiltered: tuple[Tensor, ...] = (ids, tokens, is_member, order, target_offsets)
         self.tokens, self.counts, self.V, self.size = counts > 0, counts, V, len(ids)
-        self._takes_part = counts >= (1 if logsumexp else 2)
-        self._sizes = checks.ask(torch.where(self._takes_part, counts, 0).sum(), self.tokens.sum())
+        self._is_computed = counts >= (1 if logsumexp else 2)
+        self._sizes = checks.ask(torch.where(self._is_computed, counts, 0).sum(), self.tokens.sum())
         if not ranks.alone:
-            ranks.same(support, checks)
+            ranks.check_same_support(support, checks)
 
     @property
     def count(self) -> int:
@@ -153,42 +155,44 @@ class KeptSets:
 
     @cached_property
     def entries(self) -> Entries:
-        """The entries that take part, by token and by id."""
+        """The entries that are computed, by token and by id."""
         size, counts = self._sizes.numbers[0], self.counts
-        # Let go of what came, which is as large as what comes of it.
-        (ids, tokens, belongs, by_id, positions), self._raw = self._raw, ()
-        self.places: slice | Tensor = slice(0, size)  # of the entries among the support's
+        # Frees the unfiltered entries, which are as large as the result.
+        (ids, tokens, is_member, order, target_offsets), self._unfiltered = self._unfiltered, ()
+        self.entry_index: slice | Tensor = slice(0, size)  # among the support's ids
         if size == 0:
             none, zeros = ids[:0], torch.zeros_like(counts)
             return Entries(none, none, _from_zero(zeros), zeros, none)
         if size > _WIDE * self.V * self.count:
             _warn_of_wide_sets()
-        offsets = _from_zero(torch.where(self._takes_part, counts, 0).cumsum(0))
+        offsets = _from_zero(torch.where(self._is_computed, counts, 0).cumsum(0))
         if size == len(ids):
-            return Entries(ids, tokens, offsets, positions, by_id)
-        keep = belongs & self._takes_part[tokens]
-        index = self.places = indices(keep, size)
-        ranks = keep.cumsum(0) - 1
-        order = ranks[by_id[indices(keep[by_id], size)]]
-        return Entries(ids[index], tokens[index], offsets, positions, order)
+            return Entries(ids, tokens, offsets, target_offsets, order)
+        keep = is_member & self._is_computed[tokens]
+        index = self.entry_index = indices(keep, size)
+        new_index = keep.cumsum(0) - 1
+        order = new_index[order[indices(keep[order], size)]]
+        return Entries(ids[index], tokens[index], offsets, target_offsets, order)
 
     def metrics(self, num_tokens: Tensor | None) -> dict[str, Tensor]:
         """Sizes of the sets, and shares; `num_tokens`, 0-d, are unmasked, None: all."""
-        has, counts = self.tokens.float(), self.counts.float()
-        with_set = has.sum()
+        has_set, counts = self.tokens.float(), self.counts.float()
+        with_set = has_set.sum()
         return {
             "support/mean": counts.sum() / with_set.clamp(min=1),
-            "support/p99": masked_quantile(counts, has, 0.99),
+            "support/p99": masked_quantile(counts, has_set, 0.99),
             "support/singletons": (self.counts == 1).sum() / with_set.clamp(min=1),
             "support/gathered": (
-                has.mean() if num_tokens is None else with_set / num_tokens.clamp(min=1)
+                has_set.mean() if num_tokens is None else with_set / num_tokens.clamp(min=1)
             ),
         }
 
     @cached_property
-    def here(self) -> tuple[Entries, slice | Tensor]:
-        """The entries whose rows of the head are here, and which of all they are."""
-        return (self.entries, slice(None)) if self.ranks.alone else self.ranks.here(self.entries)
+    def local_entries(self) -> tuple[Entries, slice | Tensor]:
+        """The entries whose rows of the head are on this rank, and their index in `entries`."""
+        if self.ranks.alone:
+            return self.entries, slice(None)
+        return self.ranks.local_entries(self.entries)
 
     def log_softmax(self, call: HeadCall) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs `[E]` of the entries, entropy and logsumexp `[N]`, differentiable."""
@@ -201,8 +205,8 @@ class KeptSets:
         """Log-probs of the targets `[N]`, 0 where there is no set."""
         if not len(self.entries):
             return log_p.new_zeros(len(self.tokens))
-        places = self.entries.offsets[:-1] + self.entries.positions
-        logps = log_p[places.clamp(0, len(log_p) - 1)]
+        index = self.entries.offsets[:-1] + self.entries.positions
+        logps = log_p[index.clamp(0, len(log_p) - 1)]
         return torch.where(self.entries.offsets.diff() > 0, logps, 0.0)
 
 
@@ -212,16 +216,18 @@ class _EntryLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, sets, spec = args
-        (here, which), backend = sets.here, spec.backend
+        (local, index), backend = sets.local_entries, spec.backend
         # Products are float32 whatever the operands are.
         terms = zip(*(map(_by_rows, tensors[i::2]) for i in (0, 1)), strict=True)
-        z = tensors[0].new_zeros(len(here), dtype=torch.float32)
-        if len(here):
+        z = tensors[0].new_zeros(len(local), dtype=torch.float32)
+        if len(local):
             for x, y in terms:
-                backend.entry_dots(x, y, here, z)
+                backend.entry_dots(x, y, local, z)
             if spec.rounding is not None:
                 round_(z, spec.rounding)
-        raw = (z if sets.ranks.alone else sets.ranks.whole(z, which, len(sets.entries)))[:, None]
+        if not sets.ranks.alone:
+            z = sets.ranks.gather_entries(z, index, len(sets.entries))
+        raw = z[:, None]
         transform = spec.transform.at(sets.entries.tokens)
         ctx.save_for_backward(*tensors, raw)
         ctx.sets, ctx.backend, ctx.transform = sets, backend, transform
@@ -231,21 +237,21 @@ class _EntryLogits(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("linear_logprobs, fused_grpo_loss")
         *tensors, raw = ctx.saved_tensors
-        sets, (here, which), sums = ctx.sets, ctx.sets.here, ctx.backend.segment_sums
-        # Tokens without a gradient have no part in any product, whatever their states hold.
-        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[which]
+        sets, (local, index), sums = ctx.sets, ctx.sets.local_entries, ctx.backend.segment_sums
+        # Selected, as a token without a gradient may have states of any values.
+        d = torch.where(d != 0, (d[:, None] * ctx.transform.slope(raw)).squeeze(1), 0.0)[index]
         grads: list[Tensor | None] = [None] * len(tensors)
         by_id_args = None
         for k, (x, y) in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
             x, y = _by_rows(x), _by_rows(y)
             if ctx.needs_input_grad[2 * k]:
-                d_x = sums(d, here.ids, here.offsets, y, torch.float32)
+                d_x = sums(d, local.ids, local.offsets, y, torch.float32)
                 d_x = d_x if sets.ranks.alone else sets.ranks.sum_rows(d_x)
                 grads[2 * k] = d_x.to(x.dtype)
             if ctx.needs_input_grad[2 * k + 1]:
                 if by_id_args is None:
-                    begins = here.begins_of(torch.arange(len(y) + 1, device=y.device))
-                    by_id_args = (d[here.order], here.tokens_by_id, begins)
+                    begins = local.begins_of(torch.arange(len(y) + 1, device=y.device))
+                    by_id_args = (d[local.order], local.tokens_by_id, begins)
                 grads[2 * k + 1] = sums(*by_id_args, x, y.dtype)
         return (*grads, None, None)
 
@@ -300,13 +306,13 @@ def _by_rows(x: Tensor) -> Tensor:
 def _intervals(
     offsets: Tensor, active: Tensor, K: int, checks: ValueChecks
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Begin and end of each token's entries, equal where masked or wrong; and how far they reach.
+    """Begin and end of each token's entries, equal where it is masked or wrong; largest end so far.
 
-    The last, the largest end so far, ascends whatever masked tokens have.
+    The largest end so far ascends, whatever the offsets of masked tokens are.
     """
     begins, ends = offsets[:-1], offsets[1:]
-    reached = torch.where(active, ends, 0).cummax(0).values if len(ends) else ends
-    wrong = (begins < _from_zero(reached)[:-1]) | (ends < begins) | (ends > K)
+    reach = torch.where(active, ends, 0).cummax(0).values if len(ends) else ends
+    wrong = (begins < _from_zero(reach)[:-1]) | (ends < begins) | (ends > K)
     # Masked tokens may lie at either end.
     wrong[:1] |= begins[:1] != 0
     wrong[-1:] |= ends[-1:] != K
@@ -316,34 +322,26 @@ def _intervals(
         f"{K} ids; got offsets that do not",
     )
     begins = begins.clamp(0, K)
-    return begins, torch.where(active & ~wrong, ends, begins), reached
+    return begins, torch.where(active & ~wrong, ends, begins), reach
 
 
-def _compared(
-    ids: Tensor, places: Tensor, tokens: Tensor, per_token: Tensor
+def _target_offsets(
+    is_target: Tensor, index: Tensor, begins: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Masks of the entries that belong to their token, and that are its target."""
-    begin, end, target = per_token[:, tokens]
-    belongs = (places >= begin) & (places < end)
-    return belongs, belongs & (ids == target)
-
-
-def _first_hits(
-    hits: Tensor, places: Tensor, begins: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Counts each token's hits, and finds the place of an only one, from its begin."""
-    sums = _from_zero(torch.stack([hits.long(), torch.where(hits, places, 0)]).cumsum(1))
+    """Counts the targets among each token's entries; the place of a single one, from its begin."""
+    sums = _from_zero(torch.stack([is_target.long(), torch.where(is_target, index, 0)]).cumsum(1))
     counts, place = sums[:, ends] - sums[:, begins]
     return counts, place - begins
 
 
-def _sorted(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
+def _id_order(ids: Tensor, tokens: Tensor, V: int, checks: ValueChecks) -> Tensor:
     """The permutation that sorts `ids`, where V stands for none; checks that none repeats."""
-    ordered, by_id = ids.sort(stable=True)
-    of = tokens[by_id]
-    again = (ordered[1:] == ordered[:-1]) & (of[1:] == of[:-1]) & (ordered[1:] < V)
-    checks.add(again, "support.token_ids: expected each id once per token; got repeated ones")
-    return by_id
+    sorted_ids, order = ids.sort(stable=True)
+    sorted_tokens = tokens[order]
+    same_id, same_token = (x[1:] == x[:-1] for x in (sorted_ids, sorted_tokens))
+    repeated = same_id & same_token & (sorted_ids[1:] < V)
+    checks.add(repeated, "support.token_ids: expected each id once per token; got repeated ones")
+    return order
 
 
 def indices(keep: Tensor, count: int) -> Tensor:

@@ -26,11 +26,11 @@ class DivergenceReadout(TargetReadout):
 
     def __init__(
         self, spec: HeadSpec, tensors: Sequence[Tensor], ranks: SingleRank, rows: RowPlan, *,
-        at_once: bool,
+        with_grad: bool,
     ) -> None:  # fmt: skip
         super().__init__(spec, ranks, entropy=True)
-        # The gradient is made in the pass that reads the logits, by products of any rows.
-        self.at_once = at_once and not spec.execution.batch_invariant
+        # Slopes are stored for a gradient in the same pass, by products of any number of rows.
+        self.with_grad = with_grad and not spec.execution.batch_invariant
         assert spec.reference is not None and spec.divergence is not None
         self.reference, self.divergence = spec.reference, spec.divergence
         self.ref_logits = LogitStrips(tensors, spec.reference, rows)
@@ -41,7 +41,7 @@ class DivergenceReadout(TargetReadout):
         self.ref_logits.select(chunk)
         self.ref_transform = self.reference.transform.at(chunk.index)
         self.ref_strip: slice | None = None  # whose logits of the reference are in the buffer
-        self.may_store_slopes = self.at_once and chunk.needs_grad
+        self.may_store_slopes = self.with_grad and chunk.needs_grad
         self.has_slopes = False  # stored by the forward, in the place of the reference's logits
 
     def allocate(self, like: Tensor, exps: Tensor | None) -> None:
@@ -78,7 +78,7 @@ class DivergenceReadout(TargetReadout):
     def _merge(self, stats: PairStats, targets: Tensor) -> None:
         """Sets the statistics of whole rows, from those of this rank's columns."""
         policy, reference = (
-            self.ranks.merge(x, targets, None) for x in (stats.of_policy, stats.of_reference)
+            self.ranks.merge(x, targets, None) for x in (stats.policy_stats, stats.reference_stats)
         )
         peak, ref_at_peak = self.ranks.largest(stats.peak, stats.ref_at_peak)
         (ref_peak,) = self.ranks.largest(stats.ref_peak)
@@ -97,7 +97,7 @@ class DivergenceReadout(TargetReadout):
         self.d_divergence = d_divergence = d_stats.divergence
         self.policy_grads: RowGrads | None = None  # by the policy's own statistics
         if d_stats.logps is not None:
-            self.policy_grads = RowGrads.of(self.stats.of_policy, d_stats)
+            self.policy_grads = RowGrads.of(self.stats.policy_stats, d_stats)
         elif self.has_slopes and self.spec.dtype == torch.float32:
             slopes = self.ref_logits.buffer[: len(d_divergence)]
             return slopes, self.pairs.slope_factors(self.transform, d_divergence, self.divergence)

@@ -89,9 +89,9 @@ class SupportRecorder(LogitsProcessor):
         self._next_shape = (shape[0], shape[1] + 1)
         for warper in self._warpers:
             scores = warper(input_ids, scores)
-        kept = scores > -torch.inf
-        token_ids = kept.nonzero()[:, 1].int().cpu()
-        self._steps.append((token_ids, kept.sum(1).cpu()))
+        is_kept = scores > -torch.inf
+        token_ids = is_kept.nonzero()[:, 1].int().cpu()
+        self._steps.append((token_ids, is_kept.sum(1).cpu()))
         return scores
 
     def supports(self, lengths: Sequence[int]) -> list[Support]:
@@ -112,19 +112,19 @@ class SupportRecorder(LogitsProcessor):
                 f"lengths: expected {rows} numbers up to {len(self._steps)}, as recorded; got "
                 f"{len(lengths)} up to {max(lengths, default=0)}"
             )
-        kept = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
+        steps = [token_ids.split(counts.tolist()) for token_ids, counts in self._steps]
         counts = [step_counts for _, step_counts in self._steps]
         empty, zero = torch.empty(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
         return [
             Support(
-                torch.cat([empty, *(step[row] for step in kept[:length])]),
+                torch.cat([empty, *(step[row] for step in steps[:length])]),
                 torch.stack([zero[0], *(step[row] for step in counts[:length])]).cumsum(0),
             )
             for row, length in enumerate(lengths)
         ]
 
 
-def support_of(kept: Sequence[Sequence[int]]) -> Support:
+def support_of(kept_sets: Sequence[Sequence[int]]) -> Support:
     """The support of tokens with these kept sets, as an engine that reports them has them."""
-    token_ids = torch.tensor([*chain.from_iterable(kept)], dtype=torch.int32)
-    return Support(token_ids, torch.tensor([0, *map(len, kept)], dtype=torch.int64).cumsum(0))
+    token_ids = torch.tensor([*chain.from_iterable(kept_sets)], dtype=torch.int32)
+    return Support(token_ids, torch.tensor([0, *map(len, kept_sets)], dtype=torch.int64).cumsum(0))

@@ -271,49 +271,52 @@ def check_logits(model: Any, ids: Tensor | None = None) -> None:
     """
     model, head = base_model(model), head_of(model)
     check_is_loaded(head.weight)
-    device, V = head.weight.device, head.weight.shape[0]
+    V = head.weight.shape[0]
     if ids is None:
         ids = torch.arange(8).mul(V // 97 + 1).add(V // 3).remainder(V)[None]
     ids = ids.to(model.get_input_embeddings().weight.device)
-    inputs = {"input_ids": ids, "use_cache": False}
     with evaluating(model):
-        hidden = body_of(model)(**inputs).last_hidden_state
-        dtypes = {hidden.dtype, head.weight.dtype}
-        hidden = hidden.to(device, head.weight.dtype)
-        scale = 1.0
-        for _ in range(2):
-            with _scaled_input(model.get_output_embeddings(), scale) as made:
-                expected = model(**inputs).logits
-            # Autocast around the model is not seen in what it returns.
-            tolerance = max(3 * torch.finfo(x).eps for x in {*dtypes, *made, expected.dtype})
-            largest, error = max(float(expected.abs().max()), 1e-6), math.inf
-            if (expected.shape[-1], hidden.shape[-1]) == head.weight.shape:
-                logits = linear_logits(scale * hidden, head.at(scale * hidden))
-                off = logits.double() - expected.to(device).double()
-                error = float(off.abs().max()) / largest
-            if not error < max(tolerance, _CHECK_TOLERANCE):
-                raise ValueError(
-                    "model: expected logits that are a linear layer of the last hidden states, "
-                    "scaled and capped as the config says; those of "
-                    f"{type(model).__name__} are off by {error:.1%} where the largest is "
-                    f"{largest:.3g}"
-                )
-            if largest >= _LARGE_LOGIT:
-                break
+        largest = _compare_logits(model, head, ids, scale=1.0)
+        if largest < _LARGE_LOGIT:
             # A power of 2 rounds no state.
-            scale = 2.0 ** min(max(math.ceil(math.log2(_LARGE_LOGIT / largest)), 0), 10)
+            power = min(max(math.ceil(math.log2(_LARGE_LOGIT / largest)), 0), 10)
+            _compare_logits(model, head, ids, scale=2.0**power)
+
+
+def _compare_logits(model: Any, head: Head, ids: Tensor, scale: float) -> float:
+    """Compares logits of states `scale` times as large; returns the largest of the model's own."""
+    inputs = {"input_ids": ids, "use_cache": False}
+    hidden = body_of(model)(**inputs).last_hidden_state
+    with _scaled_input(model.get_output_embeddings(), scale) as output_dtypes:
+        expected = model(**inputs).logits
+    # Under autocast the layer's own output has a dtype that the model's has not.
+    dtypes = {hidden.dtype, head.weight.dtype, expected.dtype, *output_dtypes}
+    tolerance = max(3 * torch.finfo(x).eps for x in dtypes)
+    largest, error = max(float(expected.abs().max()), 1e-6), math.inf
+    if (expected.shape[-1], hidden.shape[-1]) == head.weight.shape:
+        scaled = scale * hidden.to(head.weight.device, head.weight.dtype)
+        logits = linear_logits(scaled, head.at(scaled))
+        difference = logits.double() - expected.to(logits.device).double()
+        error = float(difference.abs().max()) / largest
+    if not error < max(tolerance, _CHECK_TOLERANCE):
+        raise ValueError(
+            "model: expected logits that are a linear layer of the last hidden states, scaled and "
+            f"capped as the config says; those of {type(model).__name__} are off by {error:.1%} "
+            f"where the largest is {largest:.3g}"
+        )
+    return largest
 
 
 @contextmanager
 def _scaled_input(layer: nn.Module, scale: float) -> Iterator[set[torch.dtype]]:
-    """Multiplies what the layer is called with; the dtypes of what it returns."""
-    made: set[torch.dtype] = set()
+    """Multiplies the layer's input by `scale`; yields the dtypes of its outputs."""
+    output_dtypes: set[torch.dtype] = set()
     hooks = (
         layer.register_forward_pre_hook(lambda _, args: (scale * args[0], *args[1:])),
-        layer.register_forward_hook(lambda _, __, out: made.add(out.dtype)),
+        layer.register_forward_hook(lambda _, __, out: output_dtypes.add(out.dtype)),
     )
     try:
-        yield made
+        yield output_dtypes
     finally:
         for hook in hooks:
             hook.remove()
@@ -370,7 +373,7 @@ def kept_head(model: Any, head: LMHead) -> LMHead:
     layer = inner.get_output_embeddings()
     changes = getattr(layer, "merged", False) or any(hasattr(x, "unshard") for x in (inner, layer))
 
-    def kept(x: Tensor | None) -> Tensor | None:
+    def constant(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         copies = changes or x.requires_grad or hasattr(x, "ds_id")
@@ -379,7 +382,7 @@ def kept_head(model: Any, head: LMHead) -> LMHead:
     low_rank = None  # of tensors that `Head.at` has made
     if head.low_rank is not None:
         low_rank = (head.low_rank[0].detach(), head.low_rank[1].detach())
-    return head.replace(weight=kept(head.weight), bias=kept(head.bias), low_rank=low_rank)
+    return head.replace(weight=constant(head.weight), bias=constant(head.bias), low_rank=low_rank)
 
 
 def let_go_of_head(model: Any) -> None:

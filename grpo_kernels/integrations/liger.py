@@ -329,8 +329,8 @@ class patch_liger(Patch):
         options: dict[str, Any] = {"execution": execution, "logits_dtype": logits_dtype}
 
         class Replacing(FusedLinearGRPOLoss):
-            def __init__(self, *args: Any, **given: Any) -> None:
-                super().__init__(*args, **{**options, **given})
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **{**options, **kwargs})
 
         Replacing.__doc__, Replacing.__name__ = FusedLinearGRPOLoss.__doc__, _NAME
         super().__init__((module, _NAME, Replacing) for module in _modules_with_ligers())

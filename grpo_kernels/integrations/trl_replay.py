@@ -164,13 +164,13 @@ def _mask_supports(
     first = rank * len(completion_ids)
     own = outputs[first : first + len(completion_ids)]
     for output, ids in zip(own, completion_ids, strict=True):
-        kept = output.sampling_mask.token_ids
-        if len(kept) != len(ids):
+        kept_sets = output.sampling_mask.token_ids
+        if len(kept_sets) != len(ids):
             raise ValueError(
                 f"sampling_mask: expected the kept sets of {len(ids)} tokens of a completion; "
-                f"got those of {len(kept)} from vLLM"
+                f"got those of {len(kept_sets)} from vLLM"
             )
-        supports.append(support_of(kept))
+        supports.append(support_of(kept_sets))
     return supports
 
 

@@ -67,46 +67,33 @@ class patch_verl(Patch):
         from verl.workers.config.model import HFModelConfig
 
         check_execution(execution)  # refuses now what would be later
+        self._execution = execution
         self._engines: Patch | None = None
         self._hooks = list[RemovableHandle]()
-        own_forward = monkey_patch.patch_forward_with_backends
-        own_kernel, own_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
-        chosen, announced = list[bool](), list[bool]()
+        self._is_chosen, self._is_announced = False, False
+        verl_forward = monkey_patch.patch_forward_with_backends
+        verl_kernel, verl_check = kernel.linear_cross_entropy, HFModelConfig.__post_init__
 
         def patch_forward_with_backends(
             model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
         ) -> None:
-            ours = use_fused_kernels and fused_kernels_backend == NAME
-            if ours:
-                _check_head(model)
-            own_forward(model, use_fused_kernels, "torch" if ours else fused_kernels_backend)
-            if ours:
-                model._verl_fused_kernels_backend = NAME
-                # A head that FSDP2 has sharded by itself is not called by verl's forward.
-                self._hooks += [
-                    body_of(model).register_forward_hook(lambda *_: gather_head(model)),
-                    model.register_forward_hook(lambda *_: let_go_of_head(model)),
-                ]
-                self._watch_engine()
-                print(f"Using {NAME} for the fused head of {type(model).__name__}")
+            if not use_fused_kernels or fused_kernels_backend != NAME:
+                verl_forward(model, use_fused_kernels, fused_kernels_backend)
+                return
+            _check_head(model)
+            verl_forward(model, use_fused_kernels, "torch")
+            self._attach(model)
 
         def post_init(config: Any) -> None:
-            own_check(config)
+            verl_check(config)
             backend = (config.fused_kernel_options or {}).get("impl_backend")
             if config.use_fused_kernels and backend == NAME:
                 _check_targets_of_lora(config)
-                chosen.append(True)
+                self._is_chosen = True
 
-        def of_megatron(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
-            if not chosen:
-                return own_kernel(hidden, weight, labels, *args)
-            if not announced:
-                print(f"Using {NAME} where Megatron has its fused head")
-                announced.append(True)
-            # States come as [S, 1, H] and labels as [1, S].
-            return linear_cross_entropy(
-                hidden.flatten(0, -2), weight, labels.flatten(), *args, execution=execution
-            )
+        def megatron_head(hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
+            call = self._megatron_head if self._is_chosen else verl_kernel
+            return call(hidden, weight, labels, *args)
 
         fused = _fused_linear(torch_functional.FusedLinearForPPO, execution)
         super().__init__(
@@ -114,7 +101,7 @@ class patch_verl(Patch):
                 (monkey_patch, "patch_forward_with_backends", patch_forward_with_backends),
                 (torch_functional, "FusedLinearForPPO", fused),
                 (HFModelConfig, "__post_init__", post_init),
-                (kernel, "linear_cross_entropy", of_megatron),
+                (kernel, "linear_cross_entropy", megatron_head),
             )
         )
 
@@ -133,12 +120,31 @@ class patch_verl(Patch):
             hook.remove()
         super().undo()
 
+    def _attach(self, model: Any) -> None:
+        """Marks a model whose forward is verl's, and gathers its head where FSDP2 shards it."""
+        model._verl_fused_kernels_backend = NAME
+        # verl's forward does not call the head, so FSDP2 does not gather one of its own unit.
+        self._hooks += [
+            body_of(model).register_forward_hook(lambda *_: gather_head(model)),
+            model.register_forward_hook(lambda *_: let_go_of_head(model)),
+        ]
+        self._watch_engine()
+        print(f"Using {NAME} for the fused head of {type(model).__name__}")
+
+    def _megatron_head(self, hidden: Tensor, weight: Tensor, labels: Tensor, *args: Any) -> Any:
+        if not self._is_announced:
+            print(f"Using {NAME} where Megatron has its fused head")
+            self._is_announced = True
+        # Megatron's states are [S, 1, H], its labels [1, S].
+        states, labels = hidden.flatten(0, -2), labels.flatten()
+        return linear_cross_entropy(states, weight, labels, *args, execution=self._execution)
+
     def _watch_engine(self) -> None:
         """Lets the engine's micro-batches say whether they want entropies."""
         engine = getattr(sys.modules.get(_FSDP), "FSDPEngineWithLMHead", None)
         if engine is None or self._engines is not None:
             return
-        own, checked = engine.forward_step, WeakSet[Any]()
+        verl_step, checked = engine.forward_step, WeakSet[Any]()
 
         def forward_step(self: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
             from verl.utils.tensordict_utils import get_non_tensor_data
@@ -151,7 +157,7 @@ class patch_verl(Patch):
             )
             before = _ENTROPY.set(bool(needs_entropy))
             try:
-                return own(self, micro_batch, *args, **kwargs)
+                return verl_step(self, micro_batch, *args, **kwargs)
             finally:
                 _ENTROPY.reset(before)
 

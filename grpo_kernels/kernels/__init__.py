@@ -191,7 +191,7 @@ class Entries:
         return torch.searchsorted(self.ids[self.order], ids)
 
 
-class PolicyLoss(NamedTuple):
+class PolicyLossResult(NamedTuple):
     """The loss over some tokens, float32 0-d, and its gradients, float32 `[C]`."""
 
     loss: Tensor
@@ -207,7 +207,7 @@ if TYPE_CHECKING:
 
         PAIRS: str  # the module with its operations on two models' logits
         # None where autograd differentiates the objective; else `triton_policy_loss.policy_loss`.
-        policy_loss: Callable[..., PolicyLoss] | None
+        policy_loss: Callable[..., PolicyLossResult] | None
         token_stats = staticmethod(torch_backend.token_stats)
         logit_grads_ = staticmethod(torch_backend.logit_grads_)
         entry_dots = staticmethod(torch_backend.entry_dots)

@@ -131,8 +131,8 @@ class JSD(Divergence):
         return self.beta * _times_log(t, t - m) + (1 - self.beta) * _times_log(s, s - m)
 
     def terms(self, p: Tensor, q: Tensor, d: Tensor) -> list[Term]:
-        of_p, of_q = to_mixture_(d, self.beta)
-        return [Term(1 - self.beta, p, of_p), Term(self.beta, q, of_q)]
+        log_pm, log_qm = to_mixture_(d, self.beta)
+        return [Term(1 - self.beta, p, log_pm), Term(self.beta, q, log_qm)]
 
     def base(self, p: Tensor, q: Tensor) -> Tensor:
         return torch.lerp(p, q, self.beta)
@@ -148,8 +148,8 @@ def to_mixture_(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """`log(p / m)` and `log(q / m)`, the second in the memory of d."""
     # Beyond, p or q is as good as 0.
     d.clamp_(-80.0, 80.0)
-    of_p = torch.neg(d).expm1_().mul_(beta).log1p_().neg_()
-    return of_p, torch.sub(of_p, d, out=d)
+    log_pm = torch.neg(d).expm1_().mul_(beta).log1p_().neg_()
+    return log_pm, torch.sub(log_pm, d, out=d)
 
 
 def log_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:

@@ -71,12 +71,12 @@ class PairStats:
         return iter(self.values.unbind())
 
     @property
-    def of_policy(self) -> TokenStats:
+    def policy_stats(self) -> TokenStats:
         """The policy's alone."""
         return TokenStats(self.logps, self.logsumexp, self.entropy)
 
     @property
-    def of_reference(self) -> TokenStats:
+    def reference_stats(self) -> TokenStats:
         """The reference's alone."""
         return TokenStats(self.ref_logps, self.ref_logsumexp, self.ref_entropy)
 

@@ -87,15 +87,15 @@ def pair_stats(
         sums = (*_softmax(z, peak, p, work[0]), *_softmax(t, ref_peak, q, work[0]))
         # Of the sums of exponentials, not of their logarithms with the peaks added.
         shift = (peak.double() - ref_peak) + (sums[0].double() / sums[2]).log()
-        of_rows = peak, ref_peak, *at_places, *sums, shift.float()
+        row_values = peak, ref_peak, *at_places, *sums, shift.float()
         if divergence is not None:
-            d.sub_(of_rows[-1][:, None])
-            of_rows += _divergence_and_slopes(p, q, d, divergence, work, slopes=q)
+            d.sub_(row_values[-1][:, None])
+            row_values += _divergence_and_slopes(p, q, d, divergence, work, slopes=q)
             if store_slopes:
                 for stored, buffer in ((p, raw), (q, ref_raw)):
                     if not _same_memory(stored, buffer):
                         buffer.copy_(stored)
-        values.append(of_rows)
+        values.append(row_values)
     if values:
         _store(out, _RowValues(*map(torch.cat, zip(*values, strict=True))), targets >= 0)
     return store_slopes
@@ -108,8 +108,8 @@ def _store(out: PairStats, values: _RowValues, has_target: Tensor) -> None:
         if getattr(v, name) is not None:
             getattr(out, name).copy_(getattr(v, name))
     for stats, peak, target_logit, total, weighted in (
-        (out.of_policy, v.peak, v.target_logit, v.total, v.weighted),
-        (out.of_reference, v.ref_peak, v.ref_target_logit, v.ref_total, v.ref_weighted),
+        (out.policy_stats, v.peak, v.target_logit, v.total, v.weighted),
+        (out.reference_stats, v.ref_peak, v.ref_target_logit, v.ref_total, v.ref_weighted),
     ):
         assert stats.entropy is not None
         log_total = total.double().log()
@@ -176,9 +176,9 @@ def _divergence_and_slopes(
     else:
         for row in near.nonzero().flatten().tolist():
             at = slice(row, row + 1)
-            of_row = [Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
+            row_terms = [Term(x.weight, x.a[at], x.log_ratio[at]) for x in terms]
             base = divergence.base(p[at], q[at])
-            value[at] = _value(of_row, base, [x[at] for x in work])
+            value[at] = _value(row_terms, base, [x[at] for x in work])
     h = divergence.h(terms)
     if h is None and on_cpu and not near.any():
         torch.sub(p, q, out=slopes)
@@ -200,14 +200,14 @@ def divergences(
 ) -> None:
     """Sets `divergence` and `mean` from the columns here, by the statistics of whole rows."""
     for rows in _blocks(logits):
-        of_rows = stats.at(rows)
+        row_stats = stats.at(rows)
         p, q, d = _softmaxes(
-            logits[rows], ref_logits[rows], transform.at(rows), ref_transform.at(rows), of_rows
+            logits[rows], ref_logits[rows], transform.at(rows), ref_transform.at(rows), row_stats
         )
         terms = divergence.terms(p, q, d)
         work = [torch.empty_like(p) for _ in range(2)]
-        of_rows.divergence.copy_(_value(terms, divergence.base(p, q), work))
-        of_rows.mean.copy_(_mean(p, q, d, divergence.h(terms), work[0]))
+        row_stats.divergence.copy_(_value(terms, divergence.base(p, q), work))
+        row_stats.mean.copy_(_mean(p, q, d, divergence.h(terms), work[0]))
 
 
 def pair_grads_(
@@ -229,10 +229,10 @@ def pair_grads_(
     """
     d_slopes = d_divergence * divergence.scale
     for rows in _blocks(logits):
-        raw, local, of_rows = logits[rows], transform.at(rows), stats.at(rows)
-        p, q, d = _softmaxes(raw, ref_logits[rows], local, ref_transform.at(rows), of_rows)
+        raw, local, row_stats = logits[rows], transform.at(rows), stats.at(rows)
+        p, q, d = _softmaxes(raw, ref_logits[rows], local, ref_transform.at(rows), row_stats)
         h = divergence.h(divergence.terms(p, q, d))
-        slopes = _slopes(p, q, d, h, of_rows.mean, torch.empty_like(p), out=q)
+        slopes = _slopes(p, q, d, h, row_stats.mean, torch.empty_like(p), out=q)
         slopes.mul_(d_slopes[rows, None]).mul_(local.slope(raw))
         if grads is not None:
             logit_grads_(raw, targets[rows], local, grads.at(rows), out=raw)

@@ -87,8 +87,8 @@ def _reverse_moment(p, q, d, mean, beta):
 
 @triton.jit
 def _reverse_value(addends, total, ref_total, minus_c, shifted):
-    of_c = expm1_minus(minus_c)
-    return addends / total - of_c, of_c
+    c_excess = expm1_minus(minus_c)
+    return addends / total - c_excess, c_excess
 
 
 @triton.jit
@@ -113,8 +113,8 @@ def _forward_moment(p, q, d, mean, beta):
 
 @triton.jit
 def _forward_value(addends, total, ref_total, minus_c, shifted):
-    of_c = expm1_minus(-minus_c)
-    return addends / tl.where(shifted, total * tl.exp(minus_c), ref_total) - of_c, of_c
+    c_excess = expm1_minus(-minus_c)
+    return addends / tl.where(shifted, total * tl.exp(minus_c), ref_total) - c_excess, c_excess
 
 
 @triton.jit
@@ -127,15 +127,15 @@ def _forward_mean(divergence, error):
 
 @triton.jit
 def _jsd_addend(p, q, d, beta):
-    of_p, of_q = to_mixture(d, beta)
+    log_pm, log_qm = to_mixture(d, beta)
     m = p + beta * (q - p)
-    return beta * kl_addend(q, m, of_q) + (1.0 - beta) * kl_addend(p, m, of_p)
+    return beta * kl_addend(q, m, log_qm) + (1.0 - beta) * kl_addend(p, m, log_pm)
 
 
 @triton.jit
 def _jsd_moment(p, q, d, mean, beta):
-    of_p, _ = to_mixture(d, beta)
-    return tl.where(p == 0.0, 0.0, p * (of_p - mean))
+    log_pm, _ = to_mixture(d, beta)
+    return tl.where(p == 0.0, 0.0, p * (log_pm - mean))
 
 
 FUNCTIONS = {

@@ -245,9 +245,9 @@ def pair_stats_kernel(
             by_logs = (tl.log2(ref_total) - tl.log2(total)) * ln_2() + known
             minus_c = tl.where(tl.abs(expm1_c) < 0.5, log1p(expm1_c), by_logs)
             addend_sum = _sum(addends, INVARIANT, BLOCK_V)
-            divergence, of_c = VALUE(addend_sum, total, ref_total, minus_c, shifted)
+            divergence, c_excess = VALUE(addend_sum, total, ref_total, minus_c, shifted)
             # What cancels may be 8 times what is left of it. A NaN or an infinity never is.
-            cancels = (not (of_c <= divergence * 8.0)) & (not shifted) & (not again)
+            cancels = (not (c_excess <= divergence * 8.0)) & (not shifted) & (not again)
             if cancels:
                 shift -= minus_c
                 known -= minus_c
@@ -302,8 +302,8 @@ def _row_stats(stats_ptr, stride_stats, model, ref_model):
     anchor = tl.load(stats_ptr + 12 * stride_stats)
     ref_anchor = tl.load(stats_ptr + 13 * stride_stats)
     log_total = tl.load(stats_ptr + 14 * stride_stats)
-    of_sums = shift - (anchor * model[3] - ref_anchor * ref_model[3])
-    return anchor, ref_anchor, log_total, log_total - of_sums * log2_e(), shift
+    sums_offset = shift - (anchor * model[3] - ref_anchor * ref_model[3])
+    return anchor, ref_anchor, log_total, log_total - sums_offset * log2_e(), shift
 
 
 @per_row

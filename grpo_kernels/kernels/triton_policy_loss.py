@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import PolicyLoss
+from . import PolicyLossResult
 from .triton_common import Launch, build, device_of, expm1, expm1_minus
 
 TOKEN_LAUNCH = Launch(256, 4)
@@ -169,7 +169,7 @@ def policy_loss(
     kl_ratio: bool = False,
     entropy_coef: float = 0.0,
     launch: Launch = TOKEN_LAUNCH,
-) -> PolicyLoss:
+) -> PolicyLossResult:
     """The loss over `logps [C]` and `entropy [C]`, with its gradients if `grad`.
 
     Tensors are float32 `[C]`, but for `mask`, bool `[C]`, and `count`, 0-d, which divides the
@@ -185,7 +185,9 @@ def policy_loss(
     N = logps.shape[0]
     has_entropy = entropy is not None and entropy_coef != 0.0
     if N == 0:
-        return PolicyLoss(logps.sum(), logps if grad else None, logps if has_entropy else None)
+        return PolicyLossResult(
+            logps.sum(), logps if grad else None, logps if has_entropy else None
+        )
     blocks = triton.cdiv(N, launch.block)
     partials = logps.new_empty(blocks)
     d_logps = d_entropy = logps
@@ -206,7 +208,7 @@ def policy_loss(
             HAS_SCALE=scale is not None, HAS_ENTROPY=has_entropy, HAS_GRAD=grad,
             BLOCK_N=launch.block, **build(launch.num_warps, fused=False),
         )  # fmt: skip
-    return PolicyLoss(
+    return PolicyLossResult(
         partials.sum(), d_logps if grad else None, d_entropy if grad and has_entropy else None
     )
 

@@ -1,8 +1,7 @@
 """The GRPO loss from log-probs: ratio, clip, KL and masked mean, with their gradient.
 
-The formulas are in `objective.py` and `losses.py`. Value and gradient come from
-one kernel where there is one, else from autograd; the backward multiplies the gradient by the
-loss's.
+The formulas are in `objective.py` and `losses.py`. Value and gradient come from one kernel where
+there is one, else from autograd; the backward multiplies the gradient by the loss's.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput
 from ..base.private import eager_under_compile
-from ..kernels import Backend, PolicyLoss, select_backend
-from . import objective
+from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy
 from .inputs import check_entropy_given, loss_inputs
 from .metrics import loss_metrics
-from .objective import surrogate_scale, token_local, tokens_of
+from .objective import exact_kl, objective_value, surrogate_scale, token_local, tokens_of
 from .tokens import LossInputs
 
 _KERNEL_ESTIMATORS = ("k1", "k2", "k3")
@@ -158,7 +156,9 @@ class _PolicyLoss(torch.autograd.Function):
         grad = grad_enabled and any(ctx.needs_input_grad)
         with torch.autocast(logps.device.type, enabled=False):
             entropy_float = None if entropy is None else entropy.float()
-            policy = policy_loss(config, inputs, logps.float(), entropy_float, backend, grad=grad)
+            policy = evaluate_policy_loss(
+                config, inputs, logps.float(), entropy_float, backend, grad=grad
+            )
         # Autograd may give back one element at stride 0, which cannot be scaled in place.
         stored = [None if x is None else x.contiguous() for x in policy[1:]]
         by_kl = d_kl(config, inputs) if grad and kl is not None else None
@@ -184,7 +184,7 @@ def d_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor | None:
     return config.beta * inputs.weights if config.exact_kl else None
 
 
-def policy_loss(
+def evaluate_policy_loss(
     config: GRPOLossConfig,
     inputs: LossInputs,
     logps: Tensor,
@@ -192,7 +192,7 @@ def policy_loss(
     backend: Backend,
     *,
     grad: bool,
-) -> PolicyLoss:
+) -> PolicyLossResult:
     """The loss over float32 `logps [C]` and `entropy [C]`, with its gradients if `grad`.
 
     The objective, and the cross-entropy term if there is one.
@@ -219,7 +219,7 @@ def policy_loss(
             **options,
         )
         if config.exact_kl:
-            policy = policy._replace(loss=policy.loss + objective.exact_kl(config, inputs))
+            policy = policy._replace(loss=policy.loss + exact_kl(config, inputs))
     if inputs.ce_weights is None:
         return policy
     return policy._replace(
@@ -252,17 +252,17 @@ def _differentiated(
     *,
     grad: bool,
     is_local: bool,
-) -> PolicyLoss:
+) -> PolicyLossResult:
     """The objective by its definition, differentiated by autograd."""
     if not grad:
         with torch.no_grad():
-            return PolicyLoss(objective.policy_loss(config, inputs, logps, entropy), None, None)
+            return PolicyLossResult(objective_value(config, inputs, logps, entropy), None, None)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logps, entropy) if x is not None]
         logps, entropy = leaves[0], leaves[1] if entropy is not None else None
-        loss = objective.policy_loss(config, inputs, logps, entropy, stable_kl=True)
+        loss = objective_value(config, inputs, logps, entropy, stable_kl=True)
         d_logps, *d_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
-    policy = PolicyLoss(
+    policy = PolicyLossResult(
         loss.detach(),
         torch.zeros_like(logps) if d_logps is None else d_logps,
         d_entropy[0] if d_entropy else None,

@@ -27,7 +27,7 @@ _VESPO_LOG_RANGE = (math.log(1e-8), 20.0)
 
 
 class KernelOptions(NamedTuple):
-    """The loss as `backends.triton_policy_loss` takes it, which says what the numbers are."""
+    """The loss as `kernels/triton_policy_loss.py` takes it, which says what the numbers are."""
 
     surrogate: str
     low: float = 0.0
@@ -42,11 +42,6 @@ def option(default: Any, expected: str | tuple[str, ...], *, flat: str | None = 
     `flat` is the option of `GRPOLossConfig` that sets it where the loss is given by name.
     """
     return field(default=default, metadata={"expected": expected, "flat": flat})
-
-
-def _place(cls: type, name: str) -> int:
-    """Counts how far up a class has its own of this name, 0: in itself."""
-    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 class Loss:
@@ -90,11 +85,14 @@ class Loss:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class says of its formula is not said of another one, of a subclass or a mixin.
-        formula = min(_place(cls, name) for name in ("per_token", "log_ratio", "clipped"))
-        for name in ("kernel", "token_local", "gradient_needs_advantage"):
-            if _place(cls, name) > formula:
-                setattr(cls, name, getattr(Loss, name))
+        # What a class claims of its formula does not hold for one that overrides it.
+        claims = {"kernel", "token_local", "gradient_needs_advantage"}
+        for base in cls.__mro__:
+            claims -= vars(base).keys()
+            if vars(base).keys() & {"per_token", "log_ratio", "clipped"}:
+                break
+        for name in claims:
+            setattr(cls, name, getattr(Loss, name))
 
     @property
     def needs_sequences(self) -> bool:

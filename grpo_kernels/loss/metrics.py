@@ -28,25 +28,33 @@ TAKEN = frozenset({
 TAKEN_PREFIXES = ("clip_ratio/", "sampling/", "support/", "reward/", "accuracy/", "seconds/")
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _WEIGHT = "sampling/importance_sampling_ratio"
-# Rows that metrics are made of, under a prefix that no loss may use.
+# Values that no metric shows by themselves, under a prefix that no loss may use.
 _SCORED, _RATIO, _SQUARE = "sampling/scored", "sampling/ratio", "sampling/squared_ratio"
 
 
 @dataclass
-class _PerToken:
-    """The values of every token `[N]`, by the name of their metric.
+class _TokenValues:
+    """Values of every token `[N]`, by the name of their metric.
 
-    Args:
-        rows: what is averaged over the unmasked tokens; of some, metrics are made.
-        by_sequence: names among these whose mean over each sequence is averaged instead.
-        maxima: what has its maximum taken.
+    Attributes:
+        means: averaged over the unmasked tokens.
+        sequence_means: names among these that are averaged over each sequence first.
+        maxima: the largest is taken.
         two_bounds: whether the loss clips at both ends.
     """
 
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    by_sequence: set[str] = field(default_factory=set)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    sequence_means: set[str] = field(default_factory=set)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     two_bounds: bool = False
+
+    def add(self, name: str, x: Tensor, *, per_sequence: bool = False, largest: str = "") -> None:
+        """Adds a mean, and where it has a name the maximum of the same values."""
+        self.means[name] = x
+        if per_sequence:
+            self.sequence_means.add(name)
+        if largest:
+            self.maxima[largest] = x
 
 
 @torch.no_grad()
@@ -63,29 +71,30 @@ def loss_metrics(
     `d_logps`, `d_entropy [N]`: the gradient of the loss; None where there is none.
     """
     tokens = tokens_of(config, inputs, logps, entropy)
-    values = _per_token(config, inputs, tokens, d_logps, d_entropy)
-    rows, masked = values.rows, None if inputs.mask is None else ~inputs.mask
+    values = _token_values(config, inputs, tokens, d_logps, d_entropy)
+    rows, masked = values.means, None if inputs.mask is None else ~inputs.mask
     maxima = _by_name(values.maxima, _largest(_stack(values.maxima), masked))
     # Relative to the largest, so that no square overflows.
     tiny = torch.finfo(torch.float32).tiny
     rows[_RATIO] = rows["ratio_mean"] / maxima["ratio_max"].clamp(min=tiny)
     rows[_SQUARE] = rows[_RATIO].square()
 
-    # All rows are summed at once, each over its sequences first: a GPU's launches add up.
+    # All rows are summed at once, over each sequence first: a GPU's launches add up.
     table, sequences = _stack(rows), tokens.sequences
     if masked is not None:
         table.masked_fill_(masked, 0.0)
     sums = table if sequences is None else sequences.sum(table)
     means = _by_name(rows, sums.sum(1) / inputs.count.clamp(min=1))
     clips: dict[str, Tensor] = {}
-    if sequences is not None and (values.by_sequence or values.two_bounds):
+    if sequences is not None and (values.sequence_means or values.two_bounds):
         lengths = sequences.sum(tokens.mask)
-        shares, empty = sums / lengths.clamp(min=1), lengths == 0
-        if values.by_sequence:
-            over_sequences = _by_name(rows, shares.sum(1) / (~empty).sum().clamp(min=1))
-            means |= {name: over_sequences[name] for name in values.by_sequence}
+        sequence_means, empty = sums / lengths.clamp(min=1), lengths == 0
+        if values.sequence_means:
+            num_sequences = (~empty).sum().clamp(min=1)
+            over_sequences = _by_name(rows, sequence_means.sum(1) / num_sequences)
+            means |= {name: over_sequences[name] for name in values.sequence_means}
         if values.two_bounds:
-            clips = _clip_ratios_of_sequences(_by_name(rows, shares), empty)
+            clips = _clip_extremes(_by_name(rows, sequence_means), empty)
     if values.two_bounds:
         clips |= _clip_ratios(means)
     scored, ratio, square = (means.pop(name, None) for name in (_SCORED, _RATIO, _SQUARE))
@@ -101,52 +110,47 @@ def loss_metrics(
     return metrics | clips
 
 
-def _per_token(
+def _token_values(
     config: GRPOLossConfig,
     inputs: LossInputs,
     tokens: Tokens,
     d_logps: Tensor | None,
     d_entropy: Tensor | None,
-) -> _PerToken:
-    loss = config.loss
+) -> _TokenValues:
+    loss, values = config.loss, _TokenValues()
     log_ratio = per_token_values(loss.name_of("log_ratio()"), loss.log_ratio(tokens), tokens)
     ratio = log_ratio.exp()
-    values = _PerToken({"ratio_mean": ratio}, maxima={"ratio_max": ratio})
-    rows, by_sequence, maxima = values.rows, values.by_sequence, values.maxima
+    values.add("ratio_mean", ratio, largest="ratio_max")
     if inputs.kl is not None:
-        rows["kl"] = maxima["kl_max"] = inputs.kl
+        values.add("kl", inputs.kl, largest="kl_max")
     elif tokens.ref_logps is not None:
-        rows["kl"] = maxima["kl_max"] = kl_terms(config, tokens, log_ratio)
+        values.add("kl", kl_terms(config, tokens, log_ratio), largest="kl_max")
     if tokens.entropy is not None:
-        rows["entropy"] = tokens.entropy
+        values.add("entropy", tokens.entropy)
     if d_logps is not None:
-        still = d_logps == 0
-        rows["zero_gradient"] = still if d_entropy is None else still & (d_entropy == 0)
+        is_zero = d_logps == 0
+        values.add("zero_gradient", is_zero if d_entropy is None else is_zero & (d_entropy == 0))
     bounds = _bounds(loss, tokens, ratio)
     values.two_bounds = None not in bounds
-    low, high = (torch.zeros_like(ratio) if cut_off is None else cut_off for cut_off in bounds)
-    rows |= {"clip_low": low, "clip_high": high}
-    if config.ratio_level == "sequence":
-        by_sequence.update(("clip_low", "clip_high"))
-    own = _own_metrics(loss, tokens, ratio)
-    rows |= own
-    if loss.needs_sequences:
-        by_sequence.update(own)
+    for name, cut_off in zip(("clip_low", "clip_high"), bounds, strict=True):
+        share = torch.zeros_like(ratio) if cut_off is None else cut_off
+        values.add(name, share, per_sequence=config.ratio_level == "sequence")
+    for name, x in _own_metrics(loss, tokens, ratio).items():
+        values.add(name, x, per_sequence=loss.needs_sequences)
     if config.off_policy_threshold is not None:
-        rows["off_policy_dropped"] = ~off_policy_mask(config, tokens)
+        values.add("off_policy_dropped", ~off_policy_mask(config, tokens))
     if config.top_entropy_quantile < 1:
-        rows["entropy_kept"] = high_entropy_mask(config, tokens)
+        values.add("entropy_kept", high_entropy_mask(config, tokens))
     if tokens.sampling_logps is not None:
-        # A token the sampler has no log-prob of (NaN) is no part of the mean.
+        # Tokens without a log-prob of the sampler (NaN) are left out of the mean.
         gap = (tokens.old_logps - tokens.sampling_logps).abs()
-        rows[_SCORED] = ~gap.isnan()
-        rows[f"{_DIFFERENCE}/mean"] = maxima[f"{_DIFFERENCE}/max"] = gap.nan_to_num(nan=0.0)
-    rho = tokens.importance_sampling_weights
-    if rho is not None:
-        rows[f"{_WEIGHT}/mean"] = maxima[f"{_WEIGHT}/max"] = rho
-        maxima[f"{_WEIGHT}/min"] = -rho
-        if config.corrects_sequences:
-            by_sequence.add(f"{_WEIGHT}/mean")
+        values.add(_SCORED, ~gap.isnan())
+        values.add(f"{_DIFFERENCE}/mean", gap.nan_to_num(nan=0.0), largest=f"{_DIFFERENCE}/max")
+    weights = tokens.importance_sampling_weights
+    if weights is not None:
+        name, per_sequence = f"{_WEIGHT}/mean", config.corrects_sequences
+        values.add(name, weights, per_sequence=per_sequence, largest=f"{_WEIGHT}/max")
+        values.maxima[f"{_WEIGHT}/min"] = -weights
     return values
 
 
@@ -190,9 +194,9 @@ def _clip_ratios(means: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _clip_ratios_of_sequences(shares: dict[str, Tensor], empty: Tensor) -> dict[str, Tensor]:
+def _clip_extremes(sequence_means: dict[str, Tensor], empty: Tensor) -> dict[str, Tensor]:
     """The extremes of the clip shares over the sequences that are not empty."""
-    ends = torch.stack([-shares["clip_low"], shares["clip_high"]])
+    ends = torch.stack([-sequence_means["clip_low"], sequence_means["clip_high"]])
     lowest, highest = _largest(ends, empty).unbind()
     return {"clip_ratio/low_min": -lowest, "clip_ratio/high_max": highest}
 

@@ -50,7 +50,7 @@ from .tokens import (
 _KL_LOG_RATIO = 20.0
 
 
-def policy_loss(
+def objective_value(
     config: GRPOLossConfig,
     inputs: LossInputs,
     logps: Tensor,
@@ -159,17 +159,17 @@ def importance_sampling_weights(config: GRPOLossConfig, tokens: Tokens) -> Tenso
     """The weight rho `[N]`: exp(l_old - l_roll) of the token or of its sequence, bounded."""
     assert tokens.sampling_logps is not None
     over_sequence = {"sequence": tokens.sequence_sum, "geometric": tokens.sequence_mean}
-    whole = over_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
+    reduced = over_sequence.get(config.is_correction.partition("_")[0], lambda x: x)
     old = tokens.old_logps.detach()
     # NaN: the sampler has no log-prob of this token, which then keeps weight 1.
     log_w = (old - tokens.sampling_logps).nan_to_num(nan=0.0)
-    w, low, high = bounded_exp(whole(log_w)), config.is_clip_min, config.is_clip_max
+    w, low, high = bounded_exp(reduced(log_w)), config.is_clip_min, config.is_clip_max
     if config.is_correction.endswith("truncate"):
         return w.clamp(low, high)
     gate = w
     if config.is_gate != "ratio":
-        moved = binary_kl if config.is_gate == "binary_kl" else total_variation
-        gate = whole(moved(tokens.sampling_logps, old).nan_to_num(nan=0.0))
+        divergence = binary_kl if config.is_gate == "binary_kl" else total_variation
+        gate = reduced(divergence(tokens.sampling_logps, old).nan_to_num(nan=0.0))
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     return w.masked_fill((gate < low) | (gate > high), 0.0)
 
@@ -196,11 +196,13 @@ def exact_kl(config: GRPOLossConfig, inputs: LossInputs) -> Tensor:
 
 
 def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: Tensor) -> Tensor:
-    """`kl_terms` with `d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)`, KL + KL' as one.
+    """`kl_terms`, with a gradient that does not cancel.
 
-    In k3's KL + KL' the terms e^d cancel, and what is left is -d: at d = 12 the product rule has
-    lost four digits. The second term is 0 where the ratio is the token's own. A loss with a ratio
-    of its own has the product rule.
+        d(r KL) = r (KL + KL') dlog r + r KL' (dl - dlog r)
+
+    In k3's KL + KL' the terms e^d cancel to -d, which is what is computed: at d = 12 the product
+    rule loses four digits. The second term is 0 where the ratio is the token's own. A loss that
+    overrides `log_ratio` gets the product rule.
     """
     if not config.use_bias_correction_kl or type(config.loss).log_ratio is not Loss.log_ratio:
         return kl_terms(config, tokens, log_ratio)
@@ -213,12 +215,13 @@ def kl_terms_in_closed_form(config: GRPOLossConfig, tokens: Tokens, log_ratio: T
     total = kl + slope
     if config.kl_estimator == "k3":
         total = torch.where(slope == 0, kl, -d)  # without a slope: clamped
-    own, bounded = tokens.logps - tokens.logps.detach(), log_ratio >= MAX_LOG_RATIO
-    # Beyond its bound a ratio is a constant.
+    # 0 in value; they carry the gradients dl and dlog r. A ratio at its bound is a constant.
+    d_logp, bounded = tokens.logps - tokens.logps.detach(), log_ratio >= MAX_LOG_RATIO
     if config.ratio_level == "token" or config.loss.token_gradient:
-        return ratio * (kl + torch.where(bounded, slope, total) * own)
-    moved, others = log_ratio - log_ratio.detach(), tokens.sequence_mean(own)
-    return ratio * (kl + total * moved + slope * (own - torch.where(bounded, 0.0, others)))
+        return ratio * (kl + torch.where(bounded, slope, total) * d_logp)
+    d_log_ratio, mean_d_logp = log_ratio - log_ratio.detach(), tokens.sequence_mean(d_logp)
+    rest = d_logp - torch.where(bounded, 0.0, mean_d_logp)
+    return ratio * (kl + total * d_log_ratio + slope * rest)
 
 
 def kl_estimate(estimator: str, d: Tensor, clamp: float | None) -> Tensor:

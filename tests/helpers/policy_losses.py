@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.kernels import LogitTransform, PolicyLoss
+from grpo_kernels.kernels import LogitTransform, PolicyLossResult
 
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -49,7 +49,7 @@ def exact_policy_loss(
     kl_ratio: bool = False,
     entropy_coef: float = 0.0,
     **options: Any,
-) -> PolicyLoss:
+) -> PolicyLossResult:
     """The loss and its gradients; arguments are those of the kernel's function."""
     kept = torch.ones_like(logps, dtype=torch.bool) if mask is None else mask
     wanted = [x.double().requires_grad_() for x in (logps, entropy) if x is not None]
@@ -69,7 +69,7 @@ def exact_policy_loss(
     if entropy is not None:
         total = total - entropy_coef / count.double().clamp(min=1.0) * only(wanted[1]).sum()
     d = torch.autograd.grad(total, wanted, materialize_grads=True)
-    return PolicyLoss(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)
+    return PolicyLossResult(total.detach(), d[0], d[1] if len(d) > 1 and entropy_coef else None)
 
 
 def _surrogate(

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from benchmarks import chart
 from grpo_kernels import GRPOLossConfig
