@@ -17,9 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.autograd import float16_scale, keep_gradients, kept_gradients, scaled
+from .base.autograd import (
+    eager_under_compile,
+    float16_scale,
+    keep_gradients,
+    kept_gradients,
+    scaled,
+)
 from .base.outputs import DistillationOutput
-from .base.private import eager_under_compile
 from .head.call import head_call
 from .head.execution import Execution
 from .head.lm_head import LMHead, Reference

@@ -1,16 +1,39 @@
-"""Helpers that the library's autograd Functions share."""
+"""Helpers that the public calls and their autograd Functions share."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .private import graph_is_kept
-
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 _ROWS_AT_A_TIME = 4096
+
+
+def eager_under_compile(call: _Call) -> _Call:
+    """Has `torch.compile` break its graph at a public call, and trace nothing inside of it.
+
+    A call is a loop of kernels and GEMMs whose lengths follow from the data: a compiler has nothing
+    to add. This is `torch.compiler.disable` without its import, which takes a second.
+    """
+    untraced = torch._disable_dynamo(call)
+
+    @functools.wraps(call)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return cast(_Call, public)
+
+
+def graph_is_kept() -> bool:
+    """True in a backward that keeps its graph, and where torch cannot tell."""
+    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keep_graph is None or bool(keep_graph())
 
 
 def refuse_double_backward(call: str) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..base.autograd import (
     dtypes_of,
+    eager_under_compile,
     float16_scale,
     refuse_double_backward,
     scaled,
@@ -34,7 +35,6 @@ from ..base.autograd import (
 from ..base.checks import check_bool, check_tensor
 from ..base.layout import selected
 from ..base.outputs import LogprobOutput
-from ..base.private import eager_under_compile
 from ..kernels import StatGrads, TokenStats
 from .call import HeadCall, head_call
 from .execution import Execution

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.autograd import refuse_double_backward
+from ..base.autograd import eager_under_compile, refuse_double_backward
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_number, check_tensor, flatten
 from ..base.layout import Layout, check_target_ids, check_targets
-from ..base.private import eager_under_compile
 from ..kernels import (
     Backend,
     LogitTransform,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import is_dense
-from ..base.private import hooks_of, is_unit_within, variants_of_lora
 from ..head.lm_head import LMHead
 from ..reference import linear_logits
+from .private import hooks_of, is_unit_within, variants_of_lora
 
 # Config fields with a softcap, and the model types that have them (as of transformers 5.24).
 SOFTCAP_FIELDS = (

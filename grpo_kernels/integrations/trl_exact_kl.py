@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from trl.trainer import grpo_trainer
 
-from ..base.private import of_trl
 from ..head.lm_head import Reference
+from .private import trl_part
 from .transformers import Objective
 
 
@@ -63,4 +63,4 @@ def log(trainer: Any, kl: Tensor) -> None:
     """Logs the KL, 0-d, averaged over processes."""
     mode = "train" if trainer.model.training else "eval"
     mean = trainer.accelerator.gather(kl).mean().item()
-    of_trl(trainer, "_metrics")[mode]["kl_exact"].append(mean)
+    trl_part(trainer, "_metrics")[mode]["kl_exact"].append(mean)

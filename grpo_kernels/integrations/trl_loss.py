@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig
 
-from ..base.private import of_trl
 from ..head.lm_head import Support
 from ..loss.advantages import apply_is_weights
 from ..loss.config import GRPOLossConfig
 from ..loss.losses import LOSSES, Loss, flat_fields
 from . import trl_exact_kl
+from .private import trl_part
 from .transformers import Objective
 from .trl_versions import DIVIDES_BY_BATCH
 
@@ -74,7 +74,7 @@ def own_of(trainer: Any) -> OwnLossType | None:
 def is_token_local(trainer: Any) -> bool:
     """True if the gradient of a token's log-prob in TRL's loss follows from that token alone."""
     loss_type = trainer.loss_type
-    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and of_trl(trainer, "_entropy_bonus_enabled"):
+    if DIVIDES_BY_BATCH and loss_type in _STEP_WIDE and trl_part(trainer, "_entropy_bonus_enabled"):
         return False
     return (
         loss_type in _TOKEN_LOCAL
@@ -111,9 +111,9 @@ def config_of(trainer: Any, entropy_scale: float) -> GRPOLossConfig:
         aggregation = getattr(own, "aggregation", Loss.aggregation)
     if aggregation == "dr_grpo":
         options["max_completion_length"] = trainer.max_completion_length
-    if of_trl(trainer, "_entropy_bonus_enabled"):
+    if trl_part(trainer, "_entropy_bonus_enabled"):
         adaptive = trainer.use_adaptive_entropy
-        if not adaptive or of_trl(trainer, "_last_world_entropy") <= args.entropy_target:
+        if not adaptive or trl_part(trainer, "_last_world_entropy") <= args.entropy_target:
             options["entropy_coef"] = trainer.entropy_coef * entropy_scale
     return GRPOLossConfig(**options)
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from ..base.checks import version_numbers
-from ..base.private import SEEN, of_trl
+from .private import TESTED_VERSIONS, trl_part
 
-OLDEST, NEWEST = SEEN["trl"].split(" to ")
+OLDEST, NEWEST = TESTED_VERSIONS["trl"].split(" to ")
 INSTALL = f"pip install 'trl>={OLDEST}'"
 _FROM = "grpo_kernels.integrations.trl"
 
@@ -52,17 +52,17 @@ DIVIDES_BY_BATCH = _INSTALLED < (1, 10)
 def check_parts(trainer: Any, methods: Iterable[str], module: Any) -> None:
     """Raises RuntimeError for a TRL that calls what takes our place by another name, or nothing."""
     for name in methods:
-        of_trl(trainer, name)
+        trl_part(trainer, name)
     if not ASKS_FOR_LOGITS:
-        of_trl(module, "add_fused_lm_head")
+        trl_part(module, "add_fused_lm_head")
 
 
 def check_has_head(attached: bool) -> None:
     """Raises RuntimeError for a trainer that TRL has constructed without our head."""
     if not attached:
         raise RuntimeError(
-            f"trl: expected {SEEN['trl']}, whose GRPOTrainer calls add_fused_lm_head; got "
-            f"{metadata.version('trl')}, which does not: use GRPOTrainer"
+            f"trl: expected {TESTED_VERSIONS['trl']}, whose GRPOTrainer calls add_fused_lm_head; "
+            f"got {metadata.version('trl')}, which does not: use GRPOTrainer"
         )
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.autograd import dtypes_of, refuse_double_backward, scaled_gradient
+from ..base.autograd import dtypes_of, eager_under_compile, refuse_double_backward, scaled_gradient
 from ..base.checks import HEAD_DTYPES, ValueChecks, check_tensor, flatten
 from ..base.layout import Layout
 from ..base.outputs import GRPOLossOutput
-from ..base.private import eager_under_compile
 from ..kernels import Backend, PolicyLossResult, select_backend
 from .config import GRPOLossConfig
 from .cross_entropy import cross_entropy

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.private import without_memory
 from ..head.budget import default_chunk_bytes
 from ..integrations.hf_head import head_of
+from ..integrations.private import without_memory
 from .command_line import parse_config
 from .config import DTYPES, TrainingConfig
 from .loading import explain_missing_model, set_trainable

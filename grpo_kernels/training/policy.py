@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from .. import GRPOLossConfig
 from ..base.layout import to_device
-from ..base.private import keeps_a_state, whole_layers, without_memory
 from ..fused_grpo_loss import fused_grpo_loss
 from ..head.execution import Execution
 from ..head.linear_logprobs import linear_logprobs
 from ..head.lm_head import LMHead, Reference, Support
 from ..integrations.hf_head import base_model, body_of, evaluating, head_of, register_with_zero3
+from ..integrations.private import keeps_a_state, whole_layers, without_memory
 from .config import TrainingConfig
 from .rollout import end_tokens, pad
 

@@ -14,8 +14,8 @@ from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.private import forget_forward
 from ..base.sequences import masked_quantile
+from ..integrations.private import forget_forward
 from .config import DTYPES, TrainingConfig
 
 _T = TypeVar("_T")

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from .checks import version_numbers
+from ..base.checks import version_numbers
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 # The versions that are tested and have all of it: those of docs/testing.md.
-SEEN = {
+TESTED_VERSIONS = {
     "torch": "2.10 to 2.15",
     "transformers": "5.0 to 5.24",
     "peft": "0.15 to 0.21",
     "trl": "1.8 to 1.16",
 }
-
-
-def eager_under_compile(call: _Call) -> _Call:
-    """Has `torch.compile` break its graph at a public call, and trace nothing inside of it.
-
-    A call is a loop of kernels and GEMMs whose lengths follow from the data: a compiler has nothing
-    to add. As `torch.compiler.disable`, whose import takes a second, but for who compiles nothing.
-    """
-    untraced = _private(torch, "_disable_dynamo")(call)
-
-    @functools.wraps(call)
-    def public(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return untraced(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return cast(_Call, public)
-
-
-def graph_is_kept() -> bool:
-    """True in a backward that keeps its graph, and where torch cannot tell."""
-    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keep_graph is None or bool(keep_graph())
 
 
 def forget_forward(wrapped: Any) -> None:
@@ -84,7 +58,7 @@ def variants_of_lora(layer: Any) -> Any:
     return _private(layer, "lora_variant" if has_variants else "use_dora", "peft")
 
 
-def of_trl(owner: Any, name: str) -> Any:
+def trl_part(owner: Any, name: str) -> Any:
     """A private attribute of TRL's class or module."""
     return _private(owner, name, "trl")
 
@@ -95,6 +69,6 @@ def _private(owner: Any, name: str, package: str = "torch") -> Any:
     except AttributeError as error:
         of = getattr(owner, "__name__", type(owner).__name__)
         raise RuntimeError(
-            f"{package}: expected {SEEN[package]}, which have {of}.{name}; got "
+            f"{package}: expected {TESTED_VERSIONS[package]}, which have {of}.{name}; got "
             f"{import_module(package).__version__}"
         ) from error
