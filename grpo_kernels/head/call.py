@@ -34,6 +34,7 @@ class HeadSpec:
     """
 
     num_terms: int  # of the raw logits, the head's weight first
+    has_bias: bool  # the last term is a bias, which alone may be -inf
     targets: Tensor | None  # int64 [N] or [N, K]; None: no id has its log-prob read
     sampled: bool  # the targets are the sampled tokens; False: ids to look up, or none
     mask: Tensor | None  # bool [N], the tokens that take part; None: every token
@@ -70,6 +71,12 @@ class HeadCall(NamedTuple):
         """The same call with the other model's beside it, from which a divergence is read."""
         spec = replace(self.spec, reference=other.spec, divergence=divergence)
         return HeadCall(self.head, self.tensors + other.tensors, spec)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What the raw logits of each column have added, `[V]`, as a constant."""
+        spec = self.spec
+        return self.tensors[2 * spec.num_terms - 1].detach()[:, 0] if spec.has_bias else None
 
     def needs_grad(self) -> list[bool]:
         """True for each of `tensors` whose gradient the current call is to prepare."""
@@ -149,9 +156,9 @@ def head_call(
     flat_mask = layout.flat_mask(mask, checks)
     temperature = layout.flat_temperature(head.temperature, flat_mask, checks)
     terms = head.terms(hidden)
+    num_state_terms = 1 + (head.low_rank is not None)
     if execution.capturable and flat_mask is not None:
         # Masked rows take part, and may hold anything but for the ones of a bias.
-        num_state_terms = 1 + (head.low_rank is not None)
         clean = (Term(selected(flat_mask, x, 0), y) for x, y in terms[:num_state_terms])
         terms = (*clean, *terms[num_state_terms:])
         if flat_targets is not None:
@@ -160,6 +167,7 @@ def head_call(
             temperature = selected(flat_mask, temperature, 1)
     spec = HeadSpec(
         num_terms=len(terms),
+        has_bias=len(terms) > num_state_terms,
         targets=flat_targets,
         sampled=sampled,
         mask=flat_mask,

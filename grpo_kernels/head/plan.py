@@ -313,12 +313,12 @@ def with_local_targets(spec: HeadSpec, ranks: SingleRank) -> HeadSpec:
 
 def _check_bans(prefix: str, call: HeadCall, ranks: SingleRank) -> None:
     """Adds the check that no target is banned: a log-prob of -inf has no loss."""
-    bias, spec = call.head.bias, call.spec
+    bias, spec = call.bias, call.spec
     if bias is None or spec.targets is None:
         return
     local_ids = ranks.local_ids(spec.targets)
     columns = local_ids.clamp(0, len(bias) - 1)
-    banned = bias.detach()[columns] == -torch.inf
+    banned = bias[columns] == -torch.inf
     banned = banned if spec.mask is None else banned & spec.mask
     if not ranks.alone:
         banned = ranks.sum((banned & (local_ids == columns)).sum())

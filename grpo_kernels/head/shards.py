@@ -49,16 +49,16 @@ class VocabShards(SingleRank):
         start: the vocabulary's id of this rank's first column.
         counts: columns of each rank.
         layout: whose gradients of rows are, one of `HIDDEN_LAYOUTS`.
-        biased: whether the last term of the raw logits is a bias, which alone may be -inf.
+        has_bias: whether the raw logits have a bias, which alone may be -inf.
     """
 
     alone = False
 
     def __init__(
-        self, group: dist.ProcessGroup, start: int, counts: list[int], layout: str, biased: bool
+        self, group: dist.ProcessGroup, start: int, counts: list[int], layout: str, has_bias: bool
     ) -> None:
         super().__init__(sum(counts))
-        self.group, self.start, self.layout, self.biased = group, start, layout, biased
+        self.group, self.start, self.layout, self.has_bias = group, start, layout, has_bias
         self.num_columns, self.most_columns = counts[group.rank()], max(counts)
         self.slopes: list[Tensor] = []
         self.sums: list[tuple[Tensor, slice | Tensor, Tensor, dist.Work]] = []
@@ -150,7 +150,7 @@ class VocabShards(SingleRank):
             values = values * slope
         entries = torch.where(targets < 0, exps[:, 0], values.to(exps.dtype))
         exps.scatter_(1, targets.clamp(min=0)[:, None], entries[:, None])
-        if self.biased:
+        if self.has_bias:
             exps.masked_fill_((stats.logsumexp == -torch.inf)[:, None], 0.0)
 
     def largest(self, values: Tensor, *values_at_peak: Tensor) -> tuple[Tensor, ...]:
@@ -279,7 +279,7 @@ def ranks_of(call: HeadCall, agreed: Mapping[str, float]) -> VocabShards:
         )
     starts, counts = [int(x) for x in begins], [int(x) for x in counts]
     start = _starts(starts, counts, ranks.start is not None)[ranks.group.rank()]
-    return VocabShards(ranks.group, start, counts, ranks.hidden, head.bias is not None)
+    return VocabShards(ranks.group, start, counts, ranks.hidden, spec.has_bias)
 
 
 class _Setting(NamedTuple):
