@@ -57,15 +57,15 @@ def budgeted() -> dict[str, KernelLaunch]:
     V = 151_936
     logits, targets = padded(2, V, torch.float32), torch.zeros(2, dtype=torch.int64)
     exps, column = padded(2, V, torch.bfloat16), torch.ones(2)
-    given = (logits, targets, LogitTransform())
+    inputs = (logits, targets, LogitTransform())
     grads, entries = RowGrads(*[column] * 3), some_entries()
     both = (logits, logits, targets, LogitTransform(), LogitTransform())
     stats = PairStats.empty(logits)
     rows = torch.empty(2, 4096, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {
-        "one sweep": lambda: triton_backend.token_stats(*given, entropy=True, exps=exps),
-        "token_stats": lambda: triton_backend.token_stats(*given, entropy=True),
-        "logit_grads": lambda: triton_backend.logit_grads_(*given, grads, exps),
+        "one sweep": lambda: triton_backend.token_stats(*inputs, entropy=True, exps=exps),
+        "token_stats": lambda: triton_backend.token_stats(*inputs, entropy=True),
+        "logit_grads": lambda: triton_backend.logit_grads_(*inputs, grads, exps),
         "pair_stats": lambda: triton_pairs.pair_stats(*both, stats, divergence=ReverseKL()),
         "pair_grads": lambda: triton_pairs.pair_grads_(
             *both, stats, grads, column, exps, divergence=ReverseKL()

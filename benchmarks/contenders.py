@@ -121,12 +121,12 @@ def trl_chunked(w: Workload) -> Tensor:
 
     hidden, targets = _rows(w)
     compact = w.mask is not None and _use_triton(hidden.device)
-    kept = w.mask.flatten() if compact and w.mask is not None else slice(None)
+    rows = w.mask.flatten() if compact and w.mask is not None else slice(None)
     logps = ChunkedLogProbFunction.apply(
-        hidden[kept], w.weight, None, targets[kept], 1.0, CHUNK, None, 1.0, ("entropy",)
+        hidden[rows], w.weight, None, targets[rows], 1.0, CHUNK, None, 1.0, ("entropy",)
     )[0]
     if compact:
-        logps = logps.new_zeros(targets.shape).masked_scatter(kept, logps)
+        logps = logps.new_zeros(targets.shape).masked_scatter(rows, logps)
     return _loss_of(w, logps)
 
 
@@ -143,8 +143,8 @@ def liger_fused_linear(w: Workload) -> Tensor:
         beta=0.0, use_ref_model=False, loss_type="dapo", chunk_size=chunk_size,
         compiled=w.hidden.device.type == "cuda",
     )  # fmt: skip
-    given = w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages
-    return loss(*given, old_per_token_logps=w.old_logps)[0]
+    tensors = w.hidden, w.weight, w.targets, _liger_mask(w), w.advantages
+    return loss(*tensors, old_per_token_logps=w.old_logps)[0]
 
 
 def liger_triton(w: Workload) -> Tensor:
@@ -164,8 +164,8 @@ def _teacher(w: Workload) -> Teacher:
 
 
 def _mean(w: Workload, divergence: Tensor) -> Tensor:
-    kept = slice(None) if w.mask is None else w.mask.flatten()
-    return divergence.flatten()[kept].mean()
+    rows = slice(None) if w.mask is None else w.mask.flatten()
+    return divergence.flatten()[rows].mean()
 
 
 def eager_divergence(w: Workload) -> Tensor:

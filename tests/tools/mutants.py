@@ -50,9 +50,9 @@ class Result(NamedTuple):
 
 def damaged(text: str, damage: Damage) -> str:
     """The source with the damage; refuses one that does not fit it exactly once."""
-    found = text.count(damage.old)
-    if found != 1:
-        raise ValueError(f"{damage.path}: expected {damage.old!r} once; found {found} times")
+    count = text.count(damage.old)
+    if count != 1:
+        raise ValueError(f"{damage.path}: expected {damage.old!r} once; found {count} times")
     return text.replace(damage.old, damage.new)
 
 
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(args.workers) as pool:
         for result in pool.map(partial(run, kernels=args.kernels), chosen):
             results.append(result)
-            told = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
-            print(f"{result.seconds:6.1f} s  {result.damage.what}: {told}", flush=True)
+            outcome = result.seen_by or (f"BROKEN\n{result.error}" if result.error else NOT_SEEN)
+            print(f"{result.seconds:6.1f} s  {result.damage.what}: {outcome}", flush=True)
     seen = sum(bool(result.seen_by) for result in results)
     print(f"{seen} of {len(results)} damages were seen")
     return 0 if seen == len(results) else 1

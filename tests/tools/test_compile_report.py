@@ -130,15 +130,15 @@ sys.exit(0)
 
 
 @pytest.fixture(scope="module")
-def found():
+def problems_found():
     """The problems of each report, all from one process: some thirty builds."""
     codes = json.dumps({name: code for name, (code, _) in FAILURES.items()})
     return json.loads(run(FINDING, codes).stdout)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_finds(failure, found):
-    assert FAILURES[failure][1] in "\n".join(found[failure])
+def test_finds(failure, problems_found):
+    assert FAILURES[failure][1] in "\n".join(problems_found[failure])
 
 
 def test_what_is_found_fails():
