@@ -105,12 +105,12 @@ def test_waits_for_a_gpu():
     step()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing" in str(x.message) for x in told) == 1
+    assert sum("synchronizing" in str(x.message) for x in caught) == 1
 
 
 def test_advantages_per_token():

@@ -100,19 +100,19 @@ def test_beside_a_cross_entropy(objective, backend):
 )
 def test_who_takes_the_kernel(options, taken):
     """It knows the clipped losses, cispo, and the plain estimators; the rest is its definition."""
-    asked = []
+    calls = []
 
     def kernel(logps, entropy, **kwargs):
-        asked.append(kwargs)
+        calls.append(kwargs)
         return PolicyLoss(logps.sum(), logps, None)
 
     x, ones = torch.zeros(3), torch.ones(3)
     sequences = Sequences(1, torch.zeros(3, dtype=torch.long))
     inputs = LossInputs(ones, ones, torch.tensor(3.0), ref_logps=x, sequences=sequences)
     policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=kernel), grad=True)
-    assert len(asked) == taken
+    assert len(calls) == taken
     policy_loss(config(**options), inputs, x, ones, SimpleNamespace(policy_loss=None), grad=True)
-    assert len(asked) == taken
+    assert len(calls) == taken
 
 
 @pytest.mark.gpu

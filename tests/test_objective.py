@@ -337,9 +337,9 @@ def test_what_a_class_says_is_what_autograd_says(loss_type):
     before, _ = gradients_of(cfg, logps, advantages, batch)
     logps[:, 1] += 0.01
     after, _ = gradients_of(cfg, logps, advantages, batch)
-    others = batch.mask.clone()
-    others[:, 1] = False
-    assert torch.equal(before[others], after[others]) == cfg.one_pass
+    other_tokens = batch.mask.clone()
+    other_tokens[:, 1] = False
+    assert torch.equal(before[other_tokens], after[other_tokens]) == cfg.one_pass
 
 
 def test_off_policy_by_old_logps():

@@ -12,12 +12,12 @@ from tests.helpers.fake_cuda import CountedCUDA
 QWEN = 151_936
 
 
-def plan(wanted, with_grad, *, rows=4, num_tokens=10, V=100):
+def plan(needed, with_grad, *, rows=4, num_tokens=10, V=100):
     def as_mask(ids):
         return None if ids is None else torch.tensor([i in ids for i in range(num_tokens)]).bool()
 
     return plan_rows(
-        as_mask(wanted), as_mask(with_grad), ValueChecks(), torch.empty(V, 1),
+        as_mask(needed), as_mask(with_grad), ValueChecks(), torch.empty(V, 1),
         num_tokens, Buffers(V), int(4 * V * rows),
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ EVERY = set(range(10))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "with_grad", "expected"),
+    ("needed", "with_grad", "expected"),
     (
         (None, None, [([0, 1, 2, 3], True), ([4, 5, 6, 7], True), ([8, 9], True)]),
         # Rows with a gradient come first, and in order.
@@ -54,8 +54,8 @@ EVERY = set(range(10))
         (EVERY, set(), [([0, 1, 2, 3], False), ([4, 5, 6, 7], False), ([8, 9], False)]),
     ),
 )
-def test_rows_and_their_order(wanted, with_grad, expected):
-    assert rows_of(plan(wanted, with_grad)) == expected
+def test_rows_and_their_order(needed, with_grad, expected):
+    assert rows_of(plan(needed, with_grad)) == expected
 
 
 def test_no_rows_and_all_as_they_lie():
@@ -151,7 +151,7 @@ COUNTED = {(16384, 896): 2350, (16384, 2048): 3080, (16384, 4096): 4379, (4096, 
 def test_memory_is_the_buffers_and_the_gradients(num_tokens, H, on_a_gpu):
     weight = on_a_gpu.new_empty(1).expand(QWEN, H)
     plan = plan_of_all(num_tokens, weight, Buffers(QWEN, 2, strips=True))
-    of_sum = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
-    of_chunk = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
-    taken = plan.bytes_taken + of_sum * QWEN * H + 2 * num_tokens * H + of_chunk
+    sum_bytes = 4 if plan.largest_chunk < num_tokens else 2  # one product is rounded by its GEMM
+    chunk_bytes = (4 + 2) * plan.largest_chunk * H  # dH in float32, r o h
+    taken = plan.bytes_taken + sum_bytes * QWEN * H + 2 * num_tokens * H + chunk_bytes
     assert taken / 2**20 == pytest.approx(COUNTED[num_tokens, H], rel=0.01)

@@ -87,7 +87,7 @@ def test_errors_of_half_precision_products(monkeypatch):
     head = [x.clone().requires_grad_() for x in (w.hidden, w.weight)]
     out = fused_grpo_loss(*head, *rest, old_logps=w.old_logps)
     out.loss.backward()
-    for name, mine, truth in zip(("hidden", "weight"), head, exact, strict=True):
-        error = relative_error(mine.grad.double(), truth.grad)
+    for name, actual, truth in zip(("hidden", "weight"), head, exact, strict=True):
+        error = relative_error(actual.grad.double(), truth.grad)
         print(f"d_{name} error: {error:.2e}")
         assert 1e-3 < error <= 3e-3, name

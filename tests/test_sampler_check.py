@@ -103,7 +103,7 @@ def test_the_trainer_warns_in_its_first_step(tiny_model, tmp_path, capsys, ours,
     config = config_of(tiny_model, tmp_path, dtype="bf16", logits_dtype=ours)
     sampler = type("Sampler", (RoundingSampler,), {"logits_dtype": theirs})
     trainer_of(config, rollout=lambda policy: sampler(policy, make_tokenizer())).train()
-    told = capsys.readouterr().out
-    assert told.count("sampler to policy over") == (ours != theirs)
+    output = capsys.readouterr().out
+    assert output.count("sampler to policy over") == (ours != theirs)
     if ours != theirs:
-        assert (THERE if theirs == "model" else "use logits_dtype='fp32'") in told
+        assert (THERE if theirs == "model" else "use logits_dtype='fp32'") in output

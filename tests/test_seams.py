@@ -70,8 +70,8 @@ def test_the_reference_takes_what_the_call_takes(call):
         set(inspect.signature(getattr(x, call)).parameters) for x in (grpo_kernels, reference)
     )
     if "loss_args" in theirs:  # of which it gives two itself
-        of_loss = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
-        theirs = theirs - {"loss_args"} | of_loss
+        forwarded = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
+        theirs = theirs - {"loss_args"} | forwarded
     assert ours - theirs <= {"execution", "backend", "entropy"}
     assert theirs - ours <= {"rounded_to", "kl"}  # the exact one, of two models' logits
 

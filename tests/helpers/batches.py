@@ -309,12 +309,12 @@ def assert_matches(
             1.0, abs(value.item())
         ), name
     for name, value in expected.gradients.items():
-        mine = actual.gradients[name]
+        grad = actual.gradients[name]
         if value is None:
-            assert mine is None, f"d_{name}: expected none"
+            assert grad is None, f"d_{name}: expected none"
             continue
-        assert mine is not None, f"d_{name}: missing"
-        error, allowed = relative_error(mine, value, floor), tolerance
+        assert grad is not None, f"d_{name}: missing"
+        error, allowed = relative_error(grad, value, floor), tolerance
         if rounded_to is not None:
             rounded = (scale * value).to(rounded_to).double() / scale
             allowed = max(allowed, 1.01 * relative_error(rounded, value))

@@ -30,10 +30,10 @@ def test_an_adapter_per_row_is_refused_on_the_head_alone():
     model = with_lora(family_model("qwen2"), **LORAS["body"]).eval()
     check_scores(model)
     with torch.no_grad():
-        wanted, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
+        expected_logps, _, _ = expected(model, inputs | {"adapter_names": names}, labels)
         out = model(**inputs, labels=labels, fused_head=True, adapter_names=names)
-        assert not torch.allclose(wanted, expected(model, inputs, labels)[0], atol=1e-3)
-    torch.testing.assert_close(out.logps, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(expected_logps, expected(model, inputs, labels)[0], atol=1e-3)
+    torch.testing.assert_close(out.logps, expected_logps, rtol=1e-4, atol=1e-4)
     for kind in ("head", "head_copied"):
         model = with_lora(family_model("qwen2"), **LORAS[kind]).eval()
         attach_fused_head(model)
@@ -82,9 +82,9 @@ def test_hooks_on_what_is_called_run(part, kind):
     getattr(layer.get_submodule(f"{part}.default"), f"register_{kind}")(
         lambda *x: 2 * x[2] if kind == "forward_hook" else tuple(2 * d for d in x[1])
     )
-    wanted = gradients_of(model, expected(model, inputs, labels)[0].sum())
+    expected_grads = gradients_of(model, expected(model, inputs, labels)[0].sum())
     out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
 
 
 def test_a_hook_on_the_body_runs():
@@ -92,15 +92,15 @@ def test_a_hook_on_the_body_runs():
     model, inputs, labels = with_head(family_model("qwen2"))
     model.model.norm.register_full_backward_pre_hook(lambda _, d_out: (0.1 * d_out[0],))
     logps, _, _ = expected(model, inputs, labels)
-    wanted = gradients_of(model, logps.sum())
+    expected_grads = gradients_of(model, logps.sum())
     out = model(**inputs, labels=labels, fused_head=True)
-    assert_same_gradients(gradients_of(model, out.logps.sum()), wanted)
+    assert_same_gradients(gradients_of(model, out.logps.sum()), expected_grads)
 
 
 def test_a_forward_of_the_head_s_own_is_refused():
     model, inputs, labels = with_head(family_model("qwen2"))
-    own = model.lm_head.forward
-    model.lm_head.forward = lambda states: 2 * own(states)
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * original(states)
     with pytest.raises(ValueError, match=r"without a forward of its own, .*; got .*lambda"):
         model(**inputs, labels=labels, fused_head=True)
 
@@ -140,16 +140,16 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
     model = family_model("qwen2").to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.05)
-    own = model.forward
+    original = model.forward
 
     def forward(*args, **kwargs):
-        out = own(*args, **kwargs)
+        out = original(*args, **kwargs)
         out.logits = change(out.logits)
         return out
 
     model.forward = forward
     inputs, _ = batch_of()
-    assert own(**inputs).logits.abs().max() < 2
+    assert original(**inputs).logits.abs().max() < 2
     with pytest.raises(ValueError, match="scaled and capped as the config says; those of Qwen2"):
         attach_fused_head(model)
 
@@ -157,11 +157,11 @@ def test_logits_of_another_kind_are_refused_while_they_are_small(change, dtype):
 def test_autocast_inside_a_wrapped_forward_is_known():
     """Accelerate wraps it so, and returns float32."""
     model = family_model("llama")
-    own = model.forward
+    original = model.forward
 
     def forward(*args, **kwargs):
         with torch.autocast("cpu", torch.bfloat16):
-            out = own(*args, **kwargs)
+            out = original(*args, **kwargs)
         out.logits = out.logits.float()
         return out
 
@@ -220,20 +220,20 @@ def test_what_transformers_hands_to_any_model_is_used_or_refused(name):
         model(**inputs, labels=labels, fused_head=True, **{name: LAYERS[name]})
         assert body.call_args.kwargs[name] is LAYERS[name]
         return
-    given = {name: KNOWN.get(name, 1)}
+    kwargs = {name: KNOWN.get(name, 1)}
     with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
-        model(**inputs, labels=labels, fused_head=True, **given)
+        model(**inputs, labels=labels, fused_head=True, **kwargs)
     harmless = {"return_dict": True}.get(name, False if "output" in name else None)
     if name in KNOWN and name not in ("past_key_values", "cache"):
         model(**inputs, labels=labels, fused_head=True, **{name: harmless})
 
 
-@pytest.mark.parametrize(("given", "message"), NOT_CALLED)
-def test_calls_that_are_refused(given, message):
+@pytest.mark.parametrize(("kwargs", "message"), NOT_CALLED)
+def test_calls_that_are_refused(kwargs, message):
     model, inputs, labels = with_head()
-    given = {"labels": labels, "fused_head": True, **given}
+    kwargs = {"labels": labels, "fused_head": True, **kwargs}
     with pytest.raises((TypeError, ValueError), match=message):
-        model(**inputs, **{k: x for k, x in given.items() if x is not None})
+        model(**inputs, **{k: x for k, x in kwargs.items() if x is not None})
 
 
 @pytest.mark.parametrize(

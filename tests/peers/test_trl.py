@@ -128,9 +128,9 @@ def test_the_same_run(case, tmp_path):
         pytest.skip("refused")
     options = CASES[case]
     theirs = trained(GRPOTrainer, tmp_path / "theirs", **options)
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
-    assert_same_run(mine, theirs)
-    log = mine[1]
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **options)
+    assert_same_run(actual, theirs)
+    log = actual[1]
     if "family" not in options:
         lengths = (row.get("completions/min_length", 6) for row in log)
         assert min(lengths) < 6, "nothing was padded"
@@ -172,9 +172,9 @@ def test_a_loss_of_one_s_own_that_is_trls(name, tmp_path):
     if DIVIDES_BY_BATCH and name != "dr_grpo":
         pytest.skip("TRL divides by the batch")
     options, loss = OWN_LOSSES[name]
-    mine = {**options, "loss_type": "dapo", "loss": loss}  # TRL's default, which is left out
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **mine, **TWICE)
-    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
+    own_loss = {**options, "loss_type": "dapo", "loss": loss}  # TRL's default, which is left out
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **own_loss, **TWICE)
+    assert_same_run(actual, trained(GRPOTrainer, tmp_path / "theirs", **options, **TWICE))
 
 
 def test_a_loss_of_one_s_own_that_is_another(tmp_path):
@@ -182,14 +182,14 @@ def test_a_loss_of_one_s_own_that_is_another(tmp_path):
     loss = Clip(aggregation="grpo", ratio_level="sequence")
     losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **TWICE)
     options = {"loss_type": "grpo", **TWICE}
-    of_sequences = {**options, "importance_sampling_level": "sequence"}
-    expected = trained(GRPOTrainer, tmp_path / "theirs", **of_sequences)
+    sequence_options = {**options, "importance_sampling_level": "sequence"}
+    expected = trained(GRPOTrainer, tmp_path / "theirs", **sequence_options)
     torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-5)
     for key, weight in expected[2].items():
         torch.testing.assert_close(weights[key], weight, rtol=1e-4, atol=1e-5, msg=key)
     assert [row.keys() for row in log] == [row.keys() for row in expected[1]]
-    others = trained(GRPOTrainer, tmp_path / "plain", **options)[2]
-    assert any(not torch.equal(weights[key], x) for key, x in others.items())
+    plain_weights = trained(GRPOTrainer, tmp_path / "plain", **options)[2]
+    assert any(not torch.equal(weights[key], x) for key, x in plain_weights.items())
 
 
 class OfLogits(GRPOTrainer):
@@ -204,8 +204,8 @@ class OfLogits(GRPOTrainer):
         )
         mask, T = inputs["completion_mask"], inputs["completion_ids"].shape[1]
 
-        def log_p(its):
-            logits = its(ids, attention_mask=masks).logits[:, -T - 1 : -1]
+        def log_p(any_model):
+            logits = any_model(ids, attention_mask=masks).logits[:, -T - 1 : -1]
             return (logits / self.temperature).log_softmax(-1)
 
         if self.ref_model is not None:
@@ -216,8 +216,8 @@ class OfLogits(GRPOTrainer):
                 t = log_p(model)
         s = log_p(model)
         kl = (s.exp() * (s - t)).sum(-1) * mask
-        of_sequences = kl.sum(1) / mask.sum(1).clamp(min=1)
-        return loss + beta * of_sequences.mean() / self.current_gradient_accumulation_steps
+        sequence_kl = kl.sum(1) / mask.sum(1).clamp(min=1)
+        return loss + beta * sequence_kl.mean() / self.current_gradient_accumulation_steps
 
 
 @pytest.mark.skipif(ASKS_FOR_LOGITS, reason="its log-probs come from logits, too")
@@ -255,12 +255,12 @@ def test_a_compiled_model_has_its_calls_between_graphs(tmp_path):
     counters = torch._dynamo.utils.counters
     counters.clear()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    mine = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
+    actual = trained(FusedGRPOTrainer, tmp_path / "mine", **options, **TWICE)
     assert counters["graph_break"] and all(
         "`fused_grpo_loss`" in x for x in counters["graph_break"]
     )
     assert counters["frames"]["total"] == counters["frames"]["ok"]
-    assert_same_run(mine, trained(GRPOTrainer, tmp_path / "theirs", **TWICE))
+    assert_same_run(actual, trained(GRPOTrainer, tmp_path / "theirs", **TWICE))
 
 
 @pytest.mark.parametrize("size", (2, 4))
@@ -278,17 +278,17 @@ def test_ratios_of_equal_weights_are_exactly_1(size, tmp_path):
 
 def test_patched(tmp_path):
     theirs = trained(GRPOTrainer, tmp_path / "a")
-    own = GRPOTrainer._compute_loss
+    original = GRPOTrainer._compute_loss
     with patch_trl():
-        assert GRPOTrainer._compute_loss is not own
+        assert GRPOTrainer._compute_loss is not original
         assert_same_run(trained(GRPOTrainer, tmp_path / "b"), theirs)
-    assert GRPOTrainer._compute_loss is own
+    assert GRPOTrainer._compute_loss is original
     patched = patch_trl(execution=Execution(matmul=(product := MagicMock(wraps=torch.mm))))
     assert_same_run(trained(GRPOTrainer, tmp_path / "c"), theirs)
     assert product.called
     patched.undo()
     patched.undo()
-    assert GRPOTrainer._compute_loss is own
+    assert GRPOTrainer._compute_loss is original
 
 
 def test_lora_on_the_head_is_trained(tmp_path):
@@ -322,9 +322,9 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path):
         def _compute_loss(self, model, inputs):
             return super()._compute_loss(model, inputs)
 
-    own = GRPOTrainer._compute_loss
+    original = GRPOTrainer._compute_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * own(*args) + 0.1)
+        patch.setattr(GRPOTrainer, "_compute_loss", lambda *args: 2 * original(*args) + 0.1)
         with pytest.raises(RuntimeError, match="loss: expected TRL's"):
             trained(Other, tmp_path)
 
@@ -352,11 +352,13 @@ def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
         with pytest.raises(RuntimeError, match=r"trl: expected .*\.add_fused_lm_head; got"):
             construct()
     with pytest.MonkeyPatch.context() as patch:  # a constructor that has it from elsewhere
-        own = GRPOTrainer.__init__
-        globals_ = {**vars(grpo_trainer)}
-        init = FunctionType(own.__code__, globals_, own.__name__, own.__defaults__, own.__closure__)
-        init.__kwdefaults__ = own.__kwdefaults__
-        patch.setattr(GRPOTrainer, "__init__", init)
+        init = GRPOTrainer.__init__
+        names = {**vars(grpo_trainer)}
+        moved = FunctionType(
+            init.__code__, names, init.__name__, init.__defaults__, init.__closure__
+        )
+        moved.__kwdefaults__ = init.__kwdefaults__
+        patch.setattr(GRPOTrainer, "__init__", moved)
         with pytest.raises(RuntimeError, match="whose GRPOTrainer calls add_fused_lm_head; got"):
             construct()
 

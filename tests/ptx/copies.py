@@ -66,10 +66,10 @@ class Copies:
         if long.any():
             m.report("copy of more than it writes", i, m.ids[lanes[long]], f"of {size} bytes")
         values = np.zeros((len(lanes), words), np.uint32)
-        whole = sizes >= size
-        values[whole] = m.access(i, source, lanes[whole], WORD, words, None, False)
+        full = sizes >= size
+        values[full] = m.access(i, source, lanes[full], WORD, words, None, False)
         for word in range(words - 1):
-            part = ~whole & (sizes > WORD * word)
+            part = ~full & (sizes > WORD * word)
             if part.any():
                 at = source + np.uint64(WORD * word)
                 values[part, word] = m.access(i, at, lanes[part], WORD, 1, None, False)[:, 0]
@@ -102,11 +102,11 @@ class Copies:
         """The copies that threads have begun are a group."""
         self.groups[... if on is None else on] += 1
 
-    def wait(self, left: int, on: np.ndarray | None) -> None:
+    def wait(self, pending: int, on: np.ndarray | None) -> None:
         """Writes what threads have copied, but for their last `left` groups; -1: all."""
         begun, self.begun = self.begun, []
         for copy in begun:
-            ends = self.groups[copy.lanes] - copy.groups > left
+            ends = self.groups[copy.lanes] - copy.groups > pending
             if on is not None:
                 ends &= on[copy.lanes]
             if ends.any():

@@ -34,18 +34,18 @@ class Traffic:
     """What loads, or stores, of one memory moved."""
 
     requests: int = 0  # of warps
-    asked: int = 0  # bytes, each once per request
+    requested: int = 0  # bytes, each once per request
     sectors: int = 0
     conflicts: int = 0  # of banks: turns beyond those that the bytes need
 
     @property
     def efficiency(self) -> float:
         """The part of what was moved that was asked for."""
-        return self.asked / (SECTOR * self.sectors) if self.sectors else 1.0
+        return self.requested / (SECTOR * self.sectors) if self.sectors else 1.0
 
     def add(self, other: Traffic) -> None:
         self.requests += other.requests
-        self.asked += other.asked
+        self.requested += other.requested
         self.sectors += other.sectors
         self.conflicts += other.conflicts
 
@@ -88,10 +88,10 @@ def traffic_of(lanes: np.ndarray, addresses: np.ndarray, size: int, *, shared: b
     Addresses that `size` divides: of any other one a load or store is a fault.
     """
     at = _by_warp(lanes, addresses)
-    requests, asked = len(at), _distinct(at) * size
+    requests, requested = len(at), _distinct(at) * size
     if shared:
-        return Traffic(requests, asked, 0, _conflicts(at, size))
-    return Traffic(requests, asked, _distinct(at // np.uint64(SECTOR)))
+        return Traffic(requests, requested, 0, _conflicts(at, size))
+    return Traffic(requests, requested, _distinct(at // np.uint64(SECTOR)))
 
 
 def _by_warp(lanes: np.ndarray, addresses: np.ndarray) -> np.ndarray:

@@ -217,9 +217,9 @@ class Decoder:
 
     def _setp(self, i: Instruction, mods: list[str]) -> Step:
         kind, compare = comparison(i.op)
-        to, *others = i.operands
+        to, *sources = i.operands
         write, mask = self._write(to, "pred"), self._mask(i)
-        a, b = (self._read(o, kind) for o in others)
+        a, b = (self._read(o, kind) for o in sources)
         return lambda m: write(m, compare(a(m), b(m)), mask(m))
 
     # Memory
@@ -276,11 +276,11 @@ class Decoder:
         return store
 
     def _address(self, text: str) -> Read:
-        found = re.fullmatch(r"\[\s*([\w$%.]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
-        if found is None:
+        match = re.fullmatch(r"\[\s*([\w$%.]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
+        if match is None:
             raise NotImplementedError(f"address {text}")
-        base = self._read(found[1], "b64")
-        offset = int(found[3] or 0) * (-1 if found[2] == "-" else 1)
+        base = self._read(match[1], "b64")
+        offset = int(match[3] or 0) * (-1 if match[2] == "-" else 1)
         shift = np.uint64(offset & ((1 << 64) - 1))
         return lambda m: base(m) + shift
 
@@ -295,8 +295,8 @@ class Decoder:
         if mods[1] == "commit_group":
             return lambda m: m.copies.commit(mask(m))
         if mods[1].startswith("wait"):
-            left = int(i.operands[0], 0) if i.operands else -1
-            return lambda m: m.copies.wait(left, mask(m))
+            pending = int(i.operands[0], 0) if i.operands else -1
+            return lambda m: m.copies.wait(pending, mask(m))
         target, source = (self._address(text) for text in i.operands[:2])
         size = self._read(i.operands[-1], "b32")  # of the source; zeros for the rest
         written = int(i.operands[2], 0)
@@ -351,8 +351,8 @@ class Decoder:
         def reduction(m: Machine) -> None:
             m.whole_warps(i)
             value = np.broadcast_to(read(m), m.lanes.shape).reshape(-1, 32)
-            found = reduce.reduce(value, 1, dtype=value.dtype)
-            write(m, np.repeat(found, 32), m.mask)
+            reduced = reduce.reduce(value, 1, dtype=value.dtype)
+            write(m, np.repeat(reduced, 32), m.mask)
 
         return reduction
 

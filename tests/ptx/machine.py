@@ -68,8 +68,8 @@ class Machine:
                 self._run_batch()
             if self.counted is not None:
                 self.counted.programs += len(self.epochs)
-                of_blocks = self.program.threads > 32  # else those of one warp
-                self.counted.barriers += int(self.epochs.sum()) * of_blocks
+                several_warps = self.program.threads > 32  # else those of one warp
+                self.counted.barriers += int(self.epochs.sum()) * several_warps
 
     def _start(self, blocks: np.ndarray) -> None:
         threads, n = self.program.threads, len(blocks)
@@ -153,8 +153,8 @@ class Machine:
         now = turn & (self.pcs == self.pc)
         self.count = int(now.sum())
         self.mask = None if self.count == len(now) else now
-        others = turn & ~now
-        self.waiting = int(self.pcs[others].min()) if others.any() else END
+        behind = turn & ~now
+        self.waiting = int(self.pcs[behind].min()) if behind.any() else END
 
     def barrier(self, i: Instruction) -> tuple[int, np.ndarray] | None:
         """The threads wait for the others of their blocks."""
@@ -175,12 +175,12 @@ class Machine:
     def _release(self) -> None:
         """All that can run wait: each block goes on if all its threads wait at one barrier."""
         for block in np.unique(self.block[self.blocked]):
-            mine = self.block == block
-            there = self.barriers[mine & self.blocked]
-            if (there != there[0]).any() or (mine & self.exited).any():
+            members = self.block == block
+            there = self.barriers[members & self.blocked]
+            if (there != there[0]).any() or (members & self.exited).any():
                 text = "others are elsewhere"
-                self.fault("divergent barrier", self.at_barrier, mine & self.blocked, text)
-                self.pcs[mine] = END  # a GPU may wait for ever
+                self.fault("divergent barrier", self.at_barrier, members & self.blocked, text)
+                self.pcs[members] = END  # a GPU may wait for ever
             self.epochs[block] += 1
         self.blocked[:] = False
 
@@ -294,6 +294,6 @@ class Machine:
         counted.lines[i.place, i.op] += warps
         if kind == "branch" and jump is not None and jump[1] is not None:
             on = np.broadcast_to(jump[1], self.lanes.shape).reshape(-1, 32)
-            mine = self.active().reshape(-1, 32)
-            parted = (on & mine).any(1) & (~on & mine).any(1)
+            on_warps = self.active().reshape(-1, 32)
+            parted = (on & on_warps).any(1) & (~on & on_warps).any(1)
             counted.divergent_branches += int(parted.sum())

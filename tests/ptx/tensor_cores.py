@@ -69,13 +69,13 @@ def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, error: float = 0.0) -> 
         total = np.zeros(c.shape, np.float64)
         for k in range(_K):
             total += a[:, :, k, None] * b[:, None, k, :]
-        found = (total + c).astype(np.float32)
+        result = (total + c).astype(np.float32)
     else:
-        found = c
+        result = c
         for k in range(0, _K, _AT_ONCE):
             left, right = a[:, :, k : k + _AT_ONCE, None], b[:, None, k : k + _AT_ONCE, :]
-            found = _cut_sum(np.concatenate([left * right, found[:, :, None, :]], 2))
-    return np.where(np.isnan(found), _NAN, found)
+            result = _cut_sum(np.concatenate([left * right, result[:, :, None, :]], 2))
+    return np.where(np.isnan(result), _NAN, result)
 
 
 def _cut_sum(addends: np.ndarray) -> np.ndarray:

@@ -21,20 +21,20 @@ def four_ranks(tmp_path_factory):
 
 def check_scores(ranks, options):
     """Compares what a call returns, and its gradients."""
-    found = ranks("tests.ranks.shard_jobs:scores", UNEVEN, options)
+    results = ranks("tests.ranks.shard_jobs:scores", UNEVEN, options)
     layout, exact = options.get("layout"), shard_jobs.scores(None, options, exact=True)
-    order = sorted(range(len(found)), key=lambda rank: options.get("starts", UNEVEN)[rank])
-    assert all(rank.keys() == exact.keys() for rank in found)
+    order = sorted(range(len(results)), key=lambda rank: options.get("starts", UNEVEN)[rank])
+    assert all(rank.keys() == exact.keys() for rank in results)
     for name, expected in exact.items():
-        mine = [rank[name] for rank in found]
+        shards = [rank[name] for rank in results]
         if name in ("d_weight", "d_bias", "d_b"):
-            actual = mine[0] if options.get("dtensors") else torch.cat([mine[r] for r in order])
+            actual = shards[0] if options.get("dtensors") else torch.cat([shards[r] for r in order])
         elif layout == "partial" and name.startswith("d_"):
-            assert relative_error(mine[0], expected) > 0.1
-            actual = sum(mine)
+            assert relative_error(shards[0], expected) > 0.1
+            actual = sum(shards)
         else:
-            assert all(torch.equal(mine[0], other) for other in mine), name
-            actual = mine[0]
+            assert all(torch.equal(shards[0], other) for other in shards), name
+            actual = shards[0]
         if name.startswith("d_"):
             assert relative_error(actual, expected) < 2e-5, name
         else:
@@ -61,8 +61,8 @@ SOME = [
 @pytest.mark.parametrize("cuts", ((0, 210, 211), (0, 3, 57, 160, 211)), ids=("little", "four"))
 def test_other_cuts(ranks, cuts, request):
     session = ranks if len(cuts) == 3 else request.getfixturevalue("four_ranks")
-    found = session("tests.ranks.pair_jobs:these_pairs", "loss", SOME, cuts)
-    assert found == [[]] * (len(cuts) - 1)
+    problems = session("tests.ranks.pair_jobs:these_pairs", "loss", SOME, cuts)
+    assert problems == [[]] * (len(cuts) - 1)
 
 
 @pytest.mark.parametrize("more", ({}, {"bias": True, "temperature": True}), ids="-".join)
@@ -112,12 +112,12 @@ def test_scores(ranks, case):
 
 
 def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
-    batch, found = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
+    batch, results = make_batch(), ranks("tests.ranks.shard_jobs:own_tokens")
     exact = run_fused(batch, exact=True)
-    assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in found)
+    assert all(abs(x["loss"] - exact.loss) < 1e-6 for x in results)
     for name in ("hidden", "weight"):
-        whole = torch.cat([x[name] for x in found])
-        assert relative_error(whole, exact.gradients[name]) < 2e-5
+        full = torch.cat([x[name] for x in results])
+        assert relative_error(full, exact.gradients[name]) < 2e-5
 
 
 def test_another_cut_of_the_same_head(ranks):
