@@ -142,7 +142,7 @@ def test_inputs_and_gradients_that_are_not_dense(call, kind, backend):
 @pytest.mark.parametrize("name", ("advantages", "mask", "old_logps", "targets"))
 @pytest.mark.parametrize("call", ("fused", "loss", "logits"))
 def test_constants_made_in_inference_mode(call, name, batch):
-    """As rollouts make them."""
+    """Rollouts make such constants."""
     results = []
     for mode in (False, True):
         constants = {n: getattr(batch, n) for n in ("advantages", "mask", "old_logps")}
@@ -292,7 +292,7 @@ def test_autocast_computes_in_float32(call, dtype, batch, expected):
 
 
 def test_a_bf16_head_with_a_float32_adapter():
-    """As PEFT has it: `lora_b` is trained, the weight is frozen."""
+    """PEFT trains `lora_b` and freezes the weight."""
     batch, grads = make_batch(), []
     g = torch.Generator().manual_seed(1)
     tensors = (
@@ -336,7 +336,7 @@ def test_gradient_checkpointing(call, use_reentrant, batch, expected):
 
 
 class Products(TorchDispatchMode):
-    """Which of the head's gradients are computed: the products of their shapes."""
+    """Records which gradients of the head are computed, by the shapes of the products."""
 
     def __init__(self, hidden, weight):
         super().__init__()

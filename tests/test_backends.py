@@ -44,7 +44,7 @@ def ban_entries(logits, targets):
 
 
 def without_gradient(logits, targets, transform):
-    """Where a logit of -inf has no gradient: without a softcap a target has its log-prob's."""
+    """Returns where a logit of -inf has no gradient; without a softcap a target has one."""
     banned = logits == -math.inf
     if transform.softcap is None:
         banned.scatter_(1, targets[:, None], False)
@@ -281,7 +281,7 @@ def test_logits_that_are_all_the_same(option, device):
 @pytest.mark.parametrize("offset", (0.0, -300.0))
 @pytest.mark.parametrize("option", TRANSFORMS)
 def test_a_target_of_minus_one_is_none_of_the_columns(option, offset, backend, device="cpu"):
-    """As in rows one column wider, whose last is the target and -inf."""
+    """A target of -1 equals a target in an additional column of -inf."""
     logits, targets, transform = tile(5, 2500, device, offset=offset, options=TRANSFORMS[option])
     targets[:3] = -1
     logits[2, 0] = -math.inf  # no column stands for it
@@ -392,7 +392,7 @@ def test_policy_loss_of_some_tokens(tokens, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("surrogate", ("clip", "delta", "cispo"))
 def test_a_ratio_that_overflows(surrogate, device):
-    """Its loss and gradient are those of a ratio of e^80, but where a bound holds finite."""
+    """Loss and gradient are those of a ratio of e^80, unless a bound keeps them finite."""
     inputs, logps, entropy = policy_inputs(200, device)
     inputs["old_logps"][::7] = -150.0
     inputs["advantages"] = inputs["advantages"].abs() if surrogate == "clip" else -1.0 * (

@@ -55,7 +55,7 @@ def some_of(rows, call, dtype=torch.float32, adapter=True, **options):
 
 
 def assert_same_bits(rows, call, of=N, chunk_bytes=None, **options):
-    """Those of the same rows, whether `of` all tokens or alone, these in chunks of such a size."""
+    """Compares rows computed with all tokens and rows computed alone, in chunks of a size."""
     all_of = some_of(range(of), call, **options)
     alone = some_of(rows, call, chunk_bytes=chunk_bytes, **options)
     for place, (part, expected) in enumerate(zip(alone, all_of, strict=True)):
@@ -133,7 +133,7 @@ def test_scored_and_trained_log_probs_are_equal(dtype, backend, monkeypatch):
 
 @pytest.mark.parametrize("call", ("loss", "logprobs"))
 def test_products_of_the_callers_own_have_one_shape(call):
-    """Of logits, and of the gradient of the states; their values are `test_pairs.py`'s."""
+    """Products of logits and of the states' gradient; `test_pairs.py` checks their values."""
     shapes = []
 
     def matmul(a, b):

@@ -102,7 +102,7 @@ def test_one_graph_is_refused_by_the_name_of_the_call(name):
 
 
 def test_under_the_optimizer_of_ddp(tmp_path, monkeypatch):
-    """It splits graphs where buckets of gradients end."""
+    """DDP's optimizer splits graphs where buckets of gradients end."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     try:

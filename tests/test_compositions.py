@@ -1,4 +1,4 @@
-"""What composes from public calls, as the docs show it, against the float64 reference."""
+"""Compositions of public calls, as the docs show them, against the float64 reference."""
 
 from collections.abc import Callable
 from dataclasses import replace

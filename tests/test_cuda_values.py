@@ -56,7 +56,7 @@ def test_values(case, dtype):
 
 @pytest.mark.parametrize("name", whole_calls.CASES)
 def test_values_of_whole_calls(name):
-    """Those with which a GPU's first day begins."""
+    """Whole calls that the GPU benchmarks check first."""
     row = whole_calls.compare(name, "cuda", large=V + 500, tokens=3)
     assert whole_calls.is_right(row, whole_calls.CASES[name][0]), row
 

@@ -14,7 +14,7 @@ V = 211
 
 
 def divergence(s, t, direction, beta):
-    """Of whole distributions, from log-probs."""
+    """Returns the divergence of full distributions from log-probs."""
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()
 
     def kl(p, q):
@@ -148,7 +148,7 @@ def test_ids_of_the_whole_softmax_have_a_tail(direction):
 @pytest.mark.parametrize("form", ("targets", "support"))
 @pytest.mark.parametrize("direction", DIVERGENCES)
 def test_ids_that_both_ban_have_no_part(direction, form):
-    """As if they were not among the ids, in value and gradient; also through the head."""
+    """Value and gradient are as without these ids; also through the head."""
     g = torch.Generator().manual_seed(4)
     s, t = torch.randn(2, 3, 5, generator=g, dtype=torch.float64).log_softmax(-1) - 0.5
     banned = torch.tensor([False, True, False, True, False])

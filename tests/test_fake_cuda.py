@@ -1,4 +1,4 @@
-"""What calls ask of a GPU, counted without one: reads, launches, compilations.
+"""Transfers, launches and compilations of calls, counted without a GPU.
 
 `tests/helpers/fake_cuda.py` counts.
 """
@@ -183,7 +183,7 @@ COMPILED_AT_RUN_TIME = {
 
 
 def count(call, *answers, **num_items):
-    """What a call and its backward ask of a GPU."""
+    """Returns counts of a call and its backward."""
     with CountedCUDA(*answers) as gpu:
         call(**num_items).backward()
     operations = {name.split(".")[0].removeprefix("special_") for name in gpu.launches}
@@ -221,7 +221,7 @@ def test_a_number_goes_with_a_launch(name, num_items):
 @pytest.mark.parametrize("num_items", ({}, {"num_items": 7}, {"num_items": 7.5}))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_reads(name, num_items):
-    """Of a capturable call, whose rows are all there, or of log-probs."""
+    """A capturable call, where every row is computed, and a loss of log-probs read nothing."""
     objective, names = OBJECTIVES[name]
     tensors = " ".join(("mask", *names))
     for call in (logps_loss(name), loss(tensors, objective=objective, capturable=True)):
@@ -254,7 +254,7 @@ def test_ranks_read_what_they_have_and_their_row_counts(two_ranks, chunks):
 
 @pytest.fixture(scope="module", params=(3, pytest.param(60, marks=pytest.mark.slow)))
 def keys(request):
-    """What kernels were compiled for, by all that is not a size, in batches of any size.
+    """Returns the compilation keys of each kernel over batches of random sizes.
 
     That is a kernel's options, the dtypes of its tensors, and the width of what entries are of.
     """

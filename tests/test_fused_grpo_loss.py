@@ -143,7 +143,7 @@ def test_no_mask_counts_every_token():
 
 
 def rows_multiplied(batch, options):
-    """How many rows of logits a call makes, and of how many it multiplies the gradient."""
+    """Returns the number of rows in the GEMMs of logits, and in those of gradients."""
     elements = {"logits": 0, "gradients": 0}
     V, H = batch.weight.shape
 

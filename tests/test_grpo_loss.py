@@ -99,7 +99,7 @@ def test_beside_a_cross_entropy(objective, backend):
     ids=str,
 )
 def test_who_takes_the_kernel(options, taken):
-    """It knows the clipped losses, cispo, and the plain estimators; the rest is its definition."""
+    """The kernel takes clipped losses, cispo and plain estimators; PyTorch runs the others."""
     calls = []
 
     def kernel(logps, entropy, **kwargs):

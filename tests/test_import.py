@@ -66,7 +66,11 @@ FIRST_WORDS = re.compile(
 )
 
 
-@pytest.mark.parametrize("folder", ("grpo_kernels", "benchmarks", "examples", "packaging"))
+FOLDERS = ("grpo_kernels", "benchmarks", "examples", "packaging")
+TEST_FOLDERS = ("tests/frameworks", "tests/peers", "tests/ptx", "tests/tools")
+
+
+@pytest.mark.parametrize("folder", (*FOLDERS, *TEST_FOLDERS))
 def test_docstrings_begin_with_a_verb_or_a_noun(folder):
     refused = []
     for path in sorted((ROOT / folder).rglob("*.py")):

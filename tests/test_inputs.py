@@ -288,7 +288,7 @@ def test_masked_targets_may_be_anything():
 
 
 def test_a_target_that_a_reference_bans():
-    """Its log-prob enters the KL; the exact KL looks at every id, and is infinite."""
+    """The target's log-prob enters the KL; the exact KL reads every id, and is infinite."""
     arguments = arguments_of("fused_grpo_loss", targets=torch.zeros(B, T).long())
     teacher = Reference(torch.randn(B, T, 2), LMHead(torch.randn(V, 2), BANS_0))
     message = r"reference\.head\.bias: expected no unmasked target to be banned"

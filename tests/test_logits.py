@@ -68,7 +68,7 @@ BANNED = 40
 @pytest.mark.parametrize("softcap", (None, 6.0), ids=("plain", "softcap"))
 @pytest.mark.parametrize("objective", ("old_logps", "entropy", "is_sequence_on_policy"))
 def test_a_bias_of_minus_infinity_bans_an_entry(objective, softcap, backend):
-    """It has no probability and no gradient: as if the head had no such row."""
+    """A banned entry has no probability and no gradient, as if the head lacked the row."""
     batch = make_batch()
     batch.targets = torch.where(batch.targets < BANNED, batch.targets + BANNED, batch.targets)
     batch.targets = batch.targets.masked_fill(~batch.mask, -100)

@@ -185,7 +185,7 @@ def widened(x):
 
 
 def exactly(head, call, dtype):
-    """What the reference takes of the options of a head and of a call, in float64."""
+    """Returns the options of a head and of a call that the reference takes, in float64."""
     head = {name: widened(x) for name, x in head.items() if name != "ranks"}
     call = {name: widened(x) for name, x in call.items()}
     if head.pop("logits_dtype", None):
@@ -272,7 +272,7 @@ def loss_call(function, args, batch, options, **_):
 
 
 def divergence_call(function, args, batch, options, *, base, **_):
-    """Of the truth the mean of its divergences, and what it says of each model's entropy."""
+    """Runs a distillation call; the reference's metrics are computed from its divergences."""
     mask, other = scored(batch).mask, options["reference"]
     how, count = {"kind": base, "beta": 0.3}, scored(batch).mask.sum()
     if "execution" in options:

@@ -102,7 +102,7 @@ def test_strips_of_logits_beside_gradients(budget, sizes, on_a_gpu):
 
 
 def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
-    """As many programs as fit the registers, and no second wave: 5 x 132 rows in tiles of 128."""
+    """A strip has one wave of programs: 5 x 132 rows in tiles of 128."""
     registers_of_a_multiprocessor, threads = 65_536, 32 * ROW_LAUNCH.num_warps
     assert registers_of_a_multiprocessor // (REGISTERS * threads) == SWEPT_ROWS_PER_SM
     assert gpu(on_a_gpu.device).multi_processor_count == 132
@@ -115,7 +115,7 @@ def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
 
 
 def test_buffers_have_two_sizes_whatever_the_mask_is(on_a_gpu):
-    """Of other sizes each, what the allocator is given back would not fit again."""
+    """With more sizes, memory freed to the allocator would not be reused."""
     positions, sizes = 16_384, set()
     for rows in range(100, positions, 300):
         active = torch.zeros(positions, dtype=torch.bool, device=on_a_gpu.device)

@@ -26,7 +26,7 @@ def test_gemms_on_a_cpu_take_float32():
 
 
 def test_a_bf16_weight_is_upcast_in_slices():
-    """Of 16 MiB on a CPU, whatever is asked for at once."""
+    """Slices have 16 MiB on a CPU, whatever the budget."""
     weight = torch.empty(1, dtype=torch.bfloat16).expand(3000, 2048)
     parts = list(slices_of(weight, torch.float32, len(weight)))
     assert [(c.start, c.stop) for c, _ in parts] == [(0, 2048), (2048, 3000)]
@@ -67,7 +67,7 @@ def test_rows_of_a_multiple_are_products_of_one_shape():
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_half_precision_products(option, dtype, monkeypatch):
-    """As a GPU works: two buffers, logits in strips of 5 rows, gradients of up to 50."""
+    """Two buffers as on a GPU: logits in strips of 5 rows, gradients of up to 50."""
     imitate(monkeypatch, dtype)
     config_options, options = OPTIONS[option]
     options = {**options, "config": config(**config_options), "chunk_bytes": 24 * 1003 * 5}

@@ -1,4 +1,4 @@
-"""Whether a sampler rounds its logits as the policy does, by its log-probs."""
+"""Check whether a sampler rounds its logits as the policy does."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_a_sampler_that_rounds(scored):
 
 
 def test_others(scored):
-    """One in float32, one that differs for another reason, and one that does not at all."""
+    """Samplers in float32, with a difference of another cause, and with none."""
     fp32, model, eager, mask = scored
     check = check_sampler(fp32 + 1e-5, fp32, model, mask)
     assert check.closer == "fp32" and "use logits_dtype='fp32'" in check.advice

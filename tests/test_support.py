@@ -35,7 +35,7 @@ def expect_equal(batch, support, options, *, tolerance=2e-5, **kwargs):
 
 
 def test_half_products(batch, monkeypatch):
-    """As on a GPU rows of logits and gradients are apart; with tokens that have no support."""
+    """Logits and gradients have separate buffers, as on a GPU; some tokens have no support."""
     imitate(monkeypatch, torch.bfloat16)
     batch = batch.to("cpu", torch.bfloat16)
     support = make_support(batch, without=0.1)
@@ -160,7 +160,7 @@ def test_metrics(batch):
 
 
 def test_sets_that_lack_their_target_may_be_emptied(batch):
-    """Their tokens are then scored over the whole vocabulary."""
+    """Tokens whose sets are emptied are scored over the full vocabulary."""
     ids, offsets = make_support(batch, without=0.1)
     targets, B, T = batch.targets.flatten().tolist(), *batch.mask.shape
     sets = [

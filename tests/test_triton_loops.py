@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of the kernels' loops: the interpreter, plain Python, cannot tell.
+"""Variables carried by Triton's loops, which the interpreter, plain Python, cannot check.
 
 A loop carries the names whose value differs, as a value, from what it was before the loop. If
 `b = a` stands before a loop that assigns both, one of them is not carried: after the loop it is

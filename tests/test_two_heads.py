@@ -287,7 +287,7 @@ def test_statistics(backend):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("softcap", [None, 25.0])
 def test_gradients_add_up(softcap, kind, backend):
-    """Those of log-prob, entropy, logsumexp and divergence, through every transform."""
+    """Gradients of log-prob, entropy, logsumexp and divergence add up, through every transform."""
     z, t = logits(0.5, V=803)
     T = torch.linspace(0.7, 1.3, 6)
     transforms = LogitTransform(1.2, softcap, T), LogitTransform(0.9, 40.0, 1.1)
@@ -454,7 +454,7 @@ def test_a_reference_has_no_gradient():
 
 
 def test_an_estimate_is_that_of_its_log_probs():
-    """What `reference` computes is what `ref_logps` would have been."""
+    """A loss with `reference` equals a loss with the reference model's log-probs as `ref_logps`."""
     batch, other = two_models()
     args, config = (batch.targets, batch.advantages, batch.mask), GRPOLossConfig(beta=0.2)
     logps = linear_logprobs(*other, batch.targets, batch.mask).logps

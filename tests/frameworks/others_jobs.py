@@ -1,4 +1,4 @@
-"""What the ranks of `test_others.py` run."""
+"""Jobs that the ranks of `test_others.py` run."""
 
 import sys
 from types import ModuleType
@@ -24,7 +24,7 @@ class Decoder(torch.nn.Module):
 
 
 def losses_of_torchtitan():
-    """Its DAPO loss in its wrapper, and the page's."""
+    """Runs torchtitan's DAPO loss in its wrapper, and the loss of the page."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     path = file_of("torchtitan", "experiments/rl/losses/dapo.py")

@@ -34,7 +34,7 @@ def fresh_manager():
 
 
 def validated(**changes):
-    """What axolotl makes of its YAML."""
+    """Returns axolotl's validated config."""
     config = DictDefault({**CONFIG, **changes})
     prepare_plugins(config)
     return validate_config(config)

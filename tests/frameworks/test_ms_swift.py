@@ -25,7 +25,7 @@ V, T = 301, 7
 
 @pytest.fixture
 def plugin():
-    """What `--external_plugins` does with a file; a worker of a data loader does it again."""
+    """Imports the plugin as `--external_plugins` does, and a second time, as a worker does."""
     for _ in range(2):
         module = import_external_file(str(PLUGIN))
     assert patch_liger.active()

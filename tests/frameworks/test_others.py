@@ -116,7 +116,7 @@ def test_openrlhf(modules):
 
 
 def test_skyrl(modules, tmp_path):
-    """Its function and ours on one rank."""
+    """SkyRL's function and ours agree on one rank."""
     path = file_of("skyrl", "backends/skyrl_train/distributed/megatron/model_utils.py")
     above = "skyrl.backends.skyrl_train.distributed.megatron"
     modules("megatron", "megatron.core", "megatron.core.parallel_state")

@@ -145,7 +145,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("kind", ("head", "tied", "qwen3_vl"))
 @pytest.mark.parametrize("strategy", ("fsdp", "fsdp2"))
 def test_sharded_weights(strategy, kind, dtype, ranks):
-    """Of ranks with tokens of their own, with the mean of their gradients."""
+    """Ranks with different tokens agree with verl, and their gradients are averaged."""
     if kind == "qwen3_vl" and dtype == torch.bfloat16:
         pytest.skip("FSDP2 fails where it delays the gradients of what no pixel reaches")
     tolerance = 1e-5 if dtype == torch.float32 else 0.25
@@ -153,7 +153,7 @@ def test_sharded_weights(strategy, kind, dtype, ranks):
 
 
 def errors(ranks, backend, kind, strategy, *options):
-    """Of log-probs, entropies and every gradient, beside verl's backend and whole weights."""
+    """Yields errors of log-probs, entropies and gradients against verl on unsharded weights."""
     for actual, theirs in zip(
         ranks(strategy, backend, kind, *options), ranks(None, "torch", kind), strict=True
     ):

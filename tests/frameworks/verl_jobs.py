@@ -1,4 +1,4 @@
-"""What the ranks of `test_verl.py` run."""
+"""Jobs that the ranks of `test_verl.py` run."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def model_of(tied=False, dtype=torch.float32):
 
 
 def qwen3_vl():
-    """Its head is not tied; verl's forward gathers it, and leaves each rank its own gradient."""
+    """Returns a Qwen3-VL with an untied head, which verl's forward gathers."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     text = {"vocab_size": V, "rope_parameters": rope, "head_dim": 8, "initializer_range": 0.3}

@@ -1,4 +1,4 @@
-"""What a fused head is compared with when it is attached, and what it refuses at a call."""
+"""Checks of a fused head: at attachment against the model's logits, and at each call."""
 
 from unittest.mock import MagicMock
 
@@ -88,7 +88,7 @@ def test_hooks_on_what_is_called_run(part, kind):
 
 
 def test_a_hook_on_the_body_runs():
-    """It is the way out: the gradient that reaches the body is that of the plain call."""
+    """A backward hook on the body, which scales a gradient, runs as in the plain call."""
     model, inputs, labels = with_head(family_model("qwen2"))
     model.model.norm.register_full_backward_pre_hook(lambda _, d_out: (0.1 * d_out[0],))
     logps, _, _ = expected(model, inputs, labels)
@@ -106,7 +106,7 @@ def test_a_forward_of_the_head_s_own_is_refused():
 
 
 def test_accelerates_hooks_on_the_head():
-    """They move states to where a layer is; weights that they load for a call alone are refused."""
+    """Hooks that move states to a layer's device run; weights loaded per call are refused."""
     from accelerate import cpu_offload
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 

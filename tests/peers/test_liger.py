@@ -191,7 +191,7 @@ def test_log_probs_win_over_states_of_the_reference():
 
 
 def test_verl_s_reductions():
-    """Its values are those of `linear_logprobs`; the ranks' tests have its gradients."""
+    """Reductions are those of the log-probs; the ranks' tests check gradients."""
     batch = make_batch()
     targets = batch.targets[batch.mask]
     args = (batch.hidden[batch.mask], batch.weight, targets, 0.8)

@@ -112,7 +112,7 @@ def trl_loss(cfg, batch, logps, entropy, num_items):
 
 
 def trl_lines(begin, end, trainer, **names):
-    """What lines of TRL's generation step make of names; it makes the loss's inputs on its way."""
+    """Runs lines of TRL's generation step, which make inputs of the loss, on names."""
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     start = source.rindex("\n", 0, source.index(begin)) + 1
     stop = source.rindex("\n", 0, source.index(end, start))

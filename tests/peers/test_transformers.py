@@ -129,7 +129,7 @@ def test_loss(objective):
 
 @pytest.mark.parametrize("kind", (int, float, torch.tensor))
 def test_the_parts_of_a_step_add_up(kind):
-    """By the number that transformers' Trainer hands to a forward that takes it."""
+    """Micro-batches' losses, divided by the Trainer's `num_items_in_batch`, sum to the batch's."""
     model, inputs, labels = with_head()
     advantages, items = torch.tensor([1.0, -0.5, 0.7]), int((labels[:, 1:] != -100).sum())
 
@@ -155,7 +155,7 @@ def test_a_config_that_asks_for_another_result(name):
 
 @pytest.mark.parametrize("loss_type", ("dapo", "grpo"))
 def test_a_trainer_of_transformers_accumulates(loss_type, tmp_path):
-    """It adds `num_items_in_batch` to each call, and does not divide by the accumulation steps."""
+    """The Trainer passes `num_items_in_batch` and does not divide by the accumulation steps."""
     weights = []
     for size in (4, 2):
         model, _, _ = with_head(family_model("qwen2"))
@@ -308,7 +308,7 @@ def test_gradient_checkpointing():
 
 
 def test_load_balancing_of_experts():
-    """Its loss is the model's own, whether arguments come by name or by position."""
+    """The auxiliary loss is the model's, whether arguments come by name or by position."""
     model = family_model("mixtral")
     inputs, labels = batch_of()
     plain = model(**inputs, labels=labels)
@@ -334,7 +334,7 @@ def test_accelerate_leaves_it_alone():
 
 
 def test_a_softcap_of_a_model_without_a_mask():
-    """Of xLSTM, at 30: small logits do not show it."""
+    """The softcap of xLSTM is 30: small logits do not show it."""
     config = transformers.xLSTMConfig(
         vocab_size=V, hidden_size=32, embedding_dim=32, num_hidden_layers=2, num_blocks=2,
         num_heads=2, chunk_size=16,

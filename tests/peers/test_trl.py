@@ -52,7 +52,7 @@ def sampler_s_mismatch(level):
 
 
 def a_tool_s_words(trainer, inputs):
-    """Which have a mask of their own, and other tokens an advantage each."""
+    """Masks out a tool's tokens, and gives the other tokens an advantage each."""
     spoken = torch.ones_like(inputs["completion_mask"])
     spoken[:, 2:4] = 0
     g = torch.Generator().manual_seed(1)
@@ -178,7 +178,7 @@ def test_a_loss_of_one_s_own_that_is_trls(name, tmp_path):
 
 
 def test_a_loss_of_one_s_own_that_is_another(tmp_path):
-    """Of sequences, in two passes: TRL trains the same by another option, and logs its own."""
+    """A sequence-level loss takes two passes, and equals TRL's option of sequence-level ratios."""
     loss = Clip(aggregation="grpo", ratio_level="sequence")
     losses, log, weights = trained(FusedGRPOTrainer, tmp_path / "mine", loss=loss, **TWICE)
     options = {"loss_type": "grpo", **TWICE}
@@ -331,7 +331,7 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path):
 
 @pytest.mark.parametrize("entry", ("subclass", "patch"))
 def test_a_trl_that_calls_no_name_of_ours_is_refused(entry, tmp_path):
-    """Its own loss and head would train, without a word."""
+    """Otherwise TRL's loss and head would train silently."""
 
     def construct():
         with patch_trl() if entry == "patch" else nullcontext():

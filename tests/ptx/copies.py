@@ -21,7 +21,7 @@ WORD = 4  # bytes
 
 
 class _Copy(NamedTuple):
-    """One instruction's copies that are still to be waited for, one per thread."""
+    """Pending copies of one instruction, one per thread."""
 
     instruction: Instruction
     address: np.ndarray  # of all threads
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
     values: np.ndarray  # [n, words]
 
     def of(self, some: np.ndarray) -> _Copy:
-        """Those of some of its threads."""
+        """Returns the copies of some of the threads."""
         parts = (x[some] for x in (self.lanes, self.groups, self.offsets, self.values))
         return _Copy(self.instruction, self.address, *parts)
 

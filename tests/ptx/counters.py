@@ -1,4 +1,4 @@
-"""What a profiler counts, per launch: instructions, memory in sectors, conflicts, divergence.
+"""Counters of a profiler, per launch: instructions, sectors, bank conflicts, divergence.
 
 Units are warps, as on a GPU: an instruction counts once per warp that executes it.
 """
@@ -31,7 +31,7 @@ def kind_of(opcode: str) -> str:
 
 @dataclass
 class Traffic:
-    """What loads, or stores, of one memory moved."""
+    """Traffic of the loads, or of the stores, of one memory."""
 
     requests: int = 0  # of warps
     requested: int = 0  # bytes, each once per request
@@ -52,7 +52,7 @@ class Traffic:
 
 @dataclass
 class Counts:
-    """What launches did."""
+    """Counters of some launches."""
 
     programs: int = 0
     instructions: Counter[str] = field(default_factory=Counter)  # by kind
@@ -103,7 +103,7 @@ def _by_warp(lanes: np.ndarray, addresses: np.ndarray) -> np.ndarray:
 
 
 def _distinct(x: np.ndarray) -> int:
-    """How many different values the rows have, added up over the rows."""
+    """Returns the number of distinct values per row, summed over the rows."""
     x = np.sort(x, axis=1)
     return len(x) + int((x[:, 1:] != x[:, :-1]).sum())
 

@@ -1,4 +1,4 @@
-"""What Triton asks of a driver, answered without a GPU: it compiles as ever, we run the PTX."""
+"""Triton driver without a GPU: Triton compiles as always, and the emulator runs the PTX."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SanitizerError(AssertionError):
 
 @dataclass
 class Settings:
-    """What launches are checked for, and what they have been so far."""
+    """Checks that launches run under, and statistics of the launches so far."""
 
     races: bool = True
     strict_warps: bool = False  # see `races`
@@ -168,7 +168,7 @@ def _ptx_only(
 
 
 def _loads_without_other(ttir: str) -> list[str]:
-    """Where loads have a mask and nothing for the masked elements."""
+    """Returns the source lines of masked loads without an `other` value."""
     places = dict(re.findall(r'^#(loc\d*) = loc\("([^"]*":\d+):\d+\)', ttir, re.M))
     named = re.findall(r'^#(loc\d*) = loc\((?:"[^"]*"\(|callsite\()#(loc\d*)', ttir, re.M)
     inner = dict(named)

@@ -133,7 +133,7 @@ class Machine:
         return np.ones(len(self.lanes), bool) if self.mask is None else self.mask
 
     def _pick(self) -> None:
-        """Of the threads whose turn it is, those furthest behind go on."""
+        """Picks the threads that run next: of those whose turn it is, the furthest behind."""
         ready = (self.pcs < END) & ~self.blocked
         while not ready.any():
             self.pc = END
@@ -207,7 +207,7 @@ class Machine:
     # For instructions
 
     def junk(self, register: str) -> np.ndarray:
-        """What a register holds that nothing was written to."""
+        """Returns the content of a register that nothing was written to."""
         return self._junk[self.program.registers[register.rstrip("0123456789")]]
 
     def spread(self, values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
@@ -255,7 +255,7 @@ class Machine:
     def shared_offsets(
         self, i: Instruction, where: np.ndarray, lanes: np.ndarray, size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where accesses are among the shared memory of all blocks, and which of them cannot be."""
+        """Returns offsets into all blocks' shared memory, and which accesses are invalid."""
         held = self.shared_bytes
         bad = (where + np.uint64(size) > held) | (where % np.uint64(size) != 0)
         if bad.any():

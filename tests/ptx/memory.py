@@ -25,7 +25,7 @@ _JUNK = 0xDBDB_DBDB_DBDB_DBDB  # what a load returns that faults
 
 @dataclass
 class Finding:
-    """One kind of fault of one instruction."""
+    """Fault of one kind at one instruction."""
 
     kind: str
     kernel: str

@@ -1,4 +1,4 @@
-"""What the instructions of arithmetic compute, on numpy arrays with one element per thread.
+"""Arithmetic instructions on numpy arrays with one element per thread.
 
 `FORMS` is all that is understood; anything else is refused by name. Floating point is as IEEE 754
 has it, subnormal numbers included but for `.ftz`; a product and a sum that PTX leaves apart are
@@ -207,7 +207,7 @@ class Operation(NamedTuple):
 
 
 def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
-    """What an opcode with so many operands computes.
+    """Returns the operation of an opcode.
 
     Args:
         opcode: with all its modifiers.
@@ -299,7 +299,7 @@ def _on_pairs(compute: Compute) -> Compute:
 
 
 def _off(base: str, exact: Compute, error: float) -> Compute:
-    """As far from the exact result as the bound allows; what the manual lists is exact."""
+    """Moves results as far off as the bound allows; cases that the manual lists stay exact."""
 
     def approximate(*xs: np.ndarray) -> np.ndarray:
         x = exact(*xs)

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def marked_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch allocates without filling it holds bits that a load recognises."""
+    """Memory that torch allocates without filling it holds a pattern that loads recognise."""
     if "poisoned_memory" in request.fixturenames:
         request.getfixturevalue("poisoned_memory")
     mark_allocations(monkeypatch.setattr)

@@ -1,4 +1,4 @@
-"""Who wrote and read each element last, and which of these accesses nothing puts in order.
+"""Race detection: last writer and reader of each element, and accesses that nothing orders.
 
 Two accesses race if one of them writes and nothing orders their threads: those of different blocks
 are never ordered, warps of a block by a barrier between the two, threads of a warp by the order of
@@ -85,7 +85,7 @@ class History:
         yield "race: written at once", clash if raw is None else clash & (raw[last] != raw)
 
     def describe(self, unit: int) -> str:
-        """Who wrote and read an element last, in words."""
+        """Describes the last writer and reader of an element."""
         return f"writer {self._name(self.writer[unit])}, reader {self._name(self.reader[unit])}"
 
     def _name(self, actor: int) -> str:

@@ -79,7 +79,7 @@ def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, error: float = 0.0) -> 
 
 
 def _cut_sum(addends: np.ndarray) -> np.ndarray:
-    """Their sum over axis 2, in float32, with the bits cut that are far below the largest."""
+    """Sums over axis 2 in float32, cutting bits that are far below the largest addend's."""
     plain = addends.astype(np.float64).sum(2)
     largest = np.abs(addends).max(2)
     _, exponent = np.frexp(np.where(np.isfinite(largest), largest, 1.0))

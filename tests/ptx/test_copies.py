@@ -24,7 +24,7 @@ def run(*lines):
 
 
 def rows(x):
-    """What each thread copies, `[N, 4]`."""
+    """Returns the four words that each thread copies, `[N, 4]`."""
     by_warp = x.reshape(-1, 8, 4)  # 16 bytes each
     return by_warp[np.arange(N) // 32, LANES % 8]
 

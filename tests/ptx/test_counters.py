@@ -1,4 +1,4 @@
-"""What is counted, in kernels of which it is known: sectors, conflicts, barriers, divergence."""
+"""Counters of kernels whose sectors, conflicts, barriers and divergence are known."""
 
 import numpy as np
 import pytest

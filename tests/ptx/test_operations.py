@@ -111,7 +111,7 @@ def wrapped(x, kind):
 
 
 def exact_float(base, xs):
-    """What IEEE 754 has for a few operands; None where it is no number that is rounded."""
+    """Returns the exact result of a float operation; None where no finite number is rounded."""
     if not all(math.isfinite(x) for x in xs):
         return None
     a, *rest = map(as_fraction, xs)
@@ -194,7 +194,7 @@ def test_arithmetic(opcode):
 
 
 def oracle(base, mods, result, kinds, xs):
-    """What the instruction gives for operands; None where that is left open."""
+    """Returns the expected result of an instruction; None where the manual leaves it open."""
     kind, ftz = kinds[-1], "ftz" in mods
     is_float = kinds[0][0] == "f" or kinds[0] == "bf16"
     if ftz:

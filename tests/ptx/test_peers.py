@@ -38,7 +38,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 def liger_loss(logits, **options):
-    """Their loss of the batch, of other logits."""
+    """Returns Liger's loss of the batch at these logits."""
     kernels = pytest.importorskip("liger_kernel.transformers.grpo_loss")
     _, ids, mask, old, ref, A = batch()
     args = (ids, A, mask.float(), TEMPERATURE)
@@ -110,7 +110,7 @@ def test_liger_grpo_is_ours(path, inplace):
 
 @pytest.mark.parametrize("level", ("token", "sequence"))
 def test_liger_luspo(level):
-    """Its loss is a mean of loss times length (grpo_loss.py:597); TRL's and ours sums over tokens.
+    """Liger averages loss times length (grpo_loss.py:597); TRL's loss and ours sum over tokens.
 
     The gradient of the loss has one column (928), of which the kernel reads T (474): at the token
     level what lies behind. At the sequence level it is multiplied by the mask before.
@@ -130,10 +130,10 @@ def test_liger_luspo(level):
 
 
 def test_liger_delta_within_the_clip_range():
-    """Where delta < ratio < 1 + eps_high and A < 0 the clipped term is the lesser, and trains.
+    """The clipped term has a gradient where delta < ratio < 1 + eps_high and A < 0.
 
-    Their backward has no gradient there (grpo_loss.py:497, at the sequence level 397); TRL's and
-    ours has.
+    Liger's backward has none there (grpo_loss.py:497, at the sequence level 397); TRL's and ours
+    do.
     """
     logits, ids, mask, old, _, A = batch()
     leaves = [logits.clone().requires_grad_(), logits.clone().requires_grad_()]

@@ -127,7 +127,7 @@ def tokens_of(rank: int, dtype: torch.dtype):
 
 
 def gradient_of_head(kind: str, dtype: torch.dtype) -> tuple[list[tuple[str, int]], torch.Tensor]:
-    """What the ranks move for a call in five chunks, by name and bytes, and the whole gradient."""
+    """Returns collectives of a call in five chunks, by name and bytes, and the full gradient."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

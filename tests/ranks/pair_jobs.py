@@ -10,7 +10,7 @@ UNEVEN = (0, 100, pairs.V)
 
 
 def taken(pair: tuple[str, str], call: str) -> bool:
-    """Whether a pair is of several ranks, and not one of the many that the interpreter makes slow.
+    """Selects pairs for several ranks, without the many that the interpreter makes slow.
 
     With Triton's kernels there is each option of the head, in the call that makes gradients in the
     same sweep; what becomes of their sums is the same for both backends.

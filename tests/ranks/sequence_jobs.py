@@ -91,7 +91,7 @@ DTYPES = (
 
 
 def gathered(sizes):
-    """What comes of every dtype, of parts of these sizes, `[3, T_r]` and `[T_r]`."""
+    """Gathers parts of these sizes, `[3, T_r]` and `[T_r]`, in every dtype."""
     pairs = []
     for dtype in DTYPES:
         for shape in ((3, sizes[dist.get_rank()]), (sizes[dist.get_rank()],)):

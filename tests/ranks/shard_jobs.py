@@ -164,7 +164,7 @@ def sizes(all_cuts) -> list[int]:
 
 
 def raises_alone() -> str:
-    """What the other rank says when one has left."""
+    """Returns the other rank's error when one rank has left."""
     batch, rows = make_batch(), rows_of((0, 500, 1003))
     group = dist.new_group(timeout=timedelta(seconds=3))
     if dist.get_rank():

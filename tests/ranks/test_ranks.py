@@ -1,4 +1,4 @@
-"""What the ranks of the other tests do where a job goes wrong."""
+"""Failures of a job on ranks."""
 
 import os
 import signal

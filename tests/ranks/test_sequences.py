@@ -29,7 +29,7 @@ def joined(results, dim=1):
 
 @CUTS
 def test_losses(ranks, cuts):
-    """Of the objectives each that looks at its neighbours in another way."""
+    """Each objective that reads neighbouring tokens in a different way."""
     names = ("on_policy", "everything", "gspo", "vespo", "top_entropy_bonus", "is_sequence_mask")
     cases = [objective_options(name) for name in names]
     cases += [

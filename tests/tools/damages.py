@@ -1,4 +1,4 @@
-"""One-line damages to the sources that tests must see, one per kind of fault: for `mutants.py`.
+"""Damages of one line to the sources, one per kind of fault, that `mutants.py` applies.
 
 Paths are below `grpo_kernels/`; `old` stands there exactly once. `tests` are the modules that look
 at it most, which run first; damages that only several ranks show name modules in `tests/ranks/`.

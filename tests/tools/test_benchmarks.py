@@ -135,7 +135,7 @@ def test_a_step_that_finds_its_memory_anew_is_taken_again(monkeypatch):
 
 
 def test_what_is_known_is_saved_after_every_round(tmp_path, one_process, monkeypatch):
-    """Of a run that is ended, all but the round that was under way is on the disk."""
+    """A run that is killed loses only the round under way."""
     calls = []
 
     def interrupted(w):
@@ -293,7 +293,7 @@ def test_the_suite_tells_time_memory_and_floor(tmp_path):
 
 
 def test_the_suite_times_nothing_that_is_wrong(tmp_path):
-    """One contender has the wrong sign beside float64, one another gradient in a whole step."""
+    """A wrong sign shows against float64, another gradient in a full step."""
     (tmp_path / "damages.py").write_text("""
 from dataclasses import replace
 from pathlib import Path

@@ -37,7 +37,7 @@ def run(code, *args, fails=False):
 
 
 def test_table(tmp_path):
-    """One configuration of each kernel; all of them are what `make compile-report` is for."""
+    """Compiles one configuration per kernel; `make compile-report` compiles all."""
     out = tmp_path / "compile.md"
     result = run("", "--arch", "sm_80", "gfx942", "--markdown", str(out))
     # Aligned, unaligned, and with one of two strides of any size; of the policy loss nothing is

@@ -66,7 +66,7 @@ ABSENT = "trl (FusedGRPOTrainer, patch_trl): pip install 'trl>=1.8'"
     ids=lambda x: next(iter(x)),
 )
 def test_versions(versions, expected, monkeypatch, capsys):
-    """Of a machine that has one package."""
+    """Machines with one package installed."""
 
     def version(name):
         if name not in versions:

@@ -48,7 +48,7 @@ class Structure(HTMLParser):
 
 
 def structure_of_report(folder, text):
-    """That of a run in whose every text this one stands."""
+    """Returns the structure of the report of a run whose every text is this one."""
     accuracy = {"problems": 3, "accuracy": 0.5, "low": 0.1, "high": 0.9}
     shown = {"prompt": text, "completion": text, "answer": text, "ended": True, "advantage": 0.0}
     for name, row in (
