@@ -58,8 +58,8 @@ PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fus
 STRIPS = (512, 640, 660, 768, 1024)
 LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # of the sweep: columns, warps
 TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
-OF_OURS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
-MODELLED = gpu_costs.METHODS | OF_OURS
+OURS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
+MODELLED = gpu_costs.METHODS | OURS
 
 Row = dict[str, Any]
 Rows = Iterator[Row]

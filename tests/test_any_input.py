@@ -17,10 +17,10 @@ from tests.helpers.batches import make_batch, packed
 from tests.helpers.flat_calls import EXECUTION_FIELDS, HEAD_FIELDS
 from tests.helpers.supports import make_support
 
-OF_HEAD = {"weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
+HEAD_ARGS = {"weight", *HEAD_FIELDS, *EXECUTION_FIELDS}
 CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss", "selective_log_softmax")
 TAKES = {name: {*inspect.signature(getattr(grpo_kernels, name)).parameters} for name in CALLS}
-TAKES = {name: taken | (OF_HEAD if "head" in taken else set()) for name, taken in TAKES.items()}
+TAKES = {name: taken | (HEAD_ARGS if "head" in taken else set()) for name, taken in TAKES.items()}
 REFUSED = re.compile(rf"({'|'.join(sorted(set.union(*TAKES.values())))})\b.*: ")
 # What a call may be given beside what it needs, made of the batch.
 OPTIONAL = {

@@ -25,12 +25,12 @@ from tests.helpers.quantised import Quantised
 
 B, T, H, V = 2, 3, 4, 7
 NAN, INF = float("nan"), float("inf")
-OF_HEAD = {"hidden", "weight", *HEAD_FIELDS}
+HEAD_ARGS = {"hidden", "weight", *HEAD_FIELDS}
 CALLS = {
-    "fused_grpo_loss": OF_HEAD | {*EXECUTION_FIELDS},
-    "linear_logprobs": OF_HEAD | {*EXECUTION_FIELDS},
+    "fused_grpo_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
+    "linear_logprobs": HEAD_ARGS | {*EXECUTION_FIELDS},
     "grpo_loss": {"packed"},
-    "fused_distillation_loss": OF_HEAD | {*EXECUTION_FIELDS},
+    "fused_distillation_loss": HEAD_ARGS | {*EXECUTION_FIELDS},
 }
 CALLS = {
     name: known | {*inspect.signature(getattr(grpo_kernels, name)).parameters, "packed"}
@@ -354,19 +354,19 @@ def test_num_items(call, capturable):
 
 
 LOGPS = torch.full((B, T), -1.0)
-OF_SETS = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
-OF_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
+SUPPORT = Support(torch.zeros(B * T, dtype=torch.int32), torch.arange(B * T + 1))
+WITH_REFERENCE = {"reference": Reference(torch.randn(B, T, 2), torch.randn(V, 2))}
 # Arguments of every public call; with a name after "#", others of the same one.
 GOOD = {
     "fused_grpo_loss": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
         "targets": torch.zeros(B, T, dtype=torch.long), "mask": torch.ones(B, T), "num_items": 3,
         **dict.fromkeys(("old_logps", "ref_logps", "sampling_logps", "ce_weights"), LOGPS),
-        "support": OF_SETS,
+        "support": SUPPORT,
     },
     "fused_grpo_loss#reference": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
-        "targets": torch.zeros(B, T, dtype=torch.long), **OF_REFERENCE,
+        "targets": torch.zeros(B, T, dtype=torch.long), **WITH_REFERENCE,
     },
     "fused_grpo_loss#packed": {
         "hidden": torch.randn(B * T, H), "head": torch.randn(V, H), "advantages": torch.ones(B),
@@ -374,14 +374,14 @@ GOOD = {
     },
     "fused_distillation_loss": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "num_items": 3, **OF_REFERENCE,
+        "num_items": 3, **WITH_REFERENCE,
     },
     "linear_logprobs": {
         "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "mask": torch.ones(B, T),
-        "targets": torch.zeros(B, T, dtype=torch.long), "support": OF_SETS,
+        "targets": torch.zeros(B, T, dtype=torch.long), "support": SUPPORT,
     },
     "linear_logprobs#entries": {
-        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": OF_SETS,
+        "hidden": torch.randn(B, T, H), "head": torch.randn(V, H), "support": SUPPORT,
         "targets": None, "entries": True,
     },
     "grpo_loss": {

@@ -34,8 +34,8 @@ CHUNK = 4 * V * 7  # seven rows of logits
 # On few tokens the rounding of X and of dH to bfloat16 scatters around 2.4e-3 on a GPU.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 2.5e-3}
 HALF = (torch.bfloat16, torch.float16)
-OF_VOCABULARY = ("weight", "bias", "lora_b")
-OF_SOFTMAX = ("bias", "logit_scale", "softcap", "temperature")
+VOCABULARY_FIELDS = ("weight", "bias", "lora_b")
+SOFTMAX_OPTIONS = ("bias", "logit_scale", "softcap", "temperature")
 
 
 def own_matmul(a, b):
@@ -67,7 +67,7 @@ def reference_of(batch):
 
 
 # Values of each field, by the field's name and what it is here: functions of the batch.
-OF_HEAD = {
+HEAD_OPTIONS = {
     "bias": {"bias": lambda b: b.bias},
     "low_rank": {"low_rank": lambda b: (b.hidden[..., :R] / 4, b.weight[:, -R:] / 4)},
     "logit_scale": {"logit_scale": lambda b: 0.75},
@@ -76,7 +76,7 @@ OF_HEAD = {
     "logits_dtype": {"logits_dtype": lambda b: "model"},
     "ranks": {"ranks": lambda b: VocabRanks(dist.group.WORLD)},
 }
-OF_EXECUTION = {
+EXECUTION_OPTIONS = {
     "backend": {"triton": lambda b: "triton"},
     "chunk_bytes": {"chunk_bytes": lambda b: CHUNK},
     "batch_invariant": {"batch_invariant": lambda b: True},
@@ -84,7 +84,7 @@ OF_EXECUTION = {
     "capturable": {"capturable": lambda b: True},
     "keep_gradients": {"made_again": lambda b: False},
 }
-OF_CALL = {
+CALL_OPTIONS = {
     "old_logps": {"old_logps": lambda b: b.old_logps},
     "ref_logps": {"ref_logps": lambda b: b.ref_logps},
     "sampling_logps": {"sampling_logps": lambda b: b.sampling_logps},
@@ -100,9 +100,10 @@ OF_CALL = {
     },
     "cu_seqlens": {"packed": lambda b: b.cu_seqlens},
 }
+TABLES = {"head": HEAD_OPTIONS, "execution": EXECUTION_OPTIONS, "call": CALL_OPTIONS}
 NAMED = {
     name: (where, field, value)
-    for where, table in (("head", OF_HEAD), ("execution", OF_EXECUTION), ("call", OF_CALL))
+    for where, table in TABLES.items()
     for field, values in table.items()
     for name, value in values.items()
 }
@@ -136,9 +137,9 @@ def refusals(names, call):
 def test_every_option_is_here():
     parameters = inspect.signature(grpo_kernels.fused_grpo_loss).parameters
     positional = {"hidden", "head", "targets", "advantages", "mask", "execution"}
-    assert set(OF_HEAD) == {field.name for field in fields(LMHead)} - {"weight"}
-    assert set(OF_EXECUTION) == {field.name for field in fields(Execution)}
-    assert set(OF_CALL) == set(parameters) - positional
+    assert set(HEAD_OPTIONS) == {field.name for field in fields(LMHead)} - {"weight"}
+    assert set(EXECUTION_OPTIONS) == {field.name for field in fields(Execution)}
+    assert set(CALL_OPTIONS) == set(parameters) - positional
     assert all(name in NAMED for pair in REFUSED for name in pair)
 
 
@@ -152,7 +153,7 @@ def batch_of(names, dtype=torch.float32, **sizes):
         hidden = (batch.hidden.float() * 16).round().clamp(-64, 64) / 16
         batch = replace(batch, hidden=hidden.to(dtype))
     if "support" in names:
-        options = {name: NAMED[name] for name in names if NAMED[name][1] in OF_SOFTMAX}
+        options = {name: NAMED[name] for name in names if NAMED[name][1] in SOFTMAX_OPTIONS}
         options = {field: value(batch) for _, field, value in options.values()}
         batch = with_logps_of(batch, kept_set(batch), **options)
     return packed(batch) if {"packed", "per_sequence"} & set(names) else batch
@@ -213,7 +214,7 @@ def leaves_of(batch, head, frozen, *, truth, rows, device):
     leaves |= {"bias": head["bias"]} if "bias" in head else {}
     leaves |= dict(zip(("a_out", "lora_b"), head.get("low_rank", ()), strict=False))
     for name, x in leaves.items():
-        leaf = x[rows] if rows is not None and name in OF_VOCABULARY else x
+        leaf = x[rows] if rows is not None and name in VOCABULARY_FIELDS else x
         leaf = leaf.detach().double() if truth else leaf.detach().clone().to(device)
         leaves[name] = leaf.requires_grad_(name not in frozen)
     return leaves
@@ -350,19 +351,19 @@ def compare(actual, expected, dtype, call, device="cpu", floor=0.0):
 
 
 PAIRS = [x for x in itertools.combinations(NAMED, 2) if NAMED[x[0]][:2] != NAMED[x[1]][:2]]
-OF_LOSS = set(itertools.chain.from_iterable(OF_CALL.values())) - {"support"}
-PAIRS_OF_HEAD = [pair for pair in PAIRS if not OF_LOSS & set(pair)]
-PAIRS_OF_HEADS = [pair for pair in PAIRS_OF_HEAD if "support" not in pair]
+LOSS_OPTIONS = set(itertools.chain.from_iterable(CALL_OPTIONS.values())) - {"support"}
+HEAD_PAIRS = [pair for pair in PAIRS if not LOSS_OPTIONS & set(pair)]
+TWO_HEAD_PAIRS = [pair for pair in HEAD_PAIRS if "support" not in pair]
 # The calls, the pairs that they take, and of how many one is in the fast tier.
 CALLS = {
     "loss": (PAIRS, 1),
-    "logps": (PAIRS_OF_HEAD, 3),
-    "targets": (PAIRS_OF_HEAD, 3),
-    "entries": (PAIRS_OF_HEADS, 3),
-    "frozen logps": (PAIRS_OF_HEAD, 3),
+    "logps": (HEAD_PAIRS, 3),
+    "targets": (HEAD_PAIRS, 3),
+    "entries": (TWO_HEAD_PAIRS, 3),
+    "frozen logps": (HEAD_PAIRS, 3),
     "frozen loss": (PAIRS, 9),
-    **{kind: (PAIRS_OF_HEADS, 7) for kind in KINDS},
-    "frozen reverse": (PAIRS_OF_HEADS, 20),
+    **{kind: (TWO_HEAD_PAIRS, 7) for kind in KINDS},
+    "frozen reverse": (TWO_HEAD_PAIRS, 20),
 }
 
 

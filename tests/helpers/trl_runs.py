@@ -60,7 +60,7 @@ def folder_of(family):
 
 
 # Options of `trained` for the trainer, not for its configuration.
-_OF_THE_TRAINER = (
+_TRAINER_OPTIONS = (
     "peft_config", "execution", "logits_dtype", "replay_support", "loss", "exact_kl"
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ def trained(
 
     The model is the one of the family, or that of the folder `stored`.
     """
-    kwargs = {k: options.pop(k) for k in _OF_THE_TRAINER if k in options}
+    kwargs = {k: options.pop(k) for k in _TRAINER_OPTIONS if k in options}
     losses = []
 
     class Watched(trainer_class):

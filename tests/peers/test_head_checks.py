@@ -170,7 +170,7 @@ def test_autocast_inside_a_wrapped_forward_is_known():
 
 
 _, L = batch_of()
-OF_SEQUENCES = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
+SEQUENCE_LOSS = Objective(torch.ones(3), config=GRPOLossConfig(loss_type="grpo"))
 # (arguments of the call, the error)
 NOT_CALLED = (
     ({"labels": None}, "labels: expected token ids .* got neither"),
@@ -183,13 +183,13 @@ NOT_CALLED = (
     ({"use_cache": True}, "use_cache: expected none"),
     *(({name: transformers.DynamicCache()}, f"{name}: expected none")
       for name in ("past_key_values", "cache", "by_another_name")),
-    ({"num_items_in_batch": torch.tensor(9), "fused_head": OF_SEQUENCES},
+    ({"num_items_in_batch": torch.tensor(9), "fused_head": SEQUENCE_LOSS},
      "num_items_in_batch: expected None with the 'grpo' aggregation, which divides by sequences"),
     ({"num_items_in_batch": torch.ones(2), "fused_head": Objective(torch.ones(3))},
      "num_items: expected a 0-d tensor"),
-    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": OF_SEQUENCES},
+    ({"cu_seq_lens_q": torch.tensor([0, 4, 11]), "fused_head": SEQUENCE_LOSS},
      "cu_seq_lens_q: expected None with loss_type='grpo' and these options, which tell sequences"),
-    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": OF_SEQUENCES}, "seq_idx: expected None"),
+    ({"seq_idx": torch.zeros(3, 11).int(), "fused_head": SEQUENCE_LOSS}, "seq_idx: expected None"),
     ({"num_items_in_batch": 9}, "num_items_in_batch: expected None without advantages"),
     ({"output_hidden_states": True}, "output_hidden_states: expected False, or None, as a fused"),
     ({"output_attentions": True}, "output_attentions: expected False"),

@@ -401,24 +401,24 @@ REFUSED = {
     **({"another head": ({"use_liger_kernel": True}, "use_liger_kernel: expected False")}
        if ASKS_FOR_LOGITS else {}),
 }  # fmt: skip
-OF_HEAD = {
+HEAD_REFUSED = {
     "execution": ({"execution": "torch"}, "execution: expected an Execution; got 'torch'"),
     "logits_dtype": ({"logits_dtype": "bf16"}, "logits_dtype: expected 'fp32' or 'model'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED | OF_HEAD)
+@pytest.mark.parametrize("case", REFUSED | HEAD_REFUSED)
 def test_what_is_refused(case, tmp_path):
-    options, message = (REFUSED | OF_HEAD)[case]
+    options, message = (REFUSED | HEAD_REFUSED)[case]
     with pytest.raises((TypeError, ValueError), match=message):
         trained(FusedGRPOTrainer, tmp_path, **options)
-    if case in OF_HEAD:
+    if case in HEAD_REFUSED:
         with pytest.raises((TypeError, ValueError), match=message):
             patch_trl(**options)
 
 
 # What `_compute_loss` reads beside the options of a loss; all but the first are TRL's to act on.
-NOT_OF_A_LOSS = {
+NO_LOSS_OPTIONS = {
     "beta", "use_bias_correction_kl", "max_completion_length", "entropy_coef", "entropy_coef_delta",
     "entropy_coef_max", "entropy_coef_min", "entropy_target", "use_adaptive_entropy",
     "router_aux_loss_coef", "steps_per_generation", "use_vllm",
@@ -430,7 +430,7 @@ def test_options_that_a_loss_of_one_s_own_leaves_out_are_refused():
     defaults = {option.name: option.default for option in fields(GRPOConfig)}
     source = inspect.getsource(GRPOTrainer._compute_loss)
     read = {name for name in defaults if re.search(rf"self\.(args\.)?{name}\b", source)}
-    assert read - NOT_OF_A_LOSS <= OF_TRLS_LOSS.keys()
+    assert read - NO_LOSS_OPTIONS <= OF_TRLS_LOSS.keys()
     assert {"epsilon", "delta", "loss_type", "sapo_temperature_neg"} <= OF_TRLS_LOSS.keys()
     for name in OF_TRLS_LOSS:
         args = SimpleNamespace(**{x: defaults[x] for x in OF_TRLS_LOSS})

@@ -38,8 +38,8 @@ OTHERS = {
     "bar.sync", "barrier.sync", "bar.warp.sync", "bra", "bra.uni", "ret", "exit", "trap",
     "call.uni", "call", "cvta.global.u64", "cvta.to.global.u64",
 }  # fmt: skip
-# Of which no thread may be left out by a guard.
-_OF_ALL_THREADS = ("bar", "barrier", "redux", "ldmatrix", "stmatrix", "mma")
+# A guard may leave no thread of a warp out of these.
+_WHOLE_WARP = ("bar", "barrier", "redux", "ldmatrix", "stmatrix", "mma")
 _U64 = np.uint64
 _SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
 
@@ -155,7 +155,7 @@ class Decoder:
 
     def _decode(self, i: Instruction) -> Step:
         base, *mods = i.op.split(".")
-        if not is_known(i.op) or (i.guard and base in _OF_ALL_THREADS):
+        if not is_known(i.op) or (i.guard and base in _WHOLE_WARP):
             raise NotImplementedError(f"{i.op}, in {i} at {i.place}")
         if base == "mov" and any(text.startswith("{") for text in i.operands):
             return self._packed(i, mods[-1])

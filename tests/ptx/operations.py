@@ -52,11 +52,11 @@ FORMS = {
     "xor": "b16 b32 b64 pred",
 }
 OPCODES = {f"{base}.{form}" for base, forms in FORMS.items() for form in forms.split()}
-_OF_NUMBERS = "eq ne lt le gt ge"
+_ORDERED = "eq ne lt le gt ge"
 COMPARISONS = {
     f"setp.{name}.{kind}"
     for names, kinds in (
-        (_OF_NUMBERS, "s16 s32 s64 u16 u32 u64 f32 f64 f16 bf16"),
+        (_ORDERED, "s16 s32 s64 u16 u32 u64 f32 f64 f16 bf16"),
         ("eq ne", "b16 b32 b64"),
         ("equ neu ltu leu gtu geu num nan", "f32 f64"),
     )

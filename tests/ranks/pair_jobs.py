@@ -49,7 +49,7 @@ def wrong(cases, cuts) -> list[str]:
             if not torch.equal(first, value):
                 problems.append(f"{names}, {objective}: other bits than on the first rank")
         rank_grads = {k: x[rows] for k, x in expected.gradients.items()
-                   if k in pairs.OF_VOCABULARY and x is not None}  # fmt: skip
+                   if k in pairs.VOCABULARY_FIELDS and x is not None}  # fmt: skip
         expected.gradients |= rank_grads
         try:
             # A rank with one column may have a gradient of 0 there.

@@ -21,8 +21,8 @@ from grpo_kernels.integrations.verl import linear_cross_entropy
 from tests.helpers import flat_calls
 from tests.helpers.batches import config, make_batch, run_fused
 
-OF_RANKS = ("layout", "starts")
-OF_VOCABULARY = ("weight", "bias", "b")
+RANK_OPTIONS = ("layout", "starts")
+VOCABULARY_FIELDS = ("weight", "bias", "b")
 
 
 class Traffic(TorchDispatchMode):
@@ -44,7 +44,7 @@ def on_rank(options: dict[str, Any]) -> dict[str, Any]:
     """A call's options, with the `VocabRanks` of this rank."""
     starts, layout = options.get("starts"), options.get("layout", "replicated")
     start = None if starts is None else starts[dist.get_rank()]
-    rest = {name: x for name, x in options.items() if name not in OF_RANKS}
+    rest = {name: x for name, x in options.items() if name not in RANK_OPTIONS}
     return {**rest, "ranks": VocabRanks(dist.group.WORLD, start, layout)}
 
 
@@ -92,12 +92,12 @@ def scores(cuts, options: dict[str, Any], exact: bool = False) -> dict[str, torc
     }  # fmt: skip
     dtype = torch.float64 if exact else torch.float32
     for name, x in head.items():
-        if name in OF_VOCABULARY and not exact:
+        if name in VOCABULARY_FIELDS and not exact:
             mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if dtensors else None
             rows = rows_of(cuts, options.get("starts"))
             x = distribute_tensor(x, mesh, [Shard(0)]) if dtensors else x[rows]
         head[name] = x.detach().clone().to(dtype).requires_grad_()
-    kwargs = {name: x for name, x in options.items() if name not in OF_RANKS} | {"mask": mask}
+    kwargs = {name: x for name, x in options.items() if name not in RANK_OPTIONS} | {"mask": mask}
     if call != "verl":
         kwargs |= {"bias": head["bias"], "low_rank": (head["a_out"], head["b"])}
     if not exact and not dtensors:
@@ -196,7 +196,7 @@ def _support(c, r, apart=False):
 
 
 _ON_ALL = "expected on all ranks or on none; got it on ranks "
-_SAME, _OF_PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
+_SAME, _PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
 _BF16 = torch.bfloat16
 # What is wrong: what rank `r` gives instead of the call's arguments `c`, and the error of both.
 REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
@@ -218,10 +218,10 @@ REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
               "weight: expected a row or more on every rank; got [0, 1003] rows"),
     "targets": (lambda c, r: {"targets": c.targets + r * (c.targets == c.targets[0, 0])},
                 "targets: expected the same on all ranks that share the vocabulary"),
-    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _OF_PLAN),
+    "mask": (lambda c, r: {"mask": c.mask & (torch.arange(9) < 9 - r)}, _PLAN),
     "advantages": (lambda c, r: {"advantages": c.advantages * torch.tensor([1.0, 0, 1, 1 - r])},
-                   _OF_PLAN),
-    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _OF_PLAN),
+                   _PLAN),
+    "chunk_bytes": (lambda c, r: {"chunk_bytes": 4 * 502 * (3 + r)}, _PLAN),
     "shape": (lambda c, r: {n: getattr(c, n)[r:] for n in (
         "hidden", "targets", "mask", "advantages")}, f"tokens: {_SAME}[36, 27]"),
     "target ids": (lambda c, r: {"targets": c.targets.clamp(min=1003)},
