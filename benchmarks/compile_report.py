@@ -83,7 +83,7 @@ ARCHITECTURES = {
 # them an innermost loop may use one, once.
 MOST_STACK = 40
 MOST_SPILLED_IN_LOOPS = 2
-# What `--full` compiles in every configuration, not in a sample.
+# Compiled in every configuration with `--full`, otherwise in a sample.
 IN_FULL = {"policy_loss_kernel": ("sm_90",)}
 IN_FULL_OTHERWISE = ("sm_90", "gfx942")
 
@@ -160,7 +160,7 @@ def judged(usage: Usage, arch: str, launch: KernelLaunch, ptx: str | None = None
 def _rows_divide(launch: KernelLaunch) -> bool:
     """Returns True if the kernel reads rows and is compiled for strides that 16 divides."""
     strides = {name for name, _ in launch.signature if name.startswith("stride")}
-    # That one stores the target's place of each row, and reads none.
+    # `exp_stats_kernel` stores each row's entry at the target, and reads no row.
     reads = bool(strides) and launch.kernel != "exp_stats_kernel"
     return reads and strides <= set(launch.divisible)
 

@@ -26,7 +26,7 @@ from grpo_kernels.kernels.divergences import ReverseKL
 from grpo_kernels.kernels.pair_stats import PairStats
 
 # Instructions per logit, rounded up from what is known to be possible.
-# Those of pairs are of either model's logits.
+# For pairs, per logit of either model.
 BUDGETS = {
     "one sweep": 16.0, "token_stats": 12.0, "logit_grads": 16.0, "pair_stats": 24.0,
     "pair_grads": 16.0, "entry_dots": 8.0, "segment_sums": 8.0,
@@ -85,7 +85,7 @@ def innermost_loops(sass: str) -> list[Loop]:
         for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
     ]
     places = {address: i for i, (address, _) in enumerate(code)}
-    # By its first instruction, the last that branches back there.
+    # First instruction of a loop to the last instruction that branches back there.
     ends: dict[int, int] = {}
     for i, (address, text) in enumerate(code):
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)

@@ -262,7 +262,7 @@ CONTENDERS: dict[str, Contender] = {
     "Liger fused linear": Contender(liger_fused_linear, _needs("liger_kernel"), liger_divergence),
     "eager, compiled": Contender(compiled, _compiler_absent),
 }
-# What runs in the benchmark's own process on a GPU: no code of peers, and nothing that compiles.
+# Contenders that run in the benchmark's process on a GPU: no peers' code, nothing that compiles.
 TRUSTED = (BASELINE, *OURS, "torch linear CE")
 
 

@@ -60,7 +60,7 @@ class Tile(NamedTuple):
     per_sm: int = 1  # programs of an SM: one multiplies while another one stores
 
 
-# By major compute capability: without a spill (`results/compile.md`), timed by nobody.
+# Per major compute capability: tiles that do not spill (`results/compile.md`); none is timed.
 TILES = {
     8: (Tile(128, 128, 64), Tile(128, 64, 64, per_sm=2)),
     9: (

@@ -51,7 +51,7 @@ LIKELY = Guesses()
 BEST = Guesses(0.3, 0.95, 0.7, 0.96, 1.0, 0.0, 5.0)
 WORST = Guesses(0.55, 0.8, 0.5, 0.8, 0.88, 0.2, 43.0)
 COPY_SPEED, SCATTERED = LIKELY.copy_speed, 0.6  # gathers and scatters of whole rows
-WAIT_MS = 0.3  # of the GPU for the CPU, after the CPU has waited for it
+WAIT_MS = 0.3  # the GPU idles until the CPU, which waited for it, launches again
 # Instructions per logit that the compiled loops of the Triton kernels take (`results/compile.md`).
 INSTRUCTIONS = {
     "one sweep": 9.4, "token_stats": 8.3, "logit_grads": 10.3, "pair_stats": 43, "pair_grads": 28,
@@ -59,7 +59,7 @@ INSTRUCTIONS = {
 
 # Bytes of logits that the library has at once.
 CHUNK_BYTES = 1792 << 20
-# Of a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
+# For a call in which every token has a support: launches (`tests/test_fake_cuda.py`), and
 # bytes that finding the order of the entries moves per entry, the sort included.
 REPLAY_LAUNCHES, BYTES_OF_ORDER = 237, 1200
 BASELINE, HOPPER_ONLY = "eager, log_softmax", "Liger scaled CE"
@@ -74,7 +74,7 @@ class Device:
     sms: int
     ghz: float  # boost clock
     gib: float
-    launch_us: float = 2.5  # of a small kernel, on the GPU
+    launch_us: float = 2.5  # a small kernel's time on the GPU
 
 
 # H200: 770 to 790 TFLOP/s on an 8,192^3 product and 4.3 TB/s on a copy, published. H100 and A100:

@@ -56,10 +56,10 @@ LARGEST, ROUNDED = {"logps": 1e-3, "dh": 1e-2, "dw": 1e-2}, 0.1
 FLOOR, OURS = "bare GEMMs", (BASELINE, "ours, scoring", "ours")
 PEERS = ("Liger scaled CE", "cut-cross-entropy", "Liger Triton loss", "Liger fused linear")
 STRIPS = (512, 640, 660, 768, 1024)
-LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # of the sweep: columns, warps
+LAUNCHES = ((1024, 4), (2048, 4), (4096, 8), (4096, 16))  # columns and warps of the sweep
 TESTS = "tests/test_cuda_values.py tests/test_autograd.py -m gpu"
-OURS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
-MODELLED = gpu_costs.METHODS | OURS
+COSTS: dict[str, gpu_costs.Method] = {"ours": gpu_costs.exact, "ours, scoring": gpu_costs.scoring}
+MODELLED = gpu_costs.METHODS | COSTS
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -460,7 +460,7 @@ def _few_digits(number: str) -> float:
 
 def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name: str) -> None:
     """Runs a part in a new process, which saves its rows as they come, and then its status."""
-    os.setpgrp()  # what it starts ends with it
+    os.setpgrp()  # its children end with it
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(1, signal.SIGKILL)  # and it with the run
     part = result["parts"][name]
@@ -505,7 +505,7 @@ def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
                 if process.pid:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-                    process.kill()  # of no group yet
+                    process.kill()  # not yet in a process group
                     process.join(10)  # a kernel that hangs may hold it
             result = json.loads(path.read_text())
             part = result["parts"][name]

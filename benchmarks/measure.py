@@ -37,14 +37,14 @@ FLOOR = "bare GEMMs"
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BrokenProcessPool)
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# Now and then kept memory is too fragmented to serve a step. One with more page faults than this is
-# taken again, up to so many times in all.
+# Memory that malloc holds is sometimes too fragmented for a step. A step with more page faults than
+# this is repeated, up to so many times in all.
 _FEW_FAULTS, _TRIES = 5_000, 4
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 Loss = Callable[[Workload], Tensor]
-ByContender = dict[str, dict[str, Any]]  # what is known of each contender
+ByContender = dict[str, dict[str, Any]]  # results so far
 T = TypeVar("T")
 
 
@@ -194,7 +194,7 @@ def times(
                 try:
                     result = pool.submit(take_turn, *turn).result() if pool else take_turn(*turn)
                 except Exception as error:
-                    if name == FLOOR:  # without which nothing can be told
+                    if name == FLOOR:  # every result is relative to it
                         raise
                     taken[name] = {"status": reason(error)}
                     continue

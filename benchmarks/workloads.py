@@ -155,7 +155,7 @@ def smollm_samples() -> Workload:
     return Workload(name="smollm", **_cached("smollm-samples-v1", _sample_smollm))
 
 
-# What truncates the sampling of the demo model, for the workloads that have a support.
+# Truncations of the demo model's sampling, for workloads with a support.
 TRUNCATED: dict[str, dict[str, Any]] = {
     "top-p 0.8": {"top_p": 0.8},
     "top-p 0.9": {"top_p": 0.9},

@@ -22,7 +22,7 @@ CALLS = ("fused_grpo_loss", "linear_logprobs", "grpo_loss", "selective_log_softm
 TAKES = {name: {*inspect.signature(getattr(grpo_kernels, name)).parameters} for name in CALLS}
 TAKES = {name: taken | (HEAD_ARGS if "head" in taken else set()) for name, taken in TAKES.items()}
 REFUSED = re.compile(rf"({'|'.join(sorted(set.union(*TAKES.values())))})\b.*: ")
-# What a call may be given beside what it needs, made of the batch.
+# Optional arguments of a call, made from the batch.
 OPTIONAL = {
     "bias": lambda b: b.bias,
     "low_rank": lambda b: (b.hidden[..., :2] / 4, b.weight[:, -2:] / 4),
@@ -42,7 +42,7 @@ JUNK = (
     torch.tensor(1j), torch.ones(3), [], (), {},
 )  # fmt: skip
 DTYPES = ("float16", "bfloat16", "float64", "int32", "int64", "bool", "uint8", "complex64")
-# What may happen to a tensor; the first three leave its values as they are.
+# Changes of a tensor; the first three leave the values alone.
 CHANGES = {
     "strides": lambda x, draw: torch.stack([x, x], -1)[..., 0],
     "columns": lambda x, draw: x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim else x,

@@ -96,7 +96,7 @@ def truncated_with_the_kl_of_the_whole(batch, support, cfg):
 def test_a_truncated_policy_with_the_kl_of_the_whole_one(loss_type, without, backend):
     batch, cfg = make_batch(**SMALL), config(loss_type=loss_type)
     support = make_support(batch, without=without, most=9)
-    # The reference's log-probs are of its whole softmax, the old ones of the truncated one.
+    # Reference log-probs are over the full vocabulary, old ones over the truncated one.
     batch.old_logps = with_logps_of(batch, support, bias=True).old_logps
     compose = truncated_with_the_kl_of_the_whole(batch, support, cfg)
     expected = run(compose, EXACT, batch)
@@ -132,7 +132,7 @@ def test_masked_logits(temperature, backend):
         results.append((logps.detach(), x.grad))
     ours, exact = results
     expect_equal(ours, exact)
-    # By definition: the log-prob in the whole softmax, less that of the set.
+    # By definition: the token's log-prob over the full vocabulary minus that of the set.
     full = (logits[:, :-1].double() / temperature).log_softmax(-1)
     set_logsumexp = full.masked_fill(~allowed, -torch.inf).logsumexp(-1)
     expect_equal((ours[0],), (full.gather(-1, targets[..., None])[..., 0] - set_logsumexp,))

@@ -27,7 +27,7 @@ from tests.helpers.tiers import cases
 def mixed_batch(B=6, T=11, **options):
     batch = with_cross_entropy(make_batch(B=B, T=T, **options))
     chosen = batch.ce_weights != 0
-    # Of the policy alone, of both, of the cross-entropy alone, and of neither.
+    # Tokens of the policy loss only, of both, of the cross-entropy only; there are some of neither.
     kinds = (batch.mask & ~chosen, batch.mask & chosen, ~batch.mask & chosen)
     assert all(kind.any() for kind in (*kinds, ~batch.mask & ~chosen))
     assert batch.hidden[~batch.mask & ~chosen].isnan().all()
@@ -136,7 +136,7 @@ def test_the_rest_does_not_hear_of_it(loss_type):
     for name, value in plain.metrics.items():
         torch.testing.assert_close(metrics[name], value, msg=name)
     torch.testing.assert_close(mixed.logps[batch.mask], plain.logps[batch.mask])
-    # What was computed comes back.
+    # Computed values are returned.
     scored = linear_logprobs(*args[:3], mask=batch.mask | chosen, entropy=True)
     torch.testing.assert_close(mixed.logps, scored.logps)
     torch.testing.assert_close(mixed.entropy, scored.entropy)

@@ -115,8 +115,8 @@ EVERYTHING = loss(
     softcap=30.0, logit_scale=0.5,
 )  # fmt: skip
 GSPO = {"loss_type": "gspo"}
-# By name: a call, then of it and its backward the answers to their reads (the last numbers of each,
-# counts of rows or entries), the launches of Triton's kernels and of GEMMs, and the most of others.
+# Name: the call; for it and its backward the answers to reads (the last numbers of each, counts of
+# rows or entries), the launches of Triton kernels and of GEMMs, and the maximum of other launches.
 CALLS = {
     # One pass reads how many rows take part, where there is a mask, and how many have a gradient.
     # A strip of logits is a GEMM and a sweep, a chunk two GEMMs and the objective.
@@ -145,7 +145,7 @@ CALLS = {
     "log-probs, capturable": (logps("mask", capturable=True), [], 5, 7, 50),
     "several targets": (logps(K=(4,), **HALVES), [[], [N]], 20, 24, 430),
     "two passes": (loss("old_logps mask", objective=GSPO, **HALVES), [[N], [N]], 20, 24, 170),
-    # Of a frozen head the first keeps the gradients.
+    # With a frozen head the forward keeps the gradients.
     "frozen": (logps(frozen=True, **HALVES), [[]], 16, 18, 35),
     "not kept": (logps(frozen=True, keep_gradients=False, **HALVES), [[], [N]], 20, 22, 35),
     # Two heads: their logits side by side, in one sweep.

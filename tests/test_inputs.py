@@ -69,7 +69,7 @@ NOT_IDS = {"targets": torch.full((B, T), -100)}
 BANS_0, NO_SETS = torch.zeros(V), Support(torch.zeros(0).long(), torch.zeros(B * T + 1).long())
 BANS_0[0] = -INF
 A, LORA_B = torch.randn(B, T, 3), torch.randn(V, 3)
-# What is said, and the changes that it is said of, by every call that takes them.
+# Message: the changes of arguments that every call with these arguments refuses so.
 WRONG_TYPES = {
     "hidden: expected a tensor; got list": {"hidden": [1.0]},
     "hidden: expected dtype float32, bfloat16, float16; got float64; float64 is for grpo_ker": {
@@ -220,7 +220,7 @@ WRONG_VALUES = {
     "softcap: expected a number > 0, as a float32; got -1.0": {"softcap": -1.0},
     "backend: expected one of auto, triton, torch; got 'cuda'": {"backend": "cuda"},
     "chunk_bytes: expected a positive int, or None; got 0": {"chunk_bytes": 0},
-    # What `grpo_loss` alone takes.
+    # Arguments of `grpo_loss` only.
     r"logps: expected shape \[B, T\] \(padded\) or \[N\]": {"logps": torch.zeros(2, 3, 4)},
     r"entropy: expected the entropy of every token, as config": {
         "logps": torch.zeros(B, T), **loss_call(entropy_coef=0.1),

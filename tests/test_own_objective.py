@@ -323,7 +323,7 @@ WRONG_LOSSES = (
     (lambda: own_loss(needs_sequences="x"), TypeError, "needs_sequences: expected a bool; got 'x'"),
     (lambda: own_loss(aggregation="sum"), ValueError, "aggregation: expected one of grpo, bnpo"),
 )
-# What a method returns in the place of values of 6 tokens, and what a call says of it.
+# Wrong results of a method for 6 tokens, and the error.
 WRONG_RESULTS = (
     ("per_token", lambda t: t.logps.sum(), ValueError, r"\(\): expected shape \[6\]; got \[\]"),
     ("per_token", lambda t: None, TypeError, r"\(\): expected a tensor; got NoneType"),

@@ -107,18 +107,17 @@ NAMED = {
     for field, values in table.items()
     for name, value in values.items()
 }
-# What cannot be computed: the argument that is named, and why.
+# Pairs that are refused: the argument that the error names, and why.
 REFUSED = {
     ("support", "batch_invariant"): "support",  # which entries are gathered depends on the batch
     ("support", "matmul"): "support",
     ("support", "capturable"): "support",  # how many entries there are is read
-    ("ranks", "capturable"): "capturable",  # what the ranks have is read
-    ("support", "reference"): "reference",  # whose softmax would be over the sets, too
+    ("ranks", "capturable"): "capturable",  # the ranks' shares are read
+    ("support", "reference"): "reference",  # its softmax would be over the sets
     ("support", "exact_kl"): "reference",
-    ("ref_logps", "reference"): "ref_logps",  # which are those of the reference
+    ("ref_logps", "reference"): "ref_logps",  # the reference computes them
     ("ref_logps", "exact_kl"): "ref_logps",
 }  # fmt: skip
-# What a graph does not hold, so that the call is eager.
 KINDS = ("reverse", "forward", "jsd")
 
 
@@ -404,8 +403,7 @@ def test_pair(pair, call):
     check(pair, call)
 
 
-# What an objective can be at odds with: other terms, the sets of its softmax, its sequences; and
-# of how many one is in the fast tier.
+# Options that may conflict with an objective; one of so many cases is in the fast tier.
 BESIDE = {
     "chunk_bytes": 1, "packed": 2, "triton": 3, "support": 3, "ce_weights": 3, "reference": 4,
     "exact_kl": 4, "capturable": 6,

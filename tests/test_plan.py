@@ -108,7 +108,7 @@ def test_a_strip_is_one_wave_of_the_sweep(on_a_gpu):
     assert gpu(on_a_gpu.device).multi_processor_count == 132
     plan = plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True))
     assert (plan.largest_chunk, plan.logit_rows) == (4096, 640)
-    # Of a small vocabulary, or on a small GPU, as many whole waves as are worth a GEMM.
+    # With a small vocabulary, or on a small GPU, several full waves, as many as are worth a GEMM.
     assert plan_of_all(16_384, on_a_gpu, Buffers(32_000, 2, strips=True)).logit_rows == 3200
     on_a_gpu.gpu.properties.multi_processor_count = 58
     assert plan_of_all(16_384, on_a_gpu, Buffers(QWEN, 2, strips=True)).logit_rows == 512

@@ -61,7 +61,7 @@ def test_rows_of_a_multiple_are_products_of_one_shape():
     torch.testing.assert_close(out, a @ b)
 
 
-# As a GPU has them in half precision, imitated on a CPU, in one sweep and in two
+# Half-precision products of a GPU, imitated on a CPU, in one sweep and in two
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))

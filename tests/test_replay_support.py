@@ -58,7 +58,7 @@ def sample(model, sampling, share_prompts=True):
     return GenerateRollout(policy, make_tokenizer())(PROMPTS, 3, sampling)
 
 
-# What is recorded
+# Recording
 
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
@@ -80,7 +80,7 @@ def test_supports_are_what_generate_leaves(name):
     assert done == sample(model, sampling, share_prompts=False)
 
 
-# What is trained
+# Training
 
 
 def scored(tiny_model, tmp_path, **options):

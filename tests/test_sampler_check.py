@@ -39,7 +39,7 @@ def test_a_sampler_that_rounds(scored):
     assert check.outside_fp32 >= check.outside_model and check.tokens == int(mask.sum())
     assert HERE in check.advice and THERE in check.advice
     assert check.advice in str(check) and f"{check.rms_fp32:.2g} nats RMS" in str(check)
-    # What is masked, and what the sampler did not score, does not count.
+    # Masked tokens, and tokens that the sampler did not score, do not count.
     sampled, first = eager.clone(), torch.zeros_like(mask)
     sampled[0], first[:2] = torch.nan, True
     some = check_sampler(sampled, fp32, model, first)

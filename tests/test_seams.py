@@ -69,7 +69,7 @@ def test_the_reference_takes_what_the_call_takes(call):
     ours, theirs = (
         set(inspect.signature(getattr(x, call)).parameters) for x in (grpo_kernels, reference)
     )
-    if "loss_args" in theirs:  # of which it gives two itself
+    if "loss_args" in theirs:  # the reference passes two of them
         forwarded = set(inspect.signature(reference.grpo_loss).parameters) - {"logps", "entropy"}
         theirs = theirs - {"loss_args"} | forwarded
     assert ours - theirs <= {"execution", "backend", "entropy"}

@@ -42,7 +42,7 @@ def test_vocabularies(V, backend):
     if V == 1:
         assert (selective_log_softmax(logits, targets, backend=backend) == 0).all()
         return
-    # Of two words one is all but certain, and 1 - p has lost its digits.
+    # One of two ids is nearly certain, so 1 - p has lost its digits.
     expect_equal(logits, targets, 1e-3 if V == 2 else 2e-5, backend)
 
 

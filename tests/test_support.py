@@ -182,7 +182,7 @@ def test_sets_that_lack_their_target_may_be_emptied(batch):
         run_fused(batch, exact=False, support=batch_support(rows, T))
 
 
-# What comes in: refused by name, masked, empty, and ragged in any way
+# Inputs: refused by name, masked, empty, ragged
 
 IDS, OFFSETS = [5, 7, 7, 9, 2], [0, 2, 4, 5]
 TARGETS = [7, 9, 2]

@@ -12,7 +12,7 @@ from tests.helpers.tiers import INTERPRETED, cases
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16)
-# Of a LoRA and a bias; one more than two blocks of a sum; rows that begin anywhere.
+# Ranks of a LoRA and a bias; one more than two blocks of a sum; unaligned rows.
 WIDTHS = (1, 16, 50, 4097)
 
 

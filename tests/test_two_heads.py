@@ -93,7 +93,7 @@ def test_vocabulary_of_a_model(kind):
     value, grad = truth(z, t, kind, 0.3)
     torch.testing.assert_close(stats.divergence.double(), value, rtol=1e-4, atol=0.0)
     errors = (d - grad).norm(dim=1) / grad.norm(dim=1)
-    assert errors.max() <= 3e-4, errors  # of one part in 1e-4 float32 has three digits less
+    assert errors.max() <= 3e-4, errors  # float32 has three digits fewer for a part of 1e-4
     assert errors[[0, 2, 5, 6]].max() <= 3e-5, errors
 
 
@@ -126,7 +126,7 @@ def test_confident_models(kind, backend):
     assert divergence.max() < 1e-8 and divergence.min() > 1e-13
     stats, d = on_kernels(BACKENDS[backend], z, t, kind)
     torch.testing.assert_close(stats.divergence.double(), divergence, rtol=1e-4, atol=0.0)
-    # Of the entries with hardly any probability; that of the token itself is off by its rounding.
+    # Entries with hardly any probability; the likely entry's error is its rounding.
     other_ids = torch.arange(700) != 3
     assert relative_error(d[:, other_ids], gradient[:, other_ids]) <= 1e-3
     assert (d[:, 3] - gradient[:, 3]).abs().max() <= 1e-7
@@ -539,7 +539,7 @@ def test_refused():
 
 STATES, ROWS = torch.randn(2, 5, 3), torch.randn(7, 3)
 COLD = torch.ones(2, 5).index_fill(1, torch.tensor(2), 0.0)
-# What is wrong with a reference on 2 x 5 tokens, and what is said of it.
+# Wrong references for 2 x 5 tokens, and the error.
 WRONG_REFERENCES = {
     "a token less": (
         Reference(STATES[:, :4], ROWS),

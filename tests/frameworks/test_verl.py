@@ -221,7 +221,7 @@ def test_an_adapter_on_the_head_that_came_with_a_checkpoint_is_refused():
     ours._check_engine(torch.nn.Sequential(model), None)
 
 
-# What is refused, and how it is turned off
+# Refusals, and how to turn the backend off
 
 
 def test_other_backends_are_verls():

@@ -156,8 +156,8 @@ class EmulatedCUDA(TorchDispatchMode):
         return x.held.clone()
 
     def mixed(self, name: str, on_cpu: list[Tensor]) -> None:
-        """Is told of an operation on CUDA tensors and `others`."""
-        # What autograd's own formulas make is where C++ has their operands.
+        """Handles an operation on CUDA tensors and CPU tensors."""
+        # Autograd's formulas in C++ make tensors on their operands' device, not on "CUDA".
         in_backward = torch._C._current_graph_task_id() != -1
         copies = name.startswith(("copy_", "_to_copy", "index", "_index"))
         if not copies and not in_backward and any(x.dim() for x in on_cpu):
@@ -200,7 +200,7 @@ class EmulatedCUDA(TorchDispatchMode):
         def placed(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            # What was written to is what was given.
+            # Outputs that are inputs, written in place, stay the same objects.
             return known[id(x)] if id(x) in known else OnCUDA(x, self) if on_cuda else x
 
         return tree_map(placed, out)
@@ -246,7 +246,7 @@ class CountedCUDA(EmulatedCUDA):
         on_cuda = any(isinstance(x, OnCUDA) for x in (*inputs, *_tensors(out)))
         if on_cuda and not func.is_view and name not in _FREE:
             self.launches[func.name().removeprefix("aten::")] += 1
-        # What "meta" does not mind.
+        # A GPU reads the size of the mask; "meta" does not.
         if name == "index_put_" and inputs[1].dtype == torch.bool:
             self.transfers.append(f"{name} by a mask, whose size is unknown")
         return out

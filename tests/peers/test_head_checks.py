@@ -195,7 +195,7 @@ NOT_CALLED = (
     ({"output_attentions": True}, "output_attentions: expected False"),
     ({"return_dict": False}, "return_dict: expected True"),
     ({"fused_head": 1.0}, "fused_head: expected True or an Objective"),
-    # What the model would ignore.
+    # Arguments that the model would ignore.
     *(({name: torch.ones(3)}, f"{name}: expected an argument of LlamaForCausalLM")
       for name in ("advantages", "beta")),
 )  # fmt: skip

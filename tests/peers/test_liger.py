@@ -23,7 +23,7 @@ from grpo_kernels.integrations import patching
 from grpo_kernels.integrations.liger import FusedLinearGRPOLoss, patch_liger
 from grpo_kernels.integrations.verl import linear_cross_entropy
 
-# Those of Liger 0.8.5; an older one has fewer.
+# Options of Liger 0.8.5; older versions have fewer.
 _SOURCE = inspect.getsource(inspect.getmodule(LigerFusedLinearGRPOLoss))
 _OPTIONS = inspect.signature(LigerFusedLinearGRPOLoss.__init__).parameters
 _ARGUMENTS = inspect.signature(LigerFusedLinearGRPOLoss.forward).parameters
@@ -82,9 +82,9 @@ def arguments_of(options, case):
             call["ref_bias"] = batch.bias if case["bias"] else None
     if case["ratio"] is not None:
         ratio = torch.rand(B, T if case["ratio"] == "token" else 1, generator=g) + 0.3
-        # What a sampler's correction masks.
+        # Tokens that the sampler's correction masks have ratio 0.
         ratio = torch.where(torch.rand(ratio.shape, generator=g) < 0.2, 0.0, ratio)
-        # As TRL has it, and Liger takes it: 1 where the mask is 0.
+        # TRL passes 1 where the mask is 0.
         call["vllm_is_ratio"] = torch.where(mask, ratio, 1.0) if ratio.shape[1] == T else ratio
         if case["ratio"] == "flat":
             call["vllm_is_ratio"] = ratio[:, 0]
@@ -111,7 +111,7 @@ def run(module, batch, head, call):
 def test_the_same_as_liger(drawn):
     options, case = drawn
     batch, head, call = arguments_of(options, case)
-    # Its luspo counts padding, so it gets none.
+    # Liger's luspo counts padding, so there is none.
     if options["loss_type"] == "luspo":
         batch.mask = torch.ones_like(batch.mask)
     loss, metrics, ours = run(FusedLinearGRPOLoss(**options), batch, head, call)
@@ -124,7 +124,7 @@ def test_the_same_as_liger(drawn):
         torch.testing.assert_close(metric, other, rtol=1e-4, atol=1e-5, check_dtype=False)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        # What is left where large terms cancel has fewer digits.
+        # Differences of large terms have fewer digits.
         floor = 1e-2 * float(head[name].norm()) / head[name].numel() ** 0.5
         assert relative_error(ours[name], gradient, floor) < 1e-3, name
 

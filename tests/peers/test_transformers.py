@@ -87,7 +87,7 @@ def with_head(model=None, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
     check_scores(family_model(family), temperature=0.7)
-    # That logits are rounded is no reason to refuse a model.
+    # Rounded logits are no reason to refuse a model.
     for dtype in (torch.bfloat16, torch.float16):
         attach_fused_head(family_model(family).to(dtype))
 
@@ -369,7 +369,7 @@ def test_lora(kind, when):
     assert any("lm_head" in name for name in trained) == (kind != "body")
     inputs, labels = batch_of()
     logps = model(**inputs, labels=labels, fused_head=True).logps
-    # As the reference: adapters off.
+    # The reference: adapters off.
     with model.disable_adapter(), torch.no_grad():
         reference, _, _ = expected(model, inputs, labels)
         out = model(**inputs, labels=labels, fused_head=True)

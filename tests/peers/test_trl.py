@@ -395,7 +395,7 @@ REFUSED = {
         "delta: expected None, TRL's default, with a loss of your own",
     ),
     "a name": ({"loss": "dapo"}, "loss: expected a loss or a callable"),
-    # Of old versions of TRL alone: newer ones leave padding out, and deprecate the other head.
+    # Old versions of TRL only: newer ones skip padding, and deprecate the other head.
     **({"padding": ({"loss_type": "luspo"}, "whose luspo trains padding; got 'luspo'")}
        if DIVIDES_BY_BATCH else {}),
     **({"another head": ({"use_liger_kernel": True}, "use_liger_kernel: expected False")}
@@ -417,7 +417,7 @@ def test_what_is_refused(case, tmp_path):
             patch_trl(**options)
 
 
-# What `_compute_loss` reads beside the options of a loss; all but the first are TRL's to act on.
+# Options that `_compute_loss` reads and that are none of a loss; TRL acts on all but the first.
 NO_LOSS_OPTIONS = {
     "beta", "use_bias_correction_kl", "max_completion_length", "entropy_coef", "entropy_coef_delta",
     "entropy_coef_max", "entropy_coef_min", "entropy_target", "use_adaptive_entropy",

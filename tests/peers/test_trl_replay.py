@@ -42,7 +42,7 @@ CASES = {
     # Through log-probs that are differentiated.
     "vespo": TOP_P | {"loss_type": "vespo", **FOUR},
     "top_entropy, kl": TOP_P | {"top_entropy_quantile": 0.4, "beta": 0.1, **FOUR},
-    # It samples in between the steps that one generation serves.
+    # Sampling in between steps that share a generation.
     "evaluation, cut": TOP_P | {"evaluate": True, "mask_truncated_completions": True, **FOUR},
     # The reference is the model with its adapters off.
     "lora": TOP_P | {"peft_config": LORA, "beta": 0.1, **TWICE},

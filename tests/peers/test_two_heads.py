@@ -5,7 +5,7 @@ import torch
 
 from grpo_kernels import Reference, fused_distillation_loss
 
-KINDS = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}  # of the peers' beta
+KINDS = {0.0: "forward", 0.3: "jsd", 1.0: "reverse"}  # by the peers' beta
 
 
 def peer_loss(peer, hidden, weight, other, targets, beta):

@@ -13,7 +13,7 @@ import numpy as np
 
 SECTOR = 32  # bytes that memory moves at least
 _BANKS, _BANK_BYTES = 32, 4
-# By what begins the opcode, the first that fits.
+# Kind by prefix of the opcode; the first that matches counts.
 KINDS = (
     ("global load", r"ld\.global"), ("global store", r"st\.global"),
     ("asynchronous copy", r"cp\.async"), ("tensor core", r"mma"),
@@ -114,7 +114,7 @@ def _conflicts(at: np.ndarray, size: int) -> int:
     # Half a warp for 8 bytes, a quarter for 16.
     word = (at.astype(np.int64) // _BANK_BYTES)[:, :, None] + np.arange(words)
     word = np.sort(word.reshape(-1, _BANKS), axis=1)
-    # One word that several threads ask for is one.
+    # A word that several threads request counts once.
     new = np.ones(word.shape, bool)
     new[:, 1:] = word[:, 1:] != word[:, :-1]
     bank = word % _BANKS + _BANKS * np.arange(len(word))[:, None]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 END = 1 << 30  # where threads are that have returned
-# All that is understood beside arithmetic: full opcodes, of `ld` and `st` as patterns.
+# Supported opcodes other than arithmetic; those of `ld` and `st` are patterns.
 _WIDTHS = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 _CACHED = r"(\.(ca|cg|cs|wt|wb|nc|L1::evict_(first|last|normal|unchanged)|L1::no_allocate))*"
 MEMORY = re.compile(rf"(ld|st)\.(global{_CACHED}|shared(::cta)?)(\.v[248])?\.({_WIDTHS})")

@@ -19,7 +19,7 @@ from .memory import POISON, Finding, Memory, Region
 from .operations import unsigned
 from .parse import Instruction, Program
 
-# What an undefined 32-bit register holds, from thread to thread: no single value suits all bugs.
+# Values of an undefined 32-bit register, which vary by thread: no single value shows all bugs.
 _JUNK = np.array([0x7FC0DEAD, 0x7E967699, 0xFE967699, 0x7F800000], np.uint32)
 
 

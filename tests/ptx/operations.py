@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# By family: the modifiers and types that it may have.
+# Modifiers and types per family of instructions.
 FORMS = {
     "abs": "f32 ftz.f32 f64 s32 s64",
     "add": "s16 s32 s64 u32 u64 f32 rn.f32 f64 f32x2 rn.f32x2 rn.f32.bf16 rn.f32.f16",
@@ -263,7 +263,7 @@ def _compute(base: str, mods: list[str], kind: str) -> Compute:
             pair = {"min": np.fmin, "max": np.fmax}[base]
         if is_float:
             pair = _ordering_zeros(pair, base)
-        # Of two, or on newer GPUs of three.
+        # Two operands, or three on newer GPUs.
         return lambda a, *rest: functools.reduce(pair, rest, a)
     if base == "div":
         return np.divide if is_float else _quotient
@@ -360,7 +360,7 @@ def _compared(name: str, is_float: bool) -> Compute:
     ordered: dict[str, Compute] = {
         "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
         "ge": np.greater_equal, "num": lambda a, b: (a == a) & (b == b),
-        # Of floats, False for NaN; numpy says True.
+        # Not equal is False for a NaN in PTX; numpy says True.
         "ne": (lambda a, b: (a < b) | (a > b)) if is_float else np.not_equal,
         "nan": lambda a, b: (a != a) | (b != b),
     }  # fmt: skip

@@ -23,7 +23,7 @@ class Instruction:
     negated: bool
     line: int  # of the PTX, from 1
     place: str  # file.py:line:column
-    # Its result is undefined where the guard is false: nothing before it has written its registers.
+    # Undefined where the guard is false, as no earlier instruction wrote the registers.
     undefined: bool = False
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from .operations import bf16_to_float
 
-# Of one register each: how many a thread has of A, B, and C or D.
+# Registers per thread of A, B, and C or D.
 REGISTERS = {"A": 4, "B": 2, "C": 4}
 MMA = {f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32": kind for kind in ("bf16", "f16")}
 _K, _AT_ONCE = 16, 8
@@ -65,7 +65,7 @@ def registers_of_d(d: np.ndarray) -> np.ndarray:
 def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, error: float = 0.0) -> np.ndarray:
     """`a @ b + c` in float32, of `[warps, 16, 16]`, `[warps, 16, 8]` and `[warps, 16, 8]`."""
     if not error:
-        # One order for every element, whichever row or warp it is in: not that of a BLAS.
+        # Every element is summed in the same order, whatever its row or warp; a BLAS would vary it.
         total = np.zeros(c.shape, np.float64)
         for k in range(_K):
             total += a[:, :, k, None] * b[:, None, k, :]

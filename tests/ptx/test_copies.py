@@ -6,7 +6,7 @@ import pytest
 from tests.ptx.test_operations import N, executed, values
 
 LANES = np.tile(np.arange(32), N // 32)
-# Of each thread: 16 bytes of shared memory at %rd60, 16 of its warp's 128 input bytes at %rd61.
+# Per thread: 16 bytes of shared memory at %rd60, 16 of the warp's 128 input bytes at %rd61.
 PLACES = ["shl.b32 %r60, %r90, 4;", "cvt.u64.u32 %rd60, %r60;",
           "and.b64 %rd61, %rd80, -128;", "and.b32 %r61, %r60, 112;", "cvt.u64.u32 %rd62, %r61;",
           "add.s64 %rd61, %rd61, %rd62;",

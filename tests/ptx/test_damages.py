@@ -74,7 +74,7 @@ def launches(pad=0):
 
 # Others may guard no store to shared memory, or find a maximum without shuffles.
 WRITTEN_FOR = ("3.7.1", 90)
-# what is wrong: (a launch, a pattern of its PTX, what replaces it, which of its places)
+# fault: (launch, pattern in its PTX, replacement, index of the match)
 DAMAGES = {
     "a sum's shuffle has the wrong distance": (
         "token_stats", r"(shfl\.sync\.bfly.*), 16, 31(?=(?:.*\n){1,5}.*add\.)", r"\1, 8, 31", 0),

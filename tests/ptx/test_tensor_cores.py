@@ -222,12 +222,12 @@ def test_sums_that_are_cut(settings):
     assert ((cut - exact).abs() <= 2.0**-19 * size).all()
 
 
-# Of a K of 4 steps, which fills each of two buffers twice.
+# K has 4 steps, which fill each of two buffers twice.
 MATRIX = r"(ldmatrix\S+ \{[^}]*\}, \[%r\d+)(?:\+\d+)?\]"
 COPY_TO = r"(cp\.async\.cg\S+ \[ %r\d+) \+ 0"
 COPY_FROM = r"(cp\.async\.cg\S+ \[[^]]*\], \[ %rd\d+) \+ 0"
 NOT_WAITED = "read of a copy that was not waited for"
-# what is wrong: (a pattern of the PTX, what replaces it, which of its places, what is found)
+# fault: (pattern in the PTX, replacement, index of the match, finding)
 DAMAGES = {
     "a wait is dropped": (r"cp\.async\.wait_group\s+2;", "", 0, NOT_WAITED),
     "a wait is for too few": (r"(cp\.async\.wait_group\s+)2;", r"\g<1>3;", 0, NOT_WAITED),

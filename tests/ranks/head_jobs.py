@@ -52,7 +52,7 @@ def gradients_of_half(kind: str) -> dict[str, torch.Tensor]:
     # The ranks hold unequal numbers of tokens; the denominator is the step's, by the ranks.
     objective = Objective(**kwargs, num_items=scored(labels) / WORLD)
     for last in (False, True) if "in parts" in kind else (True,):
-        # As accelerate accumulates gradients: of the last part alone they are reduced.
+        # As accelerate accumulates: only the last part reduces gradients.
         if kind.startswith("fsdp2"):
             wrapper.set_requires_gradient_sync(last)
         wrapper(**inputs, fused_head=objective)

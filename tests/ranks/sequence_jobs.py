@@ -112,7 +112,7 @@ def gradient(sizes):
     return x.grad, len(traffic.seen)
 
 
-# What is wrong: `x` and the group that rank `r` gives, and the error of both.
+# Fault: `x` and group of rank `r`, and the error on both ranks.
 REFUSED = {
     "rows": (lambda x, r: (x[r:], dist.group.WORLD), "x: expected the same rows, dimensions and "
              "dtype on all ranks; got [2, 3] of torch.flo"),

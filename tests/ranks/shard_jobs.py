@@ -198,7 +198,7 @@ def _support(c, r, apart=False):
 _ON_ALL = "expected on all ranks or on none; got it on ranks "
 _SAME, _PLAN = "expected the same on all ranks; got ", "mask, advantages, chunk_bytes: expected "
 _BF16 = torch.bfloat16
-# What is wrong: what rank `r` gives instead of the call's arguments `c`, and the error of both.
+# Fault: changes by rank `r` of the call's arguments `c`, and the error on both ranks.
 REFUSED: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
     "overlap": (lambda c, r: {"start": [0, 400][r]},
                 "ranks.start: expected every column on one rank; got columns 0 to 501, 400 to 900"),

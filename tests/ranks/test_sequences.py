@@ -7,7 +7,7 @@ from tests.helpers.batches import Result, assert_matches, config, run_fused
 from tests.helpers.head_options import objective_options
 from tests.ranks import sequence_jobs
 
-# Of nine tokens per sequence.
+# Cuts of nine tokens per sequence.
 HALVES, UNEVEN, NONE = (0, 4, 9), (0, 1, 9), (0, 9, 9)
 CUTS = pytest.mark.parametrize("cuts", (HALVES, UNEVEN, NONE), ids=("halves", "uneven", "none"))
 

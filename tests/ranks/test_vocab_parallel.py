@@ -67,11 +67,11 @@ def test_other_cuts(ranks, cuts, request):
 
 @pytest.mark.parametrize("more", ({}, {"bias": True, "temperature": True}), ids="-".join)
 def test_what_is_said_per_chunk(ranks, more):
-    # Of 36 tokens 21 take part, and 14 of these have an advantage.
+    # 21 of 36 tokens take part; 14 of these have an advantage.
     batch = make_batch()
     trained = int((batch.mask & (batch.advantages != 0)[:, None]).sum())
     rest = int(batch.mask.sum()) - trained
-    at_once = CHUNK // (4 * 703)  # of the rank with the most columns
+    at_once = CHUNK // (4 * 703)  # on the rank with the most columns
     chunks = -(-trained // at_once), -(-rest // at_once)
     options = {"old_logps": True, "chunk_bytes": CHUNK, **more}
     for said in ranks("tests.ranks.shard_jobs:said", UNEVEN, options):
@@ -80,7 +80,7 @@ def test_what_is_said_per_chunk(ranks, more):
         assert {name: said.count(name) for name in said} == expected
 
 
-# Of ids that are the first of a rank, for one; and where the slope is 1e-3 and less.
+# Banned ids include the first of a rank; FLAT has slopes of at most 1e-3.
 BANNED = {"biased": ((0, 300, 301), -torch.inf), "softcap": 6.0}
 FLAT = {"lift": 60.0, "softcap": 12.0}
 SETS = {"support": make_support(make_batch(), without=0.0), "entries": True}
@@ -98,7 +98,7 @@ SCORES = {
     "flat, several, partial": {**FLAT, "several": True, "chunk_bytes": CHUNK, **PARTIAL},
     "sets": {**SETS, "softcap": 6.0},
     "sets, partial": {**SETS, **PARTIAL},
-    # Of the first rank all columns are impossible, of the second some; then all but impossible.
+    # All columns of the first rank, some of the second, are impossible, or nearly so.
     **{
         f"first columns {added}, {call}": {"biased": (tuple(range(350)), added), "call": call}
         for added in (-torch.inf, -1e4, -25.0) for call in ("loss", "logprobs")
@@ -121,7 +121,7 @@ def test_ranks_with_tokens_of_their_own_gather_the_states(ranks):
 
 
 def test_another_cut_of_the_same_head(ranks):
-    # What one call knew of the columns is not the next one's.
+    # A call reuses nothing about the columns of the call before.
     answers = ranks("tests.ranks.shard_jobs:sizes", [UNEVEN, (0, 300, 900), (0, 502, 1003)])
     assert answers[0] == answers[1] == [1003, 900, 1003]
 

@@ -89,7 +89,7 @@ DAMAGES = [
         ("memory that runs out over the head ends the call", "HeadPlan.run",
          "fixed or plan.rows.logit_rows <= least or not ran_out_of_memory(error)", "True"),
     ),
-    # What comes in, and the two calls.
+    # Inputs, and the two calls.
     *damages_in(
         "head/call.py", "test_pairs",
         ("masked rows of a capturable call are multiplied as they come", "head_call",

@@ -107,7 +107,7 @@ def runs_of(damage: Damage, kernels: bool) -> list[tuple[str, ...]]:
     named = [f"tests/{name}.py" for name in damage.tests]
     if kernels:
         return [(*PTX, *FAST, *named)]
-    # What is in folders is slow by its place alone.
+    # Tests in folders are marked slow by their place.
     marks = ("-m", "not nightly") if any("/" in name for name in damage.tests) else FAST
     return [(*marks, *named), (*FAST, *fast_tier())]
 

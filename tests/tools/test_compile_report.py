@@ -71,7 +71,7 @@ FAILURES = {
         "policy_loss_kernel on sm_90: 2,048 threads per block, of 1,024",
     ),
     "spills": ("problems([replace(of['logit_grads'], maxnreg=24)])", "bytes of stack"),
-    # What comes of loads one by one.
+    # Loads of one element each.
     "vectors": (
         "problems(['token_stats'], names=(report, 'judged', without_vectors))",
         "token_stats_kernel on sm_90: no vector loads",

@@ -21,7 +21,7 @@ from grpo_kernels.base.checks import ValueChecks
 from tests.helpers.fake_cuda import CountedCUDA
 
 NAMES = [name for name, _, _ in gpu_day.PARTS]
-# What a machine for tests may lack.
+# Packages that a machine for tests may lack.
 ABSENT = {"cut-cross-entropy", "Liger Triton loss", "graph"}
 
 

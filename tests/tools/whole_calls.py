@@ -28,7 +28,7 @@ V, R, K = 1003, 5, 7  # the vocabulary is odd: rows of logits are padded
 LARGE = 151_936
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOGPS = 1e-4
-# Of gradients, relative, on few tokens.
+# Relative errors of gradients on few tokens.
 TOLERANCE = {FP32: 2e-5, BF16: 6e-3, FP16: 3e-3}
 # Keeps gradients in the range of float16.
 SCALE = 64.0
