@@ -93,7 +93,7 @@ def agree(result: Sequence[float], expected: Sequence[float], dtype: torch.dtype
 
 
 def wrong_in_full(rows: ByContender, dtype: torch.dtype) -> set[str]:
-    """Returns those whose loss or gradient norms are not the median of all."""
+    """Returns the contenders whose loss or gradient norms are not the median of all."""
     results = {k: x["results"] for k, x in rows.items() if x["status"] == "ok" and "results" in x}
     expected = [statistics.median(x) for x in zip(*chain(*results.values()), strict=True)]
     return {k for k, steps in results.items() if not all(agree(x, expected, dtype) for x in steps)}

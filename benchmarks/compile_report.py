@@ -296,7 +296,7 @@ def section_of(page: str, version: str) -> str:
 
 
 def with_section(page: str, version: str, text: str) -> str:
-    """The page with the text as what it has about that version of Triton."""
+    """Returns the page with the text as its section about a version of Triton."""
     versions = set(re.findall(r"^## Triton (\S+)$", page, re.M)) | {version}
     sections = {v: section_of(page, v) for v in sorted(versions, reverse=True)}
     sections[version] = f"## Triton {version}\n\n{text}\n"

@@ -62,7 +62,7 @@ def _rows(w: Workload) -> tuple[Tensor, Tensor]:
 
 
 def eager(w: Workload) -> Tensor:
-    """Materializes the logits, -inf for what sampling left out; log_softmax, gather."""
+    """Materializes the logits, -inf outside of kept sets; log_softmax, gather."""
     logits = (w.hidden @ w.weight.T).float()
     if w.support is not None:
         ids, offsets = w.support
@@ -267,7 +267,7 @@ TRUSTED = (BASELINE, *OURS, "torch linear CE")
 
 
 def contenders_of(w: Workload) -> list[str]:
-    """Returns the names of those that compute a workload's loss."""
+    """Returns the names of contenders that compute a workload's loss."""
     if w.support is not None:
         return [BASELINE, *OURS]
     return [n for n, x in CONTENDERS.items() if w.teacher is None or x.divergence is not None]

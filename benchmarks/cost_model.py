@@ -124,7 +124,7 @@ def error_of_the_model() -> str:
 
 
 def render(devices: Iterable[str], shapes: Sequence[Shape], *, terms: bool = False) -> str:
-    """Returns the tables: predictions by device, the terms if wanted, and the calibration."""
+    """Returns the tables: predictions by device, the terms on request, and the calibration."""
     titles = " | ".join(f"H = {H:,}, N = {N:,}" for N, _, H in shapes)
     lines = [
         f"V = {', '.join(sorted({f'{V:,}' for _, V, _ in shapes}))}; bf16. In brackets: x bare"
@@ -183,7 +183,7 @@ def _replay_table(devices: Iterable[str]) -> list[str]:
 
 
 def write_section(page: Path, text: str) -> None:
-    """Replaces what stands between the two marks of a page."""
+    """Replaces the text between the two marks of a page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

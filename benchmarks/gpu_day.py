@@ -1,4 +1,4 @@
-"""Measures what has to be known of a GPU on its first day, the most telling first, in six minutes.
+"""Measures a GPU on its first day, the most important figures first, in six minutes.
 
     python -m benchmarks.gpu_day --json day.json [--minutes 5.5] [--parts NAME ...]
     python -m benchmarks.gpu_day --json day.json --device cpu     rehearses it, at tiny sizes
@@ -482,7 +482,7 @@ def work(run: Callable[[Day], Rows], device: str, path: Path, result: Row, name:
 
 
 def run_all(parts: list[Part], path: Path, device: str, end: float) -> Row:
-    """Runs the parts and returns what came of them, as it is in the file at any time."""
+    """Runs the parts and returns their results, which the file has at any time."""
     for module in ("triton", "torch._dynamo"):  # here, as every part would import them
         import_module(module)
     about = {"date": str(date.today()), "python": sys.version, **measure.header("cpu")}

@@ -95,7 +95,7 @@ class Results:
             }
 
     def add(self, by_name: ByContender) -> None:
-        """Takes what is now known of some by_name, and saves the rows."""
+        """Adds results of some contenders, and saves the rows."""
         self.by_name |= by_name
         self.save(self.rows())
 
@@ -151,7 +151,7 @@ def run_workload(
 def measure_alone(
     name: str, path: Path, args: argparse.Namespace, deadline: float
 ) -> dict[str, Any]:
-    """Measures a contender in a process of its own; returns what is known of it at the end."""
+    """Measures a contender in a process of its own and returns its row."""
     limit_s = min(args.limit_s / 4, deadline - time.monotonic())
     absent = CONTENDERS[name].absent(torch.device(args.device))
     if absent or limit_s <= 0:
@@ -176,7 +176,7 @@ def measure_together(
 ) -> ByContender:
     """Checks contenders, then times them in turns, then measures their memory; returns all of it.
 
-    `tell` gets what is known after each of these, and after each round.
+    `tell` gets the results so far after each step, and after each round.
     """
     warnings.filterwarnings("ignore", category=UserWarning)
     device, contenders = torch.device(args.device), ByContender()

@@ -138,7 +138,7 @@ def packed(batch: Batch) -> Batch:
 
 
 def clean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Peers multiply by the mask, so what is masked must be finite for them."""
+    """Makes masked values finite, as peers multiply by the mask."""
     return torch.where(mask, x.double(), 0.0)
 
 
@@ -272,7 +272,7 @@ def _arguments(batch: Batch, exact: bool, options: dict[str, Any]) -> tuple[dict
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of what is expected; 1 for zeros, 2 for -expected.
+    """Norm of the difference over the norm of the expected; 1 for zeros, 2 for -expected.
 
     `floor`: the least to divide by.
     """

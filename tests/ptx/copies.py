@@ -103,7 +103,7 @@ class Copies:
         self.groups[... if on is None else on] += 1
 
     def wait(self, pending: int, on: np.ndarray | None) -> None:
-        """Writes what threads have copied, but for their last `left` groups; -1: all."""
+        """Writes what threads have copied, except their last `pending` groups; -1: all."""
         begun, self.begun = self.begun, []
         for copy in begun:
             ends = self.groups[copy.lanes] - copy.groups > pending

@@ -40,7 +40,7 @@ class Traffic:
 
     @property
     def efficiency(self) -> float:
-        """The part of what was moved that was asked for."""
+        """Returns the share of the moved bytes that were requested."""
         return self.requested / (SECTOR * self.sectors) if self.sectors else 1.0
 
     def add(self, other: Traffic) -> None:

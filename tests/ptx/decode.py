@@ -1,7 +1,7 @@
-"""From instructions of PTX to Python functions of a `Machine`, on arrays of threads.
+"""Translates instructions of PTX to Python functions of a `Machine`, on arrays of threads.
 
 Arithmetic is looked up in `operations`; here are operands, memory, what moves between the threads
-of a warp, barriers and branches. What is not known is refused by name.
+of a warp, barriers and branches. Unknown opcodes are refused by name.
 """
 
 from __future__ import annotations

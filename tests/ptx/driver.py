@@ -36,7 +36,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SanitizerError(AssertionError):
-    """A launch did what a GPU would not forgive."""
+    """Findings of a launch, raised where checks are strict."""
 
 
 @dataclass
@@ -256,7 +256,7 @@ def mark(x: torch.Tensor) -> torch.Tensor:
 
 
 def mark_allocations(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Has torch mark what it allocates without filling it; `replace` may be a monkeypatch's."""
+    """Makes torch mark memory that it does not fill; `replace` may be a monkeypatch's."""
 
     def marked(allocate: Any) -> Any:
         return lambda *args, **kwargs: mark(allocate(*args, **kwargs))

@@ -211,12 +211,12 @@ def operation(opcode: str, count: int, error: float = 0.0) -> Operation:
 
     Args:
         opcode: with all its modifiers.
-        count: of the operands that are read.
-        error: how much of the largest error approximations have, with a sign that depends on the
-            last operand; 0: they are rounded correctly.
+        count: operands that are read.
+        error: share of the largest allowed error that approximations have, with a sign that depends
+            on the last operand; 0: rounded correctly.
 
     Raises:
-        NotImplementedError: for what is not understood.
+        NotImplementedError: for unknown opcodes.
     """
     base, *mods = opcode.replace(".ftz", "").split(".")
     counts = (2, 3) if base in ("min", "max") else (_COUNTS.get(base, 2),)
@@ -346,7 +346,7 @@ def _saturated(x: np.ndarray, to: Any) -> np.ndarray:
 
 
 def comparison(opcode: str) -> tuple[str, Compute]:
-    """The type of what `setp` compares, and the function; `NotImplementedError` for others."""
+    """Returns operand type and function of a `setp`; `NotImplementedError` for others."""
     if opcode not in COMPARISONS:
         raise NotImplementedError(opcode)
     _, name, kind = opcode.split(".")

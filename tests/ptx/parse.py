@@ -33,7 +33,7 @@ class Instruction:
 
 @dataclass(eq=False)
 class Program:
-    """A kernel: what it takes, what it declares, and what it does."""
+    """A kernel: parameters, declarations and instructions."""
 
     name: str
     params: list[str]

@@ -1,6 +1,6 @@
 """pytest -p tests.ptx.plugin: kernels run as the PTX of a GPU, checked, instead of interpreted.
 
-Tests stay as they are: TRITON_INTERPRET says what it says to them, and Triton does not hear of it.
+Tests are unchanged: they see TRITON_INTERPRET, which is hidden from Triton.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def marked_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def no_findings() -> Iterator[None]:
-    """Faults raise where the kernel is launched; this sees those that were caught on the way."""
+    """Fails a test with findings, even if it caught the error of the launch."""
     settings = EmulatedDriver.settings
     if settings.strict:
         settings.findings.clear()

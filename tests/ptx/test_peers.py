@@ -1,7 +1,7 @@
 """Kernels of Liger and TRL, unchanged from their wheels: a test of the emulator, and of baselines.
 
-Results are compared with float64 and with ours; what the checks find in them, and where they are
-wrong, is stated as it is.
+Results are compared with float64 and with ours; tests state the findings of the checks, and where
+a peer is wrong.
 """
 
 import pytest
